@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusion_arms import micro_batches
@@ -44,6 +45,9 @@ FILES = tuple(
         "samples/samples",
     )
 )
+
+
+Score: TypeAlias = "Callable[[Sequence[Any], Sequence[str]], list[float]]"
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,14 @@ def load(path: Path) -> Peer:
 
 
 class Theirs:
-    """Final class; the peer on our run's models."""
+    """Final class; the peer on our run's models. ``score``: its reward, a function of pictures and texts; JPEG size if
+    there is none."""
 
-    def __init__(self, peer: Peer, context: StepContext) -> None:
+    def __init__(self, peer: Peer, context: StepContext, score: Score | None = None) -> None:
         from accelerate import Accelerator
 
         self.peer, self.run = peer, context
+        self._score = score or jpeg()
         recipe, train = context.recipe, context.recipe.train
         self.batches = -(-train.prompts_per_step * train.group_size // train.micro_batch_size)
         window = len(context.pipeline.noisy_steps(0))
@@ -174,14 +180,14 @@ class Theirs:
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
-        reward = jpeg(peer)(
+        reward = reward_model(peer, self._score)(
             SimpleNamespace(batch_size=settings.per_device_batch_size, device=torch.device("cpu"), dtype=None),
             self.accelerator,
         )
-        processor = peer.RewardProcessor(self.accelerator, {"jpeg": reward}, verbose=False)
+        processor = peer.RewardProcessor(self.accelerator, {"reward": reward}, verbose=False)
         made.reward_buffer = peer.RewardBuffer(processor, settings.group_size)
         made.advantage_processor = peer.AdvantageProcessor(
-            self.accelerator, {"jpeg": 1.0}, settings.group_size, global_std=True, verbose=False
+            self.accelerator, {"reward": 1.0}, settings.group_size, global_std=True, verbose=False
         )
         return made
 
@@ -228,17 +234,22 @@ class Theirs:
         return out.log_prob
 
 
-def jpeg(peer: Peer) -> Any:
-    """Our JPEG reward, as a reward model of theirs."""
+def jpeg() -> Score:
+    """Our JPEG reward."""
     kilobytes = mmrl.load("rewards", "jpeg").kilobytes
+    return lambda images, _: [-kilobytes(SimpleNamespace(image=one), 95) for one in images]
 
-    class Jpeg(peer.PointwiseRewardModel):
-        required_fields = ("image",)
 
-        def __call__(self, image: list[Any]) -> SimpleNamespace:
-            return SimpleNamespace(rewards=[-kilobytes(SimpleNamespace(image=one), 95) for one in image])
+def reward_model(peer: Peer, score: Score) -> Any:
+    """``score`` as a reward model of theirs."""
 
-    return Jpeg
+    class Model(peer.PointwiseRewardModel):
+        required_fields = ("image", "prompt")
+
+        def __call__(self, image: list[Any], prompt: list[str]) -> SimpleNamespace:
+            return SimpleNamespace(rewards=score(image, prompt))
+
+    return Model
 
 
 def arm(peer: Peer, context: StepContext) -> Arm:

@@ -51,7 +51,7 @@ JOBS = {
             "dgpo": DGPO,
             "dgpo, 5 steps, second order": (*DGPO, *SECOND_ORDER),
         },
-        ("flow_grpo",),
+        ("flow_grpo", "flow_factory"),
     ),
     "text": Job(
         "sums",
@@ -127,21 +127,53 @@ def opened(job: Job, overrides: Sequence[str], root: Path) -> tuple[Any, Callabl
 
 
 def trained_by_flow_grpo(job: Job, overrides: Sequence[str], ended: Ended, root: Path, path: Path | None) -> None:
-    """flow_grpo's functions on the same models, prompts and verifier, with a moving average as ours."""
+    """flow_grpo's functions on the same models, prompts and verifier."""
     import peer_flow_grpo
-    import torch
-
-    from mmrl.report.clock import Clock
 
     assert path is not None
     context, success = opened(job, overrides, root)
     theirs = peer_flow_grpo.Theirs(peer_flow_grpo.load(path), context)
-    theirs.reward = verifier({prompt.text: prompt for prompt in context.prompts})
-    average = [p.detach().clone() for p in theirs.parameters]
+    score = verifier({prompt.text: prompt for prompt in context.prompts})
+
+    def reward(images: Any, texts: Sequence[str], metadata: object) -> tuple[list[float], dict[str, Any]]:
+        """As it calls a reward: pictures ``[B, 3, H, W]`` in [0, 1]."""
+        from PIL import Image
+
+        pixels = (images.permute(0, 2, 3, 1) * 255).round().clamp(0, 255).byte().cpu().numpy()
+        return score([Image.fromarray(one) for one in pixels], texts), {}
+
+    theirs.reward = reward
+    _trained_by(theirs.iterate, theirs.parameters, context, success, ended)
+
+
+def trained_by_flow_factory(job: Job, overrides: Sequence[str], ended: Ended, root: Path, path: Path | None) -> None:
+    """Flow-Factory's GRPO trainer on the same models, prompts and verifier."""
+    import peer_flow_factory
+
+    assert path is not None
+    context, success = opened(job, overrides, root)
+    score = verifier({prompt.text: prompt for prompt in context.prompts})
+    theirs = peer_flow_factory.Theirs(peer_flow_factory.load(path), context, score)
+    _trained_by(theirs.iterate, list(context.policy.trainable.values()), context, success, ended)
+
+
+def _trained_by(
+    iterate: Callable[[int, Any], object],
+    parameters: Sequence[Any],
+    context: Any,
+    success: Callable[[int], float],
+    ended: Ended,
+) -> None:
+    """A peer's steps, with a moving average of the weights as ours."""
+    import torch
+
+    from mmrl.report.clock import Clock
+
+    average = [p.detach().clone() for p in parameters]
     spent, step = 0.0, 0
 
     def swap() -> None:
-        for p, a in zip(theirs.parameters, average, strict=True):
+        for p, a in zip(parameters, average, strict=True):
             kept = p.detach().clone()
             p.data.copy_(a)
             a.copy_(kept)
@@ -154,32 +186,28 @@ def trained_by_flow_grpo(job: Job, overrides: Sequence[str], ended: Ended, root:
             if said:
                 return
         began = time.process_time()
-        theirs.iterate(step, Clock(torch.device("cpu")))
+        iterate(step, Clock(torch.device("cpu")))
         step += 1
         with torch.no_grad():
             decay = min(0.9, (1 + step) / (10 + step))
-            for a, p in zip(average, theirs.parameters, strict=True):
+            for a, p in zip(average, parameters, strict=True):
                 a.lerp_(p, 1 - decay)
         spent += time.process_time() - began
 
 
-def verifier(prompts: Mapping[str, Any]) -> Any:
-    """The verifier as flow_grpo calls a reward: pictures ``[B, 3, H, W]`` in [0, 1] and texts to scores."""
+def verifier(prompts: Mapping[str, Any]) -> Callable[[Sequence[Any], Sequence[str]], list[float]]:
+    """The verifier as a function of pictures and texts; ``prompts`` by their text."""
     import mmrl
 
     judge = mmrl.load("rewards", "shapes")
 
-    def call(images: Any, texts: Sequence[str], metadata: object) -> tuple[list[float], dict[str, Any]]:
-        from PIL import Image
-
-        pixels = (images.permute(0, 2, 3, 1) * 255).round().clamp(0, 255).byte().cpu().numpy()
+    def score(images: Sequence[Any], texts: Sequence[str]) -> list[float]:
         samples = [
-            SimpleNamespace(prompt=prompts[text], image=Image.fromarray(p))
-            for text, p in zip(texts, pixels, strict=True)
+            SimpleNamespace(prompt=prompts[text], image=image) for text, image in zip(texts, images, strict=True)
         ]
-        return list(judge.score(samples, context=None)["score"]), {}
+        return list(judge.score(samples, context=None)["score"])
 
-    return call
+    return score
 
 
 def trained_by_trl(job: Job, overrides: Sequence[str], ended: Ended, root: Path, path: Path | None) -> None:
@@ -207,5 +235,6 @@ def trained_by_trl(job: Job, overrides: Sequence[str], ended: Ended, root: Path,
 
 PEERS: Mapping[str, Callable[[Job, Sequence[str], Ended, Path, Path | None], None]] = {
     "flow_grpo": trained_by_flow_grpo,
+    "flow_factory": trained_by_flow_factory,
     "trl": trained_by_trl,
 }

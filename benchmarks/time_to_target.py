@@ -12,8 +12,9 @@ row that reach the target. A run that spends its budget first is censored: it is
 Every arm gets the same search: each learning rate with one seed for ``--search-seconds``, the better half of them with
 twice the time, and so on until one is left. Then it trains the fresh ``--seeds`` with that rate. ``--json`` gets each
 run as it ends, and runs that stand there are not done again. ``--peer`` trains with the peer's own code
-(``time_jobs.py``): flow_grpo's sampling, log-prob and advantage functions, or TRL's ``GRPOTrainer``, which has to be
-installed. Evaluations are ours for everybody.
+(``time_jobs.py``): flow_grpo's sampling, log-prob and advantage functions, Flow-Factory's GRPO trainer, or TRL's
+``GRPOTrainer``, which has to be installed. Evaluations are ours for everybody, with eight steps of Euler's whatever an
+arm trains with.
 """
 
 from __future__ import annotations
@@ -153,7 +154,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--samples", type=int, default=256, help="held-out samples of an evaluation")
     made.add_argument("--search-seconds", type=float, default=60)
     made.add_argument("--search-seed", type=int, default=0)
-    made.add_argument("--peer", action="append", default=[], metavar="NAME[=PATH]", help="flow_grpo=CHECKOUT, or trl")
+    made.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME[=PATH]",
+        help="flow_grpo=CHECKOUT, flow_factory=CHECKOUT, or trl",
+    )
     made.add_argument("--json", type=Path, required=True, help="where runs are kept")
     made.add_argument("--one", help="train this run alone (used by the command itself)")
     return made
@@ -169,8 +176,9 @@ def checked(given: argparse.Namespace) -> dict[str, Path | None]:
     peers = {name: Path(path) if path else None for name, _, path in split}
     if other := sorted(set(peers) - set(job.peers)):
         sys.exit(f"--peer {other[0]}: only {', '.join(job.peers)} can train on {given.job} here")
-    if peers.get("flow_grpo", Path()) is None:
-        sys.exit("--peer flow_grpo: name its checkout: flow_grpo=PATH")
+    for name in ("flow_grpo", "flow_factory"):
+        if peers.get(name, Path()) is None:
+            sys.exit(f"--peer {name}: name its checkout: {name}=PATH")
     return peers
 
 

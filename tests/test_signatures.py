@@ -26,6 +26,7 @@ BY_PLACE = {
             "mmrl/cli/runs.py",
             "mmrl/cli/simulate.py",
             "mmrl/cli/soup.py",
+            "mmrl/cli/sweep.py",
         ),
         "typer calls",
     ),

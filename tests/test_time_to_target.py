@@ -73,9 +73,10 @@ def test_the_search_leaves_the_best_rate_and_censored_runs_are_shown(benchmark, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--peer", "flow_factory=/nowhere"], "--peer flow_factory: only flow_grpo can train on pictures here"),
+        (["--peer", "ddpo=/nowhere"], "--peer ddpo: only flow_grpo, flow_factory can train on pictures here"),
         (["--job", "text", "--peer", "flow_grpo=/nowhere"], "--peer flow_grpo: only trl can train on text here"),
         (["--peer", "flow_grpo"], "--peer flow_grpo: name its checkout"),
+        (["--peer", "flow_factory"], "--peer flow_factory: name its checkout"),
         (["--job", "text", "--arms", "dgpo"], "--arms 'dgpo': the job text has 'grpo', "),
     ],
 )

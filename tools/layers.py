@@ -67,7 +67,7 @@ LAYERS = {
     "app": "callbacks checkpoint.resume contracts doctor export hub_upload run sample session stopping strength "
     "training.divergence verify",
     "runtime": "runtime",
-    "python": "api distill.collection distill.distilling soup",
+    "python": "api distill.collection distill.distilling soup sweep",
     "cli": "__main__ cli",
 }
 """Lowest first. A module and all below it, without ``mmrl.``; the longest name that fits counts, ``mmrl`` is itself."""

@@ -29,6 +29,7 @@ from mmrl.cli import (
     sample,
     simulate,
     soup,
+    sweep,
 )
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet, warn_plainly
@@ -59,6 +60,7 @@ for _command in (
     rewards.serve,
     judge.judge,
     distill.distill,
+    sweep.sweep,
     recipes.ls,
     recipes.cp,
     init.init,

@@ -13,7 +13,7 @@ from pathlib import Path
 import mmrl
 from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
-from mmrl.config.loader import LoadedRecipe
+from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.objectives import load_objective
 from mmrl.config.sampling import Sampling, TextSampling, shares_steps
 from mmrl.config.schema import Recipe
@@ -96,6 +96,16 @@ def resolved(loaded: LoadedRecipe) -> LoadedRecipe:
     if loaded.recipe.train.steps_per_forward != "auto":
         return loaded
     return replace(loaded, recipe=plan(loaded).recipe)
+
+
+def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
+    """The recipe with ``overrides`` on top of its own, and with what the plan chose. Raises ``UserError`` where it
+    cannot run here."""
+    one = load_recipe(loaded.paths, [*loaded.overrides, *overrides], root=loaded.root)
+    planned = plan(one)
+    if planned.problems:
+        raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+    return replace(one, recipe=planned.recipe)
 
 
 def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:

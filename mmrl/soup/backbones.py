@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmrl.config.evaluation_checks import label_of
-from mmrl.config.loader import LoadedRecipe, load_recipe
+from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.config.schema import Recipe, Reward
 from mmrl.errors import UserError
-from mmrl.planner.plan import plan
+from mmrl.planner.plan import changed
 from mmrl.report.rundir import has_begun
 from mmrl.runtime.start import train_to_end
 from mmrl.soup.record import NAME, Soup, read_soup
@@ -42,7 +42,7 @@ def train_backbones(
     soup = _begun(soup, resume)
     matrix = soup.matrix.tolist()
     backbones = [
-        _planned(loaded, [f"rewards[{i}].weight={b * u:.12g}" for i, b, u in zip(chosen, row, soup.units, strict=True)])
+        changed(loaded, [f"rewards[{i}].weight={b * u:.12g}" for i, b, u in zip(chosen, row, soup.units, strict=True)])
         for row in matrix
     ]
     soup.write()
@@ -86,15 +86,6 @@ def _chosen(recipe: Recipe, rewards: Sequence[str] | None) -> list[int]:
             "under rewards, or use mmrl train"
         )
     return [places[label] for label in asked]
-
-
-def _planned(loaded: LoadedRecipe, weights: list[str]) -> LoadedRecipe:
-    """The recipe with these overrides too, with what the plan chose. Raises ``UserError`` where it cannot run here."""
-    one = load_recipe(loaded.paths, [*loaded.overrides, *weights], root=loaded.root)
-    planned = plan(one)
-    if planned.problems:
-        raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-    return replace(one, recipe=planned.recipe)
 
 
 def _begun(soup: Soup, resume: bool) -> Soup:

@@ -1,0 +1,110 @@
+"""``sweep``: find settings of a recipe by successive halving."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
+from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.garbage import rarely_collected
+
+if TYPE_CHECKING:
+    from mmrl.json_types import JsonObject
+    from mmrl.sweep.searching import Search
+
+
+def sweep(
+    recipe: RecipeArgument,
+    tried: Annotated[
+        list[str],
+        typer.Option(
+            "--try", metavar="KEY=A,B", help="Values of a setting; repeat it for more settings: all combinations."
+        ),
+    ],
+    changes: ChangesArgument = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the search.", show_default="sweeps/NAME")
+    ] = None,
+    factor: Annotated[int, typer.Option(help="After each round one of so many trials goes on.")] = 2,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the search in DIR.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find settings of a recipe: short trainings first, the best of them longer (successive halving).
+
+    The last round trains one trial as long as the recipe says. Trials are compared on the held-out figure of mmrl
+    compare. A trial that diverges is left out. Exit codes are those of mmrl train.
+    """
+    with rarely_collected():
+        loaded = read_recipe(recipe, changes or ())
+        from mmrl.sweep.searching import Search
+
+    search = Search(loaded, out or Path("sweeps") / loaded.recipe.name, tried, factor, resume=resume)
+    if not as_json:
+        _announce(search)
+        best = search.run()
+        if best is not None:
+            _show(search, best)
+    else:
+        with json_alone() as write:
+            best = search.run()
+            write({} if best is None else _as_json(search, best))
+    if best is None:
+        print(f"stopped; continue with the same command and --resume: {search.sweep.path}", file=sys.stderr)
+
+
+def _announce(search: Search) -> None:
+    from mmrl.sweep.halving import work
+
+    lengths = ", ".join(f"{one.trials} x {_percent(float(one.share))}" for one in search.rounds)
+    total = float(work(search.rounds, goes_on=search.goes_on))
+    print(f"rounds: {lengths} of the recipe's length; together {total:.3g} whole trainings", file=sys.stderr)
+    if not search.goes_on:
+        print(
+            "the learning rate of a step depends on the length (optim.schedule), so each round trains anew",
+            file=sys.stderr,
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _show(search: Search, best: int) -> None:
+    from rich.table import Table
+
+    sweep = search.sweep
+    table = Table(title="held-out figure after each round")
+    table.add_column("trial", justify="right")
+    table.add_column("settings", overflow="fold")
+    for n in range(len(search.rounds)):
+        table.add_column(f"{n + 1}", justify="right")
+    for trial, settings in enumerate(sweep.trials, 1):
+        found = [sweep.results.get((n + 1, trial)) for n in range(len(search.rounds))]
+        cells = ["" if one is None else "diverged" if one.value is None else f"{one.value:.4f}" for one in found]
+        table.add_row(str(trial), " ".join(settings), *cells, style="bold" if trial == best else "")
+    console().print(table)
+    print(f"best: {' '.join(sweep.trials[best - 1])}, trained in {_last(search, best)}", file=sys.stderr)
+    print(sweep.train(best))
+
+
+def _last(search: Search, best: int) -> Path:
+    return search.sweep.run(best, len(search.rounds), goes_on=search.goes_on)
+
+
+def _as_json(search: Search, best: int) -> JsonObject:
+    sweep = search.sweep
+    rows = [
+        {"round": n, "trial": trial, "value": of.value, "cpu_seconds": of.seconds, "failed": of.why}
+        for (n, trial), of in sorted(sweep.results.items())
+    ]
+    return {
+        "best": sweep.trials[best - 1],
+        "run": str(_last(search, best)),
+        "command": sweep.train(best),
+        "trials": sweep.trials,
+        "results": rows,
+    }

@@ -1,0 +1,1 @@
+"""A search over settings of a recipe by successive halving, on this machine."""

@@ -1,0 +1,170 @@
+"""Search settings of a recipe by successive halving: one training after another, each an ordinary run."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mmrl.config.layers import parse_key, parse_value
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.masked_text import masked_override
+from mmrl.errors import UserError
+from mmrl.planner.plan import changed
+from mmrl.report.heldout import label_in, measure_of
+from mmrl.report.recorded import read_run
+from mmrl.report.rundir import RunDir, has_begun
+from mmrl.runtime.start import train_to_end
+from mmrl.sweep.halving import Round, kept, rounds
+from mmrl.sweep.record import NAME, Result, Sweep, read_sweep
+from mmrl.training.divergence import diverged
+
+MOST_TRIALS = 256
+
+
+def combinations(tried: Sequence[str]) -> list[tuple[str, ...]]:
+    """The overrides of every trial: each combination of the values in ``tried`` (``optim.lr=1e-5,3e-5``).
+
+    Values are those of a YAML list without its brackets. Raises ``UserError`` with what is wrong with one.
+    """
+    keys: list[str] = []
+    values: list[list[str]] = []
+    for text in tried:
+        key, equals, given = (part.strip() for part in text.partition("="))
+        if not equals or parse_key(key) is None:
+            raise UserError(f"--try {text!r} is no setting with values; write --try optim.lr=1e-5,3e-5")
+        if key in keys:
+            raise UserError(f"--try {key} is given twice; put all its values into one")
+        try:
+            found = parse_value(f"[{given}]")
+        except ValueError as error:
+            raise UserError(f"--try {key}: {error}; write values with commas between, as in {key}=A,B") from None
+        several = found if isinstance(found, list) else []
+        shown = [value if isinstance(value, str) else json.dumps(value) for value in several]
+        if len(shown) < 2 or len(set(shown)) < len(shown):
+            raise UserError(f"--try {text}: give two different values or more, with commas between")
+        keys.append(key)
+        values.append(shown)
+    trials = [tuple(f"{k}={v}" for k, v in zip(keys, one, strict=True)) for one in itertools.product(*values)]
+    if len(trials) > MOST_TRIALS:
+        raise UserError(
+            f"--try asks for {len(trials):,} combinations, and at most {MOST_TRIALS} are trained; try fewer"
+        )
+    return trials
+
+
+class Search:
+    """Final class. The search ``tried`` (as for ``combinations``) of a recipe, in the folder ``out``.
+
+    ``factor``: of which part of the trials goes on after each round. Every trial is read and planned when it is built:
+    raises ``UserError`` where one cannot run here, where nothing is evaluated, and where ``out`` holds something else,
+    or a search and not ``resume``.
+    """
+
+    def __init__(
+        self, loaded: LoadedRecipe, out: Path, tried: Sequence[str], factor: int, *, resume: bool = False
+    ) -> None:
+        trials = combinations(tried)
+        self.rounds = rounds(len(trials), factor)
+        self.loaded = loaded
+        hide = loaded.tree.values
+        shown = [tuple(masked_override(text, hide) for text in one) for one in [loaded.overrides, *trials]]
+        sweep = Sweep(out, tuple(map(str, loaded.paths)), shown[0], tuple(shown[1:]), factor)
+        self.sweep = _begun(sweep, resume=resume)
+        self.recipes = [self._checked(one) for one in trials]
+        self.goes_on = all(one.recipe.optim.schedule == "constant" for one in self.recipes)
+
+    def _checked(self, trial: Sequence[str]) -> LoadedRecipe:
+        try:
+            made = changed(self.loaded, trial)
+        except UserError as error:
+            raise UserError(f"the trial {' '.join(trial)}: {error}") from None
+        if made.recipe.eval.every is None:
+            raise UserError("eval.every: nothing is evaluated, so no trial would be better; set eval.every=10")
+        return made
+
+    def run(self) -> int | None:
+        """Train round after round. Returns the number of the trial that is left; None where Ctrl-C stopped it.
+
+        A trial that diverges is left out. Raises ``UserError`` where all have, and for every other error of a run; the
+        search can be resumed then.
+        """
+        self.sweep.write()
+        going = list(range(1, len(self.recipes) + 1))
+        for number, one in enumerate(self.rounds, 1):
+            going = going[: one.trials]
+            for trial in going:
+                if (number, trial) not in self.sweep.results and not self._train(number, one, trial):
+                    return None
+            after = self.rounds[number].trials if number < len(self.rounds) else 1
+            found = {trial: self.sweep.results[number, trial].value for trial in going}
+            going = kept(found, after)
+            if not going:
+                raise UserError(
+                    f"all trials of round {number} diverged; {self.sweep.path / NAME} says where. Try smaller "
+                    "values of optim.lr"
+                )
+        return going[0]
+
+    def _train(self, number: int, one: Round, trial: int) -> bool:
+        path = self.sweep.run(trial, number, goes_on=self.goes_on)
+        print(f"round {number} of {len(self.rounds)}: {' '.join(self.sweep.trials[trial - 1])}", file=sys.stderr)
+        try:
+            finished = train_to_end(self._of(one, trial), path, resume=has_begun(path))
+        except UserError as error:
+            if not diverged(RunDir(path)):
+                raise
+            why = str(error).partition("\n")[0]
+            print(f"{path} diverged and is left out", file=sys.stderr)
+            self.sweep = self.sweep.found(number, trial, Result(None, _seconds(path), why))
+            return True
+        if finished:
+            self.sweep = self.sweep.found(number, trial, Result(_value(path), _seconds(path)))
+        gc.collect()  # the model of this trial, before the next is loaded
+        return finished
+
+    def _of(self, one: Round, trial: int) -> LoadedRecipe:
+        """The recipe of a trial, as long as the round is."""
+        made = self.recipes[trial - 1]
+        train = made.recipe.train
+        limit = None if train.max_cpu_seconds is None else train.max_cpu_seconds * float(one.share)
+        update = {"steps": one.steps(train.steps), "max_cpu_seconds": limit}
+        return replace(made, recipe=made.recipe.model_copy(update={"train": train.model_copy(update=update)}))
+
+
+def _begun(sweep: Sweep, *, resume: bool) -> Sweep:
+    """The search with what is known of it. Raises ``UserError`` where another one, or something else, is there."""
+    out = sweep.path
+    if not (out / NAME).exists() and not resume:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} is not empty and has no {NAME}; name another directory with --out")
+        return sweep
+    if not resume:
+        raise UserError(f"{out} already holds a search; go on with it with --resume, or name another with --out")
+    before = read_sweep(out)
+    if before.asks() != sweep.asks():
+        raise UserError(
+            f"--resume: {out} was begun with other settings or values than these ({NAME} has them); give the same, or "
+            "name another directory with --out"
+        )
+    return replace(sweep, results=before.results)
+
+
+def _value(path: Path) -> float | None:
+    """The last held-out figure of a run, higher is better. Raises ``UserError`` where it has none."""
+    run = read_run(path)
+    key = measure_of(run)
+    values = [row[key] for row in run.heldout if key is not None and row.get(key) is not None]
+    if key is None or not values:
+        raise UserError(f"{path} has no held-out figure to compare; set eval.rewards, or a reward with a weight")
+    return -values[-1] if run.trained.get(label_in(key) or "", 1.0) < 0 else values[-1]
+
+
+def _seconds(path: Path) -> float:
+    """CPU-seconds that the run has trained."""
+    rows = read_run(path).metrics
+    return float(rows[-1].get("perf/cpu_seconds", 0.0)) if rows else 0.0

@@ -1,0 +1,175 @@
+"""``mmrl sweep``: successive halving against its definition, and searches with a real tiny model."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.sweep.halving import kept, rounds, work
+from mmrl.sweep.record import read_sweep
+from mmrl.sweep.searching import combinations
+from tests import tiny
+from tests.test_cli import mmrl
+
+REWARDS = """
+import os, pathlib, signal
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def short(samples, *, context):
+    stop = pathlib.Path(__file__).with_name("stop")
+    if stop.exists():  # as Ctrl-C does
+        stop.unlink()
+        os.kill(os.getpid(), signal.SIGINT)
+    return [-len(s.text) / 50 for s in samples]
+"""
+RECIPE = """
+name: tiny
+pipeline: llm/chat
+model: {path: tinylm, lora: {rank: 4, alpha: 12}}
+data: {name: sums, train: {count: 20, operations: 1}, heldout: {count: 8, operations: 1}}
+sampling: {max_new_tokens: 6}
+rewards: [{name: "two.py:short"}]
+algorithm: {type: grpo}
+train: {steps: 4, prompts_per_step: 2, group_size: 4, micro_batch_size: 8}
+optim: {lr: 0.02}
+eval: {every: 4, samples: 8}
+checkpoint: {every: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("trials", "factor", "counts", "shares"),
+    [
+        (4, 2, [4, 2, 1], [4, 2, 1]),
+        (2, 2, [2, 1], [2, 1]),
+        (5, 2, [5, 3, 2, 1], [8, 4, 2, 1]),
+        (9, 3, [9, 3, 1], [9, 3, 1]),
+        (3, 4, [3, 1], [4, 1]),
+    ],
+)
+def test_rounds_are_those_of_successive_halving(trials, factor, counts, shares):
+    found = rounds(trials, factor)
+    assert [one.trials for one in found] == counts
+    assert [one.share for one in found] == [Fraction(1, n) for n in shares]
+
+
+def test_what_a_search_costs():
+    plan = rounds(4, 2)
+    assert work(plan, goes_on=False) == 3  # 4/4 + 2/2 + 1
+    assert work(plan, goes_on=True) == 2  # 4/4 + 2/4 + 1/2
+    assert [one.steps(125) for one in plan] == [31, 62, 125]
+    assert rounds(64, 2)[0].steps(3) == 1
+
+
+def test_the_best_are_kept_and_a_trial_that_diverged_is_not():
+    assert kept({1: 0.2, 2: None, 3: 0.5, 4: 0.5}, 2) == [3, 4]
+    assert kept({1: 0.5, 3: 0.5, 4: 0.7}, 2) == [1, 4]
+    assert kept({1: None, 2: float("nan"), 3: -1.0}, 2) == [3]
+    assert kept({1: None}, 1) == []
+
+
+def test_trials_are_all_combinations():
+    assert combinations(["optim.lr=1e-5, 3e-5", "algorithm={type: grpo},{type: gspo, clip_range: 0.1}"]) == [
+        ("optim.lr=1e-05", 'algorithm={"type": "grpo"}'),
+        ("optim.lr=1e-05", 'algorithm={"type": "gspo", "clip_range": 0.1}'),
+        ("optim.lr=3e-05", 'algorithm={"type": "grpo"}'),
+        ("optim.lr=3e-05", 'algorithm={"type": "gspo", "clip_range": 0.1}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tried", "said"),
+    [
+        (["optim.lr"], "is no setting with values; write --try optim.lr=1e-5,3e-5"),
+        (["optim.lr=1e-5"], "give two different values or more"),
+        (["optim.lr=1e-5,1e-5"], "give two different values or more"),
+        (["optim.lr=1,2", "optim.lr=3,4"], "--try optim.lr is given twice; put all its values into one"),
+        (["optim.lr=[1,2"], "--try optim.lr: "),
+        ([f"seed={','.join(map(str, range(20)))}", f"optim.lr={','.join(map(str, range(1, 21)))}"], "asks for 400"),
+    ],
+)
+def test_values_that_cannot_be_read_are_refused(tried, said):
+    with pytest.raises(UserError, match=r"--try") as caught:
+        combinations(tried)
+    assert said in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    tiny.language_model(folder / "tinylm", sharp=0.3)
+    (folder / "two.py").write_text(REWARDS)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def heldout(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "heldout.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_search_is_stopped_and_goes_on_and_leaves_out_what_diverges(root, capsys):
+    command = ["sweep", str(root / "recipe.yaml"), "--try", "optim.lr=0.02,1e30,0.005", "--out", str(root / "out")]
+    (root / "stop").touch()
+    assert mmrl(*command) == 0
+    assert "stopped; continue with the same command and --resume" in capsys.readouterr().err
+    assert read_sweep(root / "out").results == {}
+    assert mmrl(*command, "--resume") == 0
+    said = capsys.readouterr()
+    found = read_sweep(root / "out").results
+    assert sorted(found) == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 3), (3, 1 if (3, 1) in found else 3)]
+    assert found[1, 2].value is None
+    assert "training diverged" in found[1, 2].why
+    assert "trial-2 diverged and is left out" in said.err
+    best = max((1, 3), key=lambda trial: found[2, trial].value or 0.0)
+    assert (3, best) in found
+    lr = {1: "0.02", 3: "0.005"}[best]
+    assert said.out.rstrip().endswith(f"mmrl train {root / 'recipe.yaml'} optim.lr={lr}")
+    # Of a constant rate the same run goes on: 1, 2 and 4 of the recipe's 4 steps.
+    assert heldout(root / "out" / f"trial-{best}") == [0, 1, 2, 4]
+    assert heldout(root / "out" / f"trial-{4 - best}") == [0, 1, 2]
+    before = (root / "out" / "sweep.json").read_text()
+    assert mmrl(*command, "--resume", "--json") == 0  # nothing is left to train
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["best"], shown["run"]) == ([f"optim.lr={lr}"], str(root / "out" / f"trial-{best}"))
+    assert (root / "out" / "sweep.json").read_text() == before
+    assert mmrl(*command) == 2
+    assert "already holds a search; go on with it with --resume" in capsys.readouterr().err
+    assert mmrl(*command, "--resume", "--factor", "3") == 2
+    assert "was begun with other settings or values" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_where_the_rate_depends_on_the_length_each_round_trains_anew(root, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["sweep", str(root / "recipe.yaml"), "optim.schedule=linear", "--out", str(out)]
+    assert mmrl(*command, "--try", "optim.lr=0.02,0.005") == 0
+    assert "each round trains anew" in capsys.readouterr().err
+    found = read_sweep(out).results
+    (best,) = (trial for number, trial in found if number == 2)
+    assert heldout(out / "round-1" / f"trial-{best}") == [0, 2]
+    assert heldout(out / "round-2" / f"trial-{best}") == [0, 4]
+
+
+@pytest.mark.slow
+def test_where_all_diverge_the_search_says_so(root, tmp_path, capsys):
+    command = ["sweep", str(root / "recipe.yaml"), "--try", "optim.lr=1e30,2e30", "--out", str(tmp_path / "out")]
+    assert mmrl(*command) == 2
+    assert "all trials of round 1 diverged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(root, tmp_path, capsys):
+    def refused(*words: str) -> str:
+        assert mmrl("sweep", str(root / "recipe.yaml"), "--out", str(tmp_path / "out"), *words) == 2
+        assert not (tmp_path / "out").exists()
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "the trial optim.lr=-1:" in refused("--try", "optim.lr=0.1,-1")
+    assert "eval.every: nothing is evaluated" in refused("--try", "optim.lr=0.1,0.2", "eval.every=null")
+    assert "--factor 1: each round keeps one of so many trials" in refused("--try", "optim.lr=1,2", "--factor", "1")
+    assert "holds no search" in refused("--try", "optim.lr=0.1,0.2", "--resume")
