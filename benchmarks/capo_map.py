@@ -195,18 +195,25 @@ def cell(found: list[dict[str, Any]]) -> str:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """A row for each arm and a column for each length, of all runs of the file."""
+    """A row for each arm and rate, and a column for each length, of all runs of the file."""
     runs = list(rows.values())
+
+    def of(length: int, arm: str | None = None, rate: float = 0.0) -> list[dict[str, Any]]:
+        alike = [one for one in runs if one["spec"]["length"] == length]
+        return [one for one in alike if arm is None or (one["spec"]["arm"], one["spec"]["lr"]) == (arm, rate)]
+
     lengths = sorted({one["spec"]["length"] for one in runs})
-    arms = sorted({one["spec"]["arm"]: None for one in runs}, key=lambda arm: (arm != "grpo", arm))
-    lines = ["| arm | " + " | ".join(f"{n} operations" for n in lengths) + " |", "|---|" + "---|" * len(lengths)]
-    before = {n: [one["before"] for one in runs if one["spec"]["length"] == n and one["before"]] for n in lengths}
-    lines.append("| before | " + " | ".join(f"{mean(b):.3f}" if b else "" for b in before.values()) + " |")
-    for arm in arms:
-        found = [[one for one in runs if (one["spec"]["arm"], one["spec"]["length"]) == (arm, n)] for n in lengths]
-        lines.append(f"| {arm} | " + " | ".join(map(cell, found)) + " |")
-    seconds = [[one["cpu_seconds"] for one in runs if one["spec"]["length"] == n] for n in lengths]
-    lines.append("| CPU-seconds of a run | " + " | ".join(f"{min(s):.0f} to {max(s):.0f}" for s in seconds) + " |")
+    kinds = sorted({(one["spec"]["arm"], one["spec"]["lr"]) for one in runs}, key=lambda k: (k[0] != "grpo", *k))
+    head = ["arm", "rate", *(f"{n} operations" for n in lengths), "verdicts that are right"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    starts = [next((f"{one['before']:.3f}" for one in of(n) if one["before"] is not None), "") for n in lengths]
+    lines.append(f"| before | | {' | '.join(starts)} | |")
+    for arm, rate in kinds:
+        said = [one["alike"] for n in lengths for one in of(n, arm, rate) if one["alike"] is not None]
+        cells = [arm, f"{rate:g}", *(cell(of(n, arm, rate)) for n in lengths), f"{mean(said):.2f}" if said else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    spent = [[one["cpu_seconds"] for one in of(n)] for n in lengths]
+    lines.append(f"| CPU-seconds of a run | | {' | '.join(f'{min(s):.0f} to {max(s):.0f}' for s in spent)} | |")
     return "\n".join(lines)
 
 

@@ -121,6 +121,6 @@ def test_runs_in_the_file_are_not_done_again(benchmark, tmp_path, capsys, monkey
     monkeypatch.setattr(sys, "argv", words)
     benchmark.main()
     printed = capsys.readouterr().out
-    assert "| before | 0.250 |" in printed
-    assert "| grpo | 0.450 (0.400 to 0.500, 2 seeds) |" in printed
-    assert "| capo:1 | 0.700 |" in printed
+    assert "| before | | 0.250 | |" in printed
+    assert "| grpo | 0.0003 | 0.450 (0.400 to 0.500, 2 seeds) |  |" in printed
+    assert "| capo:1 | 0.0003 | 0.700 | 1.00 |" in printed
