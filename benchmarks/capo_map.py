@@ -17,6 +17,11 @@ Arms, all of the same steps, samples and learning rate:
 
 The table has the share of right answers to the same held-out prompts, sampled from the same noise. ``--json`` gets each
 run as it ends. Runs that stand there are not done again, and all of them are printed.
+
+    python benchmarks/capo_map.py --votes 0.75
+
+trains nothing: it prints the mean penalty of a wrong step and of a right one by the number of independent critiques and
+the rule that combines them.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -217,6 +223,29 @@ def table(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def punished(accuracy: float, votes: int, rule: Any) -> tuple[float, float]:
+    """The mean penalty of a wrong step and of a right one, where ``votes`` independent critiques are each right about a
+    step with the chance ``accuracy``."""
+    from mmrl.judge.voting import vote_steps
+
+    def mean_of(named: float) -> float:
+        chances = [comb(votes, k) * named**k * (1 - named) ** (votes - k) for k in range(votes + 1)]
+        penalties = [vote_steps([[1]] * k + [[]] * (votes - k), rule).get(1, 0.0) for k in range(votes + 1)]
+        return sum(chance * penalty for chance, penalty in zip(chances, penalties, strict=True))
+
+    return mean_of(accuracy), mean_of(1 - accuracy)
+
+
+def votes_table(accuracy: float) -> str:
+    """A row for each rule and a column for each number of votes."""
+    numbers = (1, 2, 4, 8)
+    lines = [f"| rule | {' | '.join(f'{n} votes' for n in numbers)} |", "|---" * (1 + len(numbers)) + "|"]
+    for rule in ("intersection", "majority", "union", "average"):
+        cells = [" and ".join(f"{share:.3f}" for share in punished(accuracy, n, rule)) for n in numbers]
+        lines.append(f"| {rule} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -227,13 +256,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warm-up", type=int, default=120, help="steps of SFT on right answers")
     made.add_argument("--samples", type=int, default=512, help="held-out samples of an evaluation")
     made.add_argument("--work", type=Path, default=Path("runs/capo_map"), help="where the warmed model is kept")
-    made.add_argument("--json", type=Path, required=True, help="where runs are kept")
+    made.add_argument("--json", type=Path, help="where runs are kept")
+    made.add_argument(
+        "--votes", type=float, metavar="ACCURACY", help="print what votes do to errors, and train nothing"
+    )
     made.add_argument("--one", help="train this run alone (used by the command itself)")
     return made
 
 
 def main() -> None:
     given = parser().parse_args()
+    if given.votes is not None:
+        print(votes_table(given.votes))
+        return
+    if given.json is None:
+        sys.exit("name --json FILE, where runs are kept, or --votes ACCURACY")
     work = given.work.resolve()
     if given.one:
         given.json.write_text(json.dumps(run(Spec(**json.loads(given.one)), work)))

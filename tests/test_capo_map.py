@@ -73,6 +73,17 @@ def test_votes_of_independent_critiques_err_as_the_binomial_law_says(vote, least
     assert hit == pytest.approx(chance, abs=4 * sqrt(chance * (1 - chance) / len(texts)) + 1e-9)
 
 
+def test_the_penalties_of_votes_are_those_of_the_binomial_law(benchmark, monkeypatch, capsys):
+    wrong, right = benchmark.punished(0.75, 4, "majority")
+    assert wrong == pytest.approx(1 - 0.25**4 - 4 * 0.75 * 0.25**3)
+    assert right == pytest.approx(1 - 0.75**4 - 4 * 0.25 * 0.75**3)
+    assert benchmark.punished(0.9, 8, "average") == pytest.approx((0.9, 0.1))
+    assert benchmark.punished(0.75, 2, "majority") == benchmark.punished(0.75, 2, "union")
+    monkeypatch.setattr(sys, "argv", ["capo_map", "--votes", "0.75"])
+    benchmark.main()
+    assert "| intersection | 0.750 and 0.250 | 0.562 and 0.062 | 0.316 and 0.004 |" in capsys.readouterr().out
+
+
 def test_equal_responses_get_equal_critiques_and_votes_differ():
     texts = drawn(40)
     of = critic(accuracy=0.75, votes=2, vote="average")
