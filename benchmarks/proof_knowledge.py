@@ -133,9 +133,9 @@ def blank(world: World, out: Path, seed: int) -> None:
     tokenizer.save_pretrained(out)
 
 
-def recipe(model: Path, train: Path, **more: Any) -> dict[str, Any]:
+def recipe(model: Path, records: Path, **more: Any) -> dict[str, Any]:
     """What all runs share."""
-    data = {"name": "jsonl", "train": {"path": str(train)}, "heldout": {"path": str(train)}}
+    data = {"name": "jsonl", "train": {"path": str(records)}, "heldout": {"path": str(records)}}
     return {
         **{"name": "towns", "pipeline": "llm/chat", "model": {"path": str(model)}, "data": data},
         **{"sampling": {"max_new_tokens": 40}, "eval": {"every": None}, "checkpoint": {"every": 10_000}, **more},
