@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mmrl.cli import app
+from mmrl.config.loader import load_recipe
 from mmrl.datasets import shapes
 from mmrl.errors import UserError
 from mmrl.labels import baselines, table
@@ -21,6 +22,7 @@ from mmrl.labels.graph import Graph, directed, fields, nearest, symmetric
 from mmrl.labels.items import items_of
 from mmrl.labels.model import GraphAttention, GraphTransformer, Shape
 from mmrl.labels.pixels import of_clips, of_pictures, of_texts
+from mmrl.labels.readers import ModelReader, described
 from mmrl.labels.spreading import GRAPH, HEAD, spread
 from mmrl.labels.training import Settings, masked, parted, to_label_next, train
 from mmrl.rewards.contract import Context, Failed
@@ -494,3 +496,35 @@ def test_a_sample_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
     assert done.exit_code == 0, str(done.exception)
     assert "1 samples cannot be read and are left out" in done.stderr
     assert "039.png" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def drawing_model():
+    loaded = load_recipe(["shapes-full"], ["model.dtype=float32"])
+    return described(loaded.recipe, loaded.root)
+
+
+def test_the_model_that_draws_knows_which_prompt_a_picture_fits(drawing_model):
+    reader = ModelReader(json.loads(json.dumps(drawing_model)))
+    known = {p.text: p for p in shapes.prompts("all", relations=None)}
+    right = ["one red circle", "one blue square", "one yellow cross"] * 2
+    wrong = ["one green cross", "one red triangle", "one blue circle"] * 2
+    drawn = [shapes.picture(known[prompt], n) for n, prompt in enumerate(right)]
+    states, errors = reader.parts(drawn, right)
+    others = reader.parts(drawn, wrong)
+    assert errors.shape == (6, 2 * 64)
+    assert states.shape == others[0].shape == (6, 2 * 2 * 128)
+    assert bool((errors.mean(1) < others[1].mean(1)).all())
+    alone = reader.parts(drawn[:1], right[:1])
+    torch.testing.assert_close(alone[1], errors[:1], rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_cannot_read_pictures_are_refused(drawing_model, tmp_path):
+    loaded = load_recipe(["sums"], [])
+    with pytest.raises(UserError, match="the recipe makes text"):
+        described(loaded.recipe, loaded.root)
+    moved = {**drawing_model, "model": {**drawing_model["model"], "path": str(tmp_path / "gone")}}
+    with pytest.raises(UserError, match=r"is not at .*gone any more; run mmrl spread again"):
+        ModelReader(moved)
+    with pytest.raises(UserError, match="is not known"):
+        ModelReader({"name": "x"})
