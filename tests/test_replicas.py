@@ -178,3 +178,25 @@ def test_real_vllm_on_two_devices_survives_the_loss_of_one_of_its_processes(tmp_
     for row, other in zip(found[0], found[1], strict=True):  # sums over two devices are in another order
         assert row["reward/mean"] == pytest.approx(other["reward/mean"], abs=0.1)
     assert found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.long  # in short: the numbers of workers, above, and tests/test_vllm.py's judge on one device
+def test_a_real_judge_on_two_devices_says_what_one_on_one_says(tmp_path):
+    allow_cpu_only()
+    pytest.importorskip("ray")
+    pytest.importorskip("vllm")
+    found = []
+    for size in (1, 2):
+        words = [
+            f"devices_per_controller={2 + size}",
+            f"placement={{type: disaggregated, trainers: 1, judges: {size}}}",
+        ]
+        judge = f"rewards=[{{name: judge, timeout: 900, options: {{{ASKED % (MODEL, size)}}}}}]"
+        out = tmp_path / f"run-{size}"
+        process = ray_runs.train("sums", out, *SHORT, "train.steps=2", "eval.every=null", *words, judge)
+        code, said = ray_runs.ended(process, timeout=1800)
+        assert code == 0, said
+        found.append([row["reward/mean"] for row in metrics(out)])
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+    assert len({round(value, 4) for value in found[0]}) == 2  # the judge tells samples apart

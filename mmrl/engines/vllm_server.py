@@ -6,7 +6,7 @@ and the cache and sleep routes, which vLLM opens in its development mode. Its ke
 and on no port.
 
 Weights travel as safetensors files in memory or on a disk (``mmrl.engines.weight_files``). Run with 0.32.0 on a CPU;
-on a GPU, or with ``tensor_parallel_size`` above 1, it has not been run by us. What ``mmrl.engines.vllm`` says of
+also with ``tensor_parallel_size: 2``; on a GPU it has not been run by us. What ``mmrl.engines.vllm`` says of
 log-probs holds here.
 """
 
