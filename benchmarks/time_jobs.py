@@ -113,14 +113,15 @@ def trained(job: Job, overrides: Sequence[str], ended: Ended, root: Path) -> Non
 
 
 def opened(job: Job, overrides: Sequence[str], root: Path) -> tuple[Any, Callable[[int], float]]:
-    """Our run of the recipe, and its evaluation of so many held-out samples, for a peer."""
+    """Our run of the recipe, and its evaluation of so many held-out samples, for a peer, whose weights are evaluated as
+    they are: a moving average is the peer's own."""
     from mmrl.config.loader import load_recipe
     from mmrl.config.schema import Recipe
     from mmrl.datasets.loading import load_prompts
     from mmrl.run import build
     from mmrl.training.evaluation import Evaluator
 
-    recipe = Recipe.model_validate(load_recipe([job.recipe], list(overrides)).resolved())
+    recipe = Recipe.model_validate(load_recipe([job.recipe], [*overrides, "optim.ema_decay=null"]).resolved())
     context = build(recipe, root)
     held_out = Evaluator(context, load_prompts(recipe, root, "heldout"), root)
     return context, lambda samples: held_out.score(samples)[0][job.measure]

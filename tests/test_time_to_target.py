@@ -101,3 +101,13 @@ def test_a_run_is_trained_until_its_budget_is_spent(benchmark, arm, job):
     assert began == 0
     assert spent > 1
     assert 0 <= success <= 1
+
+
+def test_a_peers_evaluation_is_of_the_weights_that_it_trains(benchmark, tmp_path):
+    jobs = importlib.import_module("time_jobs")
+    spec = benchmark.Spec("peer:flow_grpo", 1e-4, 1, 1.0, 2.0, 1, 16, "pictures")
+    context, success = jobs.opened(jobs.JOBS["pictures"], spec.overrides, tmp_path)
+    assert success(16) > 0
+    for parameter in context.policy.trainable.values():
+        parameter.data.zero_()
+    assert success(16) == 0
