@@ -155,7 +155,8 @@ def kill_one(root, name, patience=600):
 @pytest.mark.slow
 @pytest.mark.long  # in short: the test above, with an engine in the worker's process
 def test_real_vllm_on_two_devices_survives_the_loss_of_one_of_its_processes(tmp_path):
-    """Its samples are those of a server on one device, also where one of its two processes is killed."""
+    """Its samples are those of a server on one device, also where one of its two processes is killed, and where weights
+    reach both without a file."""
     allow_cpu_only()
     pytest.importorskip("ray")
     pytest.importorskip("vllm")
@@ -163,7 +164,10 @@ def test_real_vllm_on_two_devices_survives_the_loss_of_one_of_its_processes(tmp_
     for size, killed in ((1, False), (2, False), (2, True)):
         out = tmp_path / f"run-{size}-{killed}"
         words = [f"devices_per_controller={1 + size}", "placement={type: disaggregated, trainers: 1}"]
-        engine = f"rollout={{engine: vllm_server, options: {{tensor_parallel_size: {size}}}}}"
+        transport = "gloo" if killed else "auto"
+        engine = (
+            f"rollout={{engine: vllm_server, weight_transport: {transport}, options: {{tensor_parallel_size: {size}}}}}"
+        )
         process = ray_runs.train("sums", out, *SHORT, "train.steps=4", "eval.every=null", *words, engine)
         if killed:
             while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
