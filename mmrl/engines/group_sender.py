@@ -33,7 +33,7 @@ class GroupSender:
         workers: int,
         timeouts: Timeouts,
     ) -> None:
-        self._backend = cast("Backend", sending.transport)
+        self._backend: Backend = cast("Backend", sending.transport)
         self._device = torch.device("cpu")
         if self._backend != "gloo":
             if not torch.cuda.is_available():

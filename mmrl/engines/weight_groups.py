@@ -12,6 +12,7 @@ shared with what has.
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_integer, as_list, as_object, as_text
@@ -34,6 +36,8 @@ _END = -1
 """In place of a header's length: no bucket follows."""
 _GIVEN_UP = -2
 """The same: the sender failed."""
+_OF_BYTES: dict[str, Any] = {"tensor_cls": Tensor, "storage_cls": torch.storage.TypedStorage, "dtype": torch.uint8}
+"""What names every bucket."""
 
 
 class Sharing(Protocol):
@@ -45,21 +49,26 @@ class Sharing(Protocol):
 
 
 class _Cuda:
-    """Memory of a GPU, by CUDA's IPC handles."""
+    """Memory of a GPU, by CUDA's IPC handles as torch.multiprocessing makes them. They travel as JSON, not pickled."""
 
     def handle(self, bucket: Tensor) -> JsonObject:
         torch.cuda.synchronize(bucket.device)
-        storage = bucket.untyped_storage()
-        said = storage._share_cuda_()
-        parts = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in said]
-        return {"parts": parts, "offset": bucket.storage_offset(), "bytes": bucket.nbytes}
+        _, given = reductions.reduce_tensor(bucket)
+        names = inspect.signature(reductions.rebuild_cuda_tensor).parameters
+        said: dict[str, Any] = {n: value for n, value in zip(names, given, strict=True) if n not in _OF_BYTES}
+        return {
+            name: {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+            for name, value in said.items()
+        }
 
     def opened(self, handle: JsonObject) -> Tensor:
-        parts = [base64.b64decode(one) if isinstance(one, str) else one for one in as_list(handle["parts"])]
-        parts[0] = torch.cuda.current_device()
-        storage = torch.UntypedStorage._new_shared_cuda(*parts)
-        whole = torch.empty(0, dtype=torch.uint8, device=f"cuda:{torch.cuda.current_device()}")
-        return whole.set_(storage, as_integer(handle["offset"]), (as_integer(handle["bytes"]),))
+        given: dict[str, Any] = {
+            name: base64.b64decode(as_text(value["bytes"])) if isinstance(value, Mapping) else value
+            for name, value in handle.items()
+        }
+        given["tensor_size"] = torch.Size(given["tensor_size"])
+        given["storage_device"] = torch.cuda.current_device()  # one process's first GPU may be the other's second
+        return reductions.rebuild_cuda_tensor(**_OF_BYTES, **given)
 
 
 class WeightGroup:
@@ -171,13 +180,15 @@ class WeightGroup:
 def _group(store: dist.Store, rank: int, size: int, backend: str, patience: float) -> Any:
     """A group of its own, beside those that the process may have."""
     if backend == "nccl":
-        given = dist.ProcessGroupNCCL.Options()
+        nccl: Any = dist.ProcessGroupNCCL
+        given = nccl.Options()
         given._timeout = timedelta(seconds=patience)
-        return dist.ProcessGroupNCCL(store, rank, size, given)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return nccl(store, rank, size, given)
+    gloo: Any = dist.ProcessGroupGloo  # whose options the type checker does not know
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=patience)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def buckets(
