@@ -380,6 +380,8 @@ def test_votes_over_numbers():
 def test_votes_over_wrong_steps_are_those_of_capo(how, expected):
     assert vote_steps([[1, 2], [1], [2, 1, 1], [1, 3]], how) == expected
     assert vote_steps([[], []], how) == {}
+    assert vote_steps([], how) == {}
+    assert list(vote_steps([[3, 1], [2, 1]], how)) == sorted(vote_steps([[3, 1], [2, 1]], how))
 
 
 def test_a_ranking_scores_by_place():

@@ -23,6 +23,7 @@ BY_PLACE = {
             "mmrl/cli/distill.py",
             "mmrl/cli/fetch.py",
             "mmrl/cli/judge.py",
+            "mmrl/cli/labels.py",
             "mmrl/cli/runs.py",
             "mmrl/cli/simulate.py",
             "mmrl/cli/soup.py",

@@ -24,7 +24,6 @@ from mmrl.algorithms.policy_gradient import clipped_surrogate, divergence, k3
 from mmrl.algorithms.ppo import clipped_value_loss
 from mmrl.algorithms.returns import gae, reward_to_go, whiten
 from mmrl.algorithms.settings import with_length_limit
-from mmrl.algorithms.voting import vote
 from mmrl.config.algorithms import find_algorithm
 from mmrl.config.rollout import Rejection, Rollout
 from mmrl.config.sampling import TextSampling
@@ -296,26 +295,6 @@ def test_capo_counts_a_group_without_any_difference():
     a = objective("capo").advantages(scored(rewards=f64([1, 1, 0, 1]), token_rewards=None))
     assert (a.groups, a.zero_std_groups) == (2, 1)
     assert not a.values[:2].any()
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ("intersection", {2: 1.0}),
-        ("majority", {2: 1.0, 3: 1.0}),
-        ("union", {1: 1.0, 2: 1.0, 3: 1.0, 7: 1.0}),
-        ("average", {1: 0.25, 2: 1.0, 3: 0.5, 7: 0.25}),
-    ],
-)
-def test_votes(rule, expected):
-    assert vote([[2, 3, 3], [2, 3, 1], [2], [2, 7]], rule) == expected
-    assert list(vote([[2, 3, 3], [2, 3, 1], [2], [2, 7]], rule)) == sorted(expected)
-
-
-@pytest.mark.parametrize("rule", ["intersection", "majority", "union", "average"])
-def test_votes_of_nobody_and_of_critics_who_find_nothing(rule):
-    assert vote([], rule) == {}
-    assert vote([[], []], rule) == {}
 
 
 def test_overlong_punishment_is_the_papers():

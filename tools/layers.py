@@ -57,7 +57,7 @@ LAYERS = {
     "text": "text",
     "engines": "engines",
     "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring",
-    "rewards, judge": "distill knowledge rewards judge",
+    "rewards, judge": "distill knowledge labels rewards judge",
     "step context": "training.batch training.micro_batches training.step_context training.step_metrics",
     "placement": "placement",
     "checkpoint": "checkpoint",
@@ -67,7 +67,7 @@ LAYERS = {
     "app": "callbacks checkpoint.resume contracts doctor export hub_upload run sample session stopping strength "
     "training.divergence verify",
     "runtime": "runtime",
-    "python": "api distill.collection distill.distilling soup sweep",
+    "python": "api distill.collection distill.distilling labels.spread_folder soup sweep",
     "cli": "__main__ cli",
 }
 """Lowest first. A module and all below it, without ``mmrl.``; the longest name that fits counts, ``mmrl`` is itself."""

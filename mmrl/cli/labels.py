@@ -1,0 +1,127 @@
+"""``label spread``: give labels on a local page, and spread those of a few samples over many, as a reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmrl.cli.arguments import read_recipe
+from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.garbage import rarely_collected
+
+if TYPE_CHECKING:
+    from mmrl.labels.spread_folder import Outcome
+
+FolderArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR|RUN", help="A folder of pictures, clips or texts, one of mmrl sample, or a run's kept samples."
+    ),
+]
+LabelsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="CSV", help="A table with the columns file and label.", show_default="labels.csv in DIR"),
+]
+
+
+def label(
+    folder: FolderArgument,
+    labels: LabelsOption = None,
+    order: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|CSV", help="Show these first: what mmrl spread wrote, or a table with a column file."
+        ),
+    ] = None,
+    stars: Annotated[bool, typer.Option("--stars", help="Keys 1 to 5 in place of 0 and 1.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Show the samples of a folder or of a run on a local page, and keep a label for each key that you press.
+
+    Keys: 0 bad, 1 good (--stars: 1 to 5), arrows to move, Backspace to take a label away. An answer is on the disk at
+    once; a later start goes on where you stopped. Prints the address; Ctrl-C ends it.
+    """
+    from mmrl.labels import table
+    from mmrl.labels.items import items_of, root_of
+    from mmrl.labels.server import STARS, YES_NO, LabelServer, in_order
+
+    root, items = root_of(folder), items_of(folder)
+    if order is not None:
+        items = in_order(items, table.files(order / "next.csv" if order.is_dir() else order))
+    path = labels or root / table.NAME
+    with LabelServer(items, root, path, STARS if stars else YES_NO, port) as server:
+        print(
+            f"{len(items)} samples, {len(server.labels)} of them labelled in {path}; open in a browser of this machine:"
+        )
+        print(server.url, flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print(f"{len(server.labels)} labels in {path}; next: mmrl spread {folder} --out spread")
+
+
+def spread(
+    folder: FolderArgument,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; must not exist yet.")],
+    labels: LabelsOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Embed pictures with this recipe's model, which reads the prompt too."),
+    ] = None,
+    texts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="words|MODEL",
+            help="What embeds texts and prompts: hashed words, or a sentence encoder.",
+            show_default="all-minilm-l6-v2 where it is set up",
+        ),
+    ] = None,
+    following: Annotated[int, typer.Option("--next", min=0, help="How many samples to propose for labels.")] = 50,
+    neighbours: Annotated[int, typer.Option(min=1, help="Of each sample in the graph.")] = 6,
+    seed: Annotated[int, typer.Option(min=0, help="Of the folds and of the first weights.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Spread few labels over many samples: scores for all, what to label next, and a reward for recipes.
+
+    Prints how the scores agree with labels that they were not made from, beside three simpler methods. The reward:
+    rewards: [{name: labels, options: {path: DIR}}].
+    """
+    with rarely_collected():
+        loaded = None if model is None else read_recipe(model, [])
+        from mmrl.labels.readers import described
+        from mmrl.labels.spread_folder import spread_folder
+        from mmrl.labels.training import Settings
+
+        reader = None if loaded is None else described(loaded.recipe, loaded.root)
+
+    def made() -> Outcome:
+        settings = Settings(neighbours=neighbours, seed=seed)
+        return spread_folder(folder, out, labels, texts, reader, settings, following)
+
+    if as_json:
+        with json_alone() as write:
+            write(made().as_json())
+    else:
+        _show(made(), out)
+        print(out)
+
+
+def _show(made: Outcome, out: Path) -> None:
+    middle = next(iter(made.quality.values())).middle
+    print(f"{made.samples} samples, {made.labels} labels, {made.high} of them {middle:.3g} or more")
+    print("on labels that were held out of each model (five parts, each held out once):")
+    for name, one in made.quality.items():
+        area, low, high = one.area
+        print(
+            f"  {name}: AUC {area:.3f} (95 %: {low:.3f} to {high:.3f}), right {one.right[0]:.1%}, calibration error "
+            f"{one.error:.3f}"
+        )
+    best = max(made.quality, key=lambda name: made.quality[name].area[0])
+    if best != next(iter(made.quality)):
+        print(f"note: {best} agrees best with the held-out labels")
+    if not made.reward:
+        print("these scores are no better than chance (AUC 0.5), so no reward is written: label more samples")
+    if made.following:
+        print(f"label these next ({out}/next.csv): {', '.join(made.following[:5])}, ...")

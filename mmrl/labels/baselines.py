@@ -1,0 +1,55 @@
+"""What the graph transformer is compared with. Each gives scores in [0, 1] of all samples from the labels of a few.
+
+``labels`` ``[N]`` in [0, 1] count where ``given`` ``[N]`` is true. A setting that each method has is an argument.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from mmrl.labels.graph import Graph, nearest
+
+_ROUNDS = 50
+
+
+def propagation(graph: Graph, labels: Tensor, given: Tensor, kept: float = 0.9) -> Tensor:
+    """Label propagation (Zhou et al. 2004): each sample takes ``kept`` of its score from its neighbours, the rest from
+    its label. The score is the share of label mass that is 1 among all that arrives; the labels' mean where none
+    does."""
+    weights = graph.cosines.clamp(min=0)
+    degree = torch.zeros(graph.nodes).index_add(0, graph.targets, weights).clamp(min=1e-9)
+    shares = (weights / (degree[graph.targets] * degree[graph.sources]).sqrt()).unsqueeze(1)
+    mass = given.float()
+    start = torch.stack([torch.where(given, labels, 0.0), mass], 1)
+    now = start
+    for _ in range(_ROUNDS):
+        now = kept * torch.zeros_like(now).index_add(0, graph.targets, shares * now[graph.sources]) + (1 - kept) * start
+    mean = labels[given].mean()
+    return (now[:, 0] + 1e-6 * mean) / (now[:, 1] + 1e-6)
+
+
+def neighbours(embeddings: Tensor, labels: Tensor, given: Tensor, count: int = 10) -> Tensor:
+    """The mean label of the ``count`` nearest labelled samples, weighted by cosine; a labelled one is not its own."""
+    place = given.nonzero().squeeze(1)
+    cosines, indices = nearest(embeddings, embeddings[place], min(count + 1, len(place)))
+    weights = cosines.clamp(min=1e-6) * (place[indices] != torch.arange(len(embeddings)).unsqueeze(1))
+    weights[:, -1] *= (weights[:, :-1] == 0).any(1)  # the one too many, but for labelled samples
+    return (weights * labels[place][indices]).sum(1) / weights.sum(1).clamp(min=1e-9)
+
+
+def head(features: Tensor, labels: Tensor, given: Tensor, decay: float = 1e-2) -> Tensor:
+    """Logistic regression on the embeddings, its weights pulled to 0 by ``decay``; the bias is free."""
+    x, y = features[given].double(), labels[given].double()
+    at = torch.zeros(x.shape[1] + 1, dtype=torch.float64, requires_grad=True)
+    search = torch.optim.LBFGS([at], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        cost = binary_cross_entropy_with_logits(x @ at[:-1] + at[-1], y) + decay * at[:-1].square().sum() / 2
+        cost.backward()
+        return cost
+
+    search.step(loss)  # pyright: ignore[reportArgumentType]
+    return torch.sigmoid(features.double() @ at[:-1].detach() + at[-1].detach()).float()

@@ -1,0 +1,167 @@
+"""Embeddings of samples with their prompts: which encoders, and one space for all samples.
+
+A sample has one part or two, itself and its prompt. Each part is centred on the mean of the samples that the space was
+made of, and gets length 1, so that the cosine of two embeddings is the mean of their parts'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.json_types import JsonObject, as_list, as_object, as_text
+from mmrl.labels import pixels
+from mmrl.labels.items import Item, Kind
+from mmrl.labels.readers import ModelReader
+from mmrl.media import BadMediaError
+from mmrl.packages.places import lacking
+from mmrl.report.progress import Progress
+
+PIXELS, WORDS, MODEL = "pixels", "words", "model"
+MINILM = "package:all-minilm-l6-v2"
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is embedded of a sample: its prompt, and its text, its picture or the frames of its clip."""
+
+    prompt: str = ""
+    text: str = ""
+    frames: tuple[Image.Image, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """``samples``: ``pixels``, ``words``, ``model`` or the sentence encoder that embeds texts. ``prompts``: ``words``,
+    a sentence encoder, or empty where prompts have no part of their own. ``model``: what ``ModelReader`` reads with."""
+
+    kind: Kind
+    samples: str
+    prompts: str
+    model: JsonObject | None = None
+
+    def as_json(self) -> JsonObject:
+        return {"kind": self.kind, "samples": self.samples, "prompts": self.prompts, "model": self.model}
+
+    @classmethod
+    def of(cls, given: JsonObject) -> Encoders:
+        """From JSON. Raises ``KeyError``, ``TypeError`` and ``ValueError``."""
+        model = given["model"]
+        for kind in ("image", "video", "text"):
+            if given["kind"] == kind:
+                samples, prompts = as_text(given["samples"]), as_text(given["prompts"])
+                return cls(kind, samples, prompts, None if model is None else as_object(model))
+        raise ValueError(f"{given['kind']!r} is no kind of sample")
+
+    @classmethod
+    def for_items(cls, items: Sequence[Item], texts: str | None = None, model: JsonObject | None = None) -> Encoders:
+        """For these samples. ``texts``: what embeds texts and prompts, ``words`` or a sentence encoder; None: MiniLM
+        where it is set up, else words. ``model``: the model that reads pictures with their prompts."""
+        kind = items[0].kind
+        if model is not None:
+            if kind != "image":
+                raise UserError(f"--model reads pictures, and these samples are of the kind {kind}; leave --model out")
+            return cls(kind, MODEL, "", model)
+        chosen = texts or (WORDS if lacking(MINILM) else MINILM)
+        prompts = chosen if len({item.prompt for item in items}) > 1 else ""
+        return cls(kind, chosen if kind == "text" else PIXELS, prompts)
+
+
+class _Sentences(Protocol):
+    def embed(self, texts: Sequence[str]) -> Tensor: ...
+
+
+class Embedder:
+    """The parts of samples' embeddings. Raises ``UserError`` where an encoder is not there."""
+
+    def __init__(self, encoders: Encoders) -> None:
+        self.encoders = encoders
+        named = {encoders.samples, encoders.prompts} - {PIXELS, WORDS, MODEL, ""}
+        self._sentences: dict[str, _Sentences] = {p: mmrl.load("rewards", "relevance").Relevance(p) for p in named}
+        self._model = ModelReader(encoders.model) if encoders.model is not None else None
+        self._prompts: dict[str, Tensor] = {}
+        """A prompt is embedded once: most samples share theirs with others."""
+
+    def parts(self, contents: Sequence[Content]) -> list[Tensor]:
+        """One tensor ``[B, D]`` for each part."""
+        kind = self.encoders.kind
+        prompts = [content.prompt for content in contents]
+        if self._model is not None:
+            return self._model.parts([content.frames[0] for content in contents], prompts)
+        if kind == "text":
+            found = [self._texts([content.text for content in contents], self.encoders.samples)]
+        elif kind == "image":
+            found = [pixels.of_pictures([content.frames[0] for content in contents])]
+        else:
+            found = [pixels.of_clips([content.frames for content in contents])]
+        if self.encoders.prompts:
+            new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._prompts]
+            if new:
+                self._prompts |= dict(zip(new, self._texts(new, self.encoders.prompts), strict=True))
+            found.append(torch.stack([self._prompts[prompt] for prompt in prompts]))
+        return found
+
+    def _texts(self, texts: Sequence[str], encoder: str) -> Tensor:
+        if encoder == WORDS:
+            return pixels.of_texts(texts)
+        return self._sentences[encoder].embed([text.strip() for text in texts])
+
+
+@dataclass(frozen=True)
+class Space:
+    """``centre`` ``[D]``: the mean of the parts, one behind the other; ``widths``: the numbers of each part."""
+
+    centre: Tensor
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Space:
+        return cls(torch.cat(list(parts), 1).mean(0), tuple(part.shape[1] for part in parts))
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        """Embeddings ``[B, D]``."""
+        moved = (torch.cat(list(parts), 1) - self.centre).split(self.widths, 1)
+        return torch.cat([normalize(part, dim=1) for part in moved], 1)
+
+
+def widths_of(given: JsonObject) -> tuple[int, ...]:
+    """From JSON. Raises ``KeyError`` and ``TypeError``."""
+    return tuple(int(str(width)) for width in as_list(given["widths"]))
+
+
+def embedded(items: Sequence[Item], encoders: Encoders) -> tuple[list[Item], list[Tensor], list[str]]:
+    """The samples that can be read, their parts ``[N, D]``, and why others were left out. Raises ``UserError``."""
+    embedder, kept, bad = Embedder(encoders), list[Item](), list[str]()
+    rows: list[list[Tensor]] = []
+    with Progress(len(items), "embed", "samples") as progress:
+        for first in range(0, len(items), _BATCH):
+            batch = items[first : first + _BATCH]
+            contents: list[Content] = []
+            for item in batch:
+                try:
+                    contents.append(content_of(item))
+                    kept.append(item)
+                except BadMediaError as error:
+                    bad.append(str(error))
+            if contents:
+                rows.append(embedder.parts(contents))
+            progress.advance(len(batch))
+    if not kept:
+        raise UserError(f"none of {len(items)} samples can be read: {bad[0]}")
+    return kept, [torch.cat(part) for part in zip(*rows, strict=True)], bad
+
+
+def content_of(item: Item) -> Content:
+    """Raises ``BadMediaError``."""
+    if item.kind == "text":
+        return Content(item.prompt, item.text)
+    return Content(item.prompt, frames=tuple(item.frames()))

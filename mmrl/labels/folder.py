@@ -1,0 +1,170 @@
+"""What ``mmrl spread`` writes: tables of scores, and the reward, ``labels.json`` with ``model.safetensors``; no pickle.
+
+The reward keeps the embeddings of all samples, which labels are given, and the models. A new sample gets its nearest
+neighbours among the kept ones, and the models' score; it changes nothing for the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from mmrl.distill.formulas import calibrated
+from mmrl.errors import UserError
+from mmrl.files import write_atomic
+from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.labels.embeddings import Encoders, Space, widths_of
+from mmrl.labels.graph import Graph, directed
+from mmrl.labels.model import GraphTransformer, Shape
+from mmrl.labels.spreading import Projection, Spread
+from mmrl.labels.training import Settings
+
+NAME, WEIGHTS, FORMAT = "labels.json", "model.safetensors", 1
+SCORES, FOLLOWING = "scores.csv", "next.csv"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What labels.json says. ``line``: slope and shift of calibration. ``figures``: of labels that were not given."""
+
+    encoders: Encoders
+    widths: tuple[int, ...]
+    shape: Shape
+    neighbours: int
+    folds: int
+    line: tuple[float, float]
+    figures: JsonObject
+
+
+class Known:
+    """The kept samples with the models: scores of new ones."""
+
+    def __init__(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
+        self.record = record
+        self.embeddings = tensors["embeddings"]
+        self.space = Space(tensors["centre"], record.widths)
+        self.project = Projection(tensors["mean"], tensors["axes"])
+        self.models: list[GraphTransformer] = []
+        self.read: list[list[Tensor]] = []
+        features = self.project(self.embeddings)
+        graph = Graph(tensors["sources"], tensors["targets"], tensors["cosines"], len(self.embeddings))
+        for n in range(record.folds):
+            with torch.random.fork_rng(devices=[]):
+                model = GraphTransformer(record.shape)
+            own = f"models.{n}."
+            model.load_state_dict({k.removeprefix(own): v for k, v in tensors.items() if k.startswith(own)})
+            model.eval().requires_grad_(False)
+            with torch.no_grad():
+                read, _ = model.trace(features, graph, tensors["labels"], tensors[f"known.{n}"].bool())
+            self.models.append(model)
+            self.read.append(read)
+
+    @torch.no_grad()
+    def scores(self, parts: Sequence[Tensor]) -> Tensor:
+        """Calibrated scores ``[Q]`` of new samples by the parts of their embeddings."""
+        embeddings = self.space(parts)
+        graph = directed(embeddings, self.embeddings, self.record.neighbours)
+        features = self.project(embeddings)
+        pairs = zip(self.models, self.read, strict=True)
+        logits = torch.stack([model.added(features, graph, read) for model, read in pairs]).mean(0)
+        return calibrated(logits.double(), *self.record.line)
+
+
+def write_tables(folder: Path, names: Sequence[str], made: Spread) -> None:
+    """scores.csv: every sample by its score; next.csv: which to label next. ``folder`` exists."""
+    scores, unknown = made.scores.tolist(), made.unknown().tolist()
+    order = sorted(range(len(names)), key=lambda n: (-scores[n], names[n]))
+    rows = [
+        (names[n], f"{scores[n]:.4f}", f"{unknown[n]:.4f}", f"{scores[n]:g}" if bool(made.given[n]) else "")
+        for n in order
+    ]
+    _table(folder / SCORES, ("file", "score", "score_without_label", "label"), rows)
+    _table(folder / FOLLOWING, ("file", "score"), [(names[n], f"{unknown[n]:.4f}") for n in made.following])
+
+
+def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders: Encoders, settings: Settings) -> None:
+    """The reward's files into ``folder``, which exists."""
+    labels = torch.where(made.given, made.scores, 0.0)
+    tensors = {"embeddings": embeddings, "mean": made.projection.mean, "axes": made.projection.axes, "labels": labels}
+    tensors["centre"] = space.centre
+    tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}
+    for n, (model, fold) in enumerate(zip(made.trained.models, made.trained.folds, strict=True)):
+        known = made.given.clone()
+        known[fold] = False
+        tensors[f"known.{n}"] = known.to(torch.uint8)
+        tensors |= {f"models.{n}.{name}": tensor for name, tensor in model.state_dict().items()}
+    weights = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    write_atomic(folder / WEIGHTS, weights)
+    said = {
+        "format": FORMAT,
+        "encoders": encoders.as_json(),
+        "widths": space.widths,
+        "shape": settings.shape(made.projection.axes.shape[1]).as_json(),
+        "settings": settings.as_json(),
+        "models": len(made.trained.models),
+        "calibration": made.line,
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "figures": {name: one.as_json() for name, one in made.quality.items()},
+    }
+    write_atomic(folder / NAME, json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read(folder: Path) -> Record:
+    """What labels.json says, without the weights. Raises ``UserError``."""
+    return _read(folder)[0]
+
+
+def load_known(folder: Path) -> Known:
+    """Raises ``UserError``, also where the weights are not those of the json."""
+    record, digest = _read(folder)
+    file = folder / WEIGHTS
+    try:
+        data = file.read_bytes()
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ValueError(f"its sha256 is not that of {NAME}")
+        return Known(record, load(data))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"options.path: {file} cannot be loaded ({why}); run mmrl spread again") from error
+
+
+def _read(folder: Path) -> tuple[Record, str]:
+    try:
+        said = as_object(json.loads((folder / NAME).read_text(encoding="utf-8")))
+        if said["format"] != FORMAT:
+            raise UserError(f"{folder / NAME} has format {said['format']}, and this version reads {FORMAT}")
+        slope, shift = (float(as_number(x)) for x in as_list(said["calibration"]))
+        found = Record(
+            Encoders.of(as_object(said["encoders"])),
+            widths_of(said),
+            Shape.of(as_object(said["shape"])),
+            as_integer(as_object(said["settings"])["neighbours"]),
+            as_integer(said["models"]),
+            (slope, shift),
+            as_object(said["figures"]),
+        )
+        return found, as_text(said["weights"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if (folder / SCORES).exists() and isinstance(error, FileNotFoundError):
+            why = "its scores were no better than chance, so it has no reward"
+        else:
+            why = f"no {NAME}" if isinstance(error, FileNotFoundError) else f"its {NAME} cannot be read: {error}"
+        raise UserError(f"options.path: {folder} holds no spread labels ({why}); make them with mmrl spread") from error
+
+
+def _table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue().encode("utf-8", "surrogateescape"))

@@ -1,0 +1,156 @@
+"""The samples of a folder that labels are for: pictures, clips and texts, each under the name that its label has.
+
+Read are, in this order: the samples that a run keeps (``samples/step_*.json``), the ``samples.jsonl`` of ``mmrl
+sample``, or else all pictures and clips, or else all ``.txt`` files, each of which is a text. A picture ``a.png`` may
+have its prompt beside it in ``a.txt``. A text of a list has the name of the list with its number: ``samples.jsonl#3``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image, ImageSequence
+
+from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject, as_list, as_object
+from mmrl.media import KINDS, BadMediaError, Media, open_clip, open_image
+
+Kind = Literal["image", "video", "text"]
+_MOST_TEXT = 1 << 20
+LIST = "samples.jsonl"
+FRAMES = 8
+"""The most that are read of a clip."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sample: its name in the table of labels, its prompt, and its ``path`` (pictures and clips) or ``text``."""
+
+    name: str
+    kind: Kind
+    prompt: str = ""
+    path: Path | None = None
+    text: str = ""
+
+    def frames(self) -> list[Image.Image]:
+        """The picture, or up to 8 frames of the clip. Raises ``BadMediaError``."""
+        path = self.path
+        assert path is not None
+        if self.kind == "image":
+            return [open_image(Media("image", str(path)))]
+        if KINDS.get(path.suffix.lower()[1:]) == "video":
+            return list(open_clip(Media("video", str(path)), count=FRAMES).frames)
+        first = open_image(Media("image", str(path)))  # checks size and format
+        try:
+            with Image.open(path) as moving:
+                every = [frame.convert("RGB") for frame in ImageSequence.Iterator(moving)]
+        except Exception as error:  # decoders raise anything
+            raise BadMediaError(f"{path}: not a readable clip ({error})") from error
+        return every or [first]
+
+
+def root_of(folder: Path) -> Path:
+    """Where the samples of ``folder`` lie: in ``samples/`` of a run. Raises ``UserError``."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; name one with samples in it, or a run")
+    return folder / "samples" if (folder / "resolved.json").exists() else folder
+
+
+def items_of(folder: Path) -> list[Item]:
+    """The samples of a folder or of a run, all of one kind, by name. Raises ``UserError`` where there is none, where
+    there are several kinds, and for a list that cannot be read."""
+    root = root_of(folder)
+    lists = sorted(root.glob("step_*.json"))
+    if lists:
+        found = [item for listing in lists for item in _of_step(root, listing)]
+    elif (root / LIST).exists():
+        found = list(_of_rows(root, LIST, _lines(root / LIST)))
+    else:
+        found = _of_files(root)
+    kinds = sorted({item.kind for item in found})
+    if not found:
+        raise UserError(
+            f"{root} has no samples: no {LIST}, no pictures, no clips and no .txt files; name another folder, or a run "
+            "that has kept samples (eval.grid)"
+        )
+    if len(kinds) > 1:
+        raise UserError(f"{root} has samples of several kinds ({', '.join(kinds)}); put each kind into its own folder")
+    return found
+
+
+def inside(root: Path, name: object) -> Path | None:
+    """The file ``name`` of ``root``; None where it is none, or lies outside."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return None
+    path = root / name
+    try:
+        return path if path.resolve().is_relative_to(root.resolve()) and path.is_file() else None
+    except OSError:
+        return None
+
+
+def _of_step(root: Path, listing: Path) -> Iterator[Item]:
+    try:
+        rows = as_list(as_object(json.loads(listing.read_text(encoding="utf-8")))["samples"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{listing} is no list of samples ({error}); remove it") from error
+    return _of_rows(root, listing.name, rows)
+
+
+def _of_rows(root: Path, listing: str, rows: Sequence[Json]) -> Iterator[Item]:
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{root / listing}, sample {number}, is no object; remove the line")
+        given: JsonObject = row
+        prompt, text = str(given.get("prompt") or ""), given.get("text")
+        if isinstance(text, str):
+            yield Item(f"{listing}#{number}", "text", prompt, text=text[:_MOST_TEXT])
+        elif (path := inside(root, given.get("file"))) is not None:
+            yield Item(str(given["file"]), _kind(path), prompt, path)
+
+
+def _lines(path: Path) -> list[Json]:
+    found: list[Json] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.strip():
+                found.append(json.loads(line))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}, line {len(found) + 1}, cannot be read ({error}); remove the line") from error
+    return found
+
+
+def _of_files(root: Path) -> list[Item]:
+    shown = sorted(p for p in root.rglob("*") if p.suffix.lower()[1:] in KINDS and not p.name.startswith("."))
+    if shown:
+        return [
+            Item(str(p.relative_to(root)), _kind(p), _text(p.with_suffix(".txt")), p)
+            for p in shown
+            if inside(root, str(p.relative_to(root)))
+        ]
+    texts = sorted(p for p in root.rglob("*.txt") if not p.name.startswith("."))
+    names = [str(p.relative_to(root)) for p in texts]
+    return [Item(name, "text", text=_text(root / name)) for name in names if inside(root, name)]
+
+
+def _kind(path: Path) -> Kind:
+    """A WebP or GIF that moves is a clip."""
+    suffix = path.suffix.lower()[1:]
+    if suffix in ("webp", "gif"):
+        try:
+            with Image.open(path) as image:
+                return "video" if getattr(image, "n_frames", 1) > 1 else "image"
+        except Exception:  # decoders raise anything; it fails where it is read, with its name
+            return "image"
+    return KINDS.get(suffix, "image")
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_MOST_TEXT).strip()

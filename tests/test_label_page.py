@@ -1,0 +1,285 @@
+"""The page on which labels are given: what it serves and refuses over HTTP, and in a real browser."""
+
+import base64
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from urllib.parse import urlsplit
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from mmrl.cli import app
+from mmrl.errors import UserError
+from mmrl.labels import table
+from mmrl.labels.items import items_of
+from mmrl.labels.server import STARS, YES_NO, LabelServer, in_order
+
+HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "samples"
+    root.mkdir()
+    for n, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (8, 8), colour).save(root / f"{n}.png")
+        (root / f"{n}.txt").write_text(f"{colour} {HOSTILE}")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    return root
+
+
+@contextlib.contextmanager
+def serving(root, answers=YES_NO, order=()):
+    with LabelServer(in_order(items_of(root), order), root, root / table.NAME, answers) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def asked(server, method, path, body=None, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    given = {"X-Token": server.token, "Content-Type": "application/json"} | headers
+    connection.putrequest(method, path, skip_host="Host" in given)
+    data = None if body is None else json.dumps(body).encode()
+    if data is not None:
+        connection.putheader("Content-Length", str(len(data)))
+    for name, value in given.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders(data)
+    reply = connection.getresponse()
+    content = reply.read()
+    connection.close()
+    return reply, content
+
+
+def test_an_answer_is_in_the_table_when_it_is_confirmed_and_a_new_start_goes_on(folder):
+    with serving(folder) as server:
+        assert asked(server, "POST", "/label", {"number": 1, "label": "1"})[0].status == 200
+        assert (folder / table.NAME).read_text() == "file,label\n1.png,1\n"
+        for number, label in ((0, "0"), (1, "0"), (0, "")):
+            assert asked(server, "POST", "/label", {"number": number, "label": label})[0].status == 200
+    with serving(folder, STARS) as server:
+        found = json.loads(asked(server, "GET", "/samples")[1])
+        assert found["labels"] == {"1.png": "0"}
+        assert [item["name"] for item in found["items"]] == ["0.png", "1.png", "2.png"]
+        assert [answer["label"] for answer in found["answers"]] == ["0", "0.25", "0.5", "0.75", "1"]
+        assert asked(server, "POST", "/label", {"number": 2, "label": "0.25"})[0].status == 200
+    assert dict(table.read(folder / table.NAME, ["0.png", "1.png", "2.png"]).of) == {"1.png": 0.0, "2.png": 0.25}
+
+
+def test_many_answers_at_once_are_all_kept_whole(folder):
+    with serving(folder) as server:
+        threads = [
+            threading.Thread(target=asked, args=(server, "POST", "/label", {"number": n % 3, "label": "01"[n % 2]}))
+            for n in range(24)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lines = (folder / table.NAME).read_text().splitlines()
+    assert len(lines) == 25
+    assert all(re.fullmatch(r"[012]\.png,[01]", line) for line in lines[1:])
+
+
+def test_pictures_are_served_by_number_and_nothing_outside_of_the_folder_is(folder):
+    with serving(folder) as server:
+        reply, data = asked(server, "GET", "/file/0")
+        assert (reply.status, reply.headers["Content-Type"]) == (200, "image/png")
+        assert data == (folder / "0.png").read_bytes()
+        for path in ("/file/3", "/file/-1", "/file/0/../../secret.png", "/../secret.png", "/file/%2e%2e/secret.png"):
+            assert asked(server, "GET", path)[0].status == 404, path
+        (folder / "0.png").unlink()
+        (folder / "0.png").symlink_to(folder.parent / "secret.png")
+        reply, data = asked(server, "GET", "/file/0")
+        assert reply.status == 404
+        assert b"secret" not in data
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "ä"])
+def test_without_the_token_nothing_is_shown_and_nothing_is_kept(folder, token):
+    with serving(folder) as server:
+        for method, path, body in (
+            ("GET", "/", None),
+            ("GET", f"/?token={'x' * 32}", None),
+            ("GET", "/samples", None),
+            ("GET", "/file/0", None),
+            ("POST", "/label", {"number": 0, "label": "1"}),
+            ("POST", f"/label?token={server.token}", {"number": 0, "label": "1"}),
+        ):
+            assert asked(server, method, path, body, **{"X-Token": token.encode()})[0].status == 403, path
+        assert asked(server, "GET", "/samples", Host="attacker.example")[0].status == 403
+        assert asked(server, "POST", "/label", {"number": 0, "label": "1"}, Host="localhost")[0].status == 403
+        page = asked(server, "GET", urlsplit(server.url).path + "?" + urlsplit(server.url).query)[1]
+        assert server.token.encode() not in page
+    assert not (folder / table.NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"number": 3, "label": "1"}, 400),
+        ({"number": -1, "label": "1"}, 400),
+        ({"number": True, "label": "1"}, 400),
+        ({"number": "0", "label": "1"}, 400),
+        ({"number": 0, "label": "2"}, 400),
+        ({"number": 0, "label": "1\n0.png,0"}, 400),
+        ({"number": 0}, 400),
+        ([], 400),
+        ("x" * 5000, 413),
+    ],
+)
+def test_answers_that_mean_nothing_are_refused_and_not_kept(folder, body, status):
+    with serving(folder) as server:
+        assert asked(server, "POST", "/label", body)[0].status == status
+        plain = asked(server, "POST", "/label", {"number": 0, "label": "1"}, **{"Content-Type": "text/plain"})
+        assert plain[0].status == 404, "a form of another page may send this type"
+    assert not (folder / table.NAME).exists()
+
+
+def test_a_full_disk_or_a_lost_folder_is_reported_and_the_answer_is_not_confirmed(folder):
+    with serving(folder) as server:
+        server.path = folder / "gone" / table.NAME
+        reply, said = asked(server, "POST", "/label", {"number": 0, "label": "1"})
+        assert reply.status == 500
+        assert b"cannot be written" in said
+        assert json.loads(asked(server, "GET", "/samples")[1])["labels"] == {}
+
+
+def test_what_to_label_next_comes_first(folder, tmp_path):
+    (tmp_path / "next.csv").write_text("file,score\n2.png,0.5\n")
+    assert table.files(tmp_path / "next.csv") == ["2.png"]
+    assert [item.name for item in in_order(items_of(folder), ["2.png"])] == ["2.png", "0.png", "1.png"]
+    with pytest.raises(UserError, match="which is no sample of this folder"):
+        in_order(items_of(folder), ["x"])
+    done = CliRunner().invoke(app, ["label", str(folder), "--order", str(folder)])
+    assert "make it with mmrl spread" in str(done.exception)
+
+
+def test_a_table_of_words_is_refused_before_numbers_are_added_to_it(folder):
+    (folder / table.NAME).write_text("file,label\n0.png,yes\n")
+    done = CliRunner().invoke(app, ["label", str(folder)])
+    assert isinstance(done.exception, UserError)
+    assert "are words, and the page writes numbers" in str(done.exception)
+
+
+def test_the_page_needs_no_torch():
+    code = "import sys, mmrl.labels.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Browser:
+    """A tab of Chromium, told what to do through its own protocol (DevTools) over a WebSocket."""
+
+    def __init__(self, port, path):
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        key = base64.b64encode(os.urandom(16)).decode()
+        head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        self.socket.sendall(f"{head}Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode())
+        self.file = self.socket.makefile("rb")
+        while self.file.readline().strip():
+            pass
+        self.numbers = itertools.count(1)
+
+    def tell(self, method, **parameters):
+        number = next(self.numbers)
+        data = json.dumps({"id": number, "method": method, "params": parameters}).encode()
+        mask = os.urandom(4)
+        head = b"\x81" + (bytes([128 | len(data)]) if len(data) < 126 else b"\xfe" + struct.pack(">H", len(data)))
+        self.socket.sendall(head + mask + bytes(b ^ mask[n % 4] for n, b in enumerate(data)))
+        while True:
+            said = json.loads(self._frame())
+            if said.get("id") == number:
+                assert "error" not in said, said
+                return said["result"]
+
+    def _frame(self):
+        _, length = self.file.read(2)
+        if length == 126:
+            (length,) = struct.unpack(">H", self.file.read(2))
+        elif length == 127:
+            (length,) = struct.unpack(">Q", self.file.read(8))
+        return self.file.read(length)
+
+    def value(self, expression):
+        return self.tell("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def until(self, expression, wanted):
+        deadline = time.monotonic() + 60
+        while (found := self.value(expression)) != wanted:
+            assert time.monotonic() < deadline, (expression, found)
+            time.sleep(0.05)
+
+    def press(self, key):
+        for kind in ("keyDown", "keyUp"):
+            self.tell("Input.dispatchKeyEvent", type=kind, key=key, **({"text": key} if len(key) == 1 else {}))
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if BROWSER is None:
+        pytest.skip("no Chromium here")
+    settings = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run"]
+    folder = tmp_path / "profile"
+    process = subprocess.Popen(
+        [BROWSER, *settings, f"--user-data-dir={folder}", "about:blank"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        line = next((line for line in process.stderr if "DevTools listening" in line), "")
+        if not line:
+            pytest.skip("Chromium does not start here")
+        port = int(re.search(r"127\.0\.0\.1:(\d+)", line)[1])
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/json/list")
+        tabs = json.loads(connection.getresponse().read())
+        address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
+        yield Browser(port, urlsplit(address).path)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.slow
+def test_in_a_browser_keys_give_labels_and_hostile_text_is_only_text(folder, browser):
+    with serving(folder, order=["2.png"]) as server:
+        browser.tell("Page.enable")
+        browser.tell("Page.navigate", url=server.url)
+        browser.until("document.querySelector('#shown img')?.naturalWidth", 8)
+        assert browser.value("document.getElementById('name').textContent") == "1: 2.png"
+        assert browser.value("document.getElementById('prompt').textContent") == f"blue {HOSTILE}"
+        browser.press("1")
+        browser.until("document.getElementById('count').textContent", "1 of 3 labelled")
+        assert (folder / table.NAME).read_text() == "file,label\n2.png,1\n"
+        browser.until("document.getElementById('name').textContent", "2: 0.png")
+        browser.press("0")
+        browser.until("document.getElementById('count').textContent", "2 of 3 labelled")
+        browser.press("ArrowLeft")
+        browser.until("document.getElementById('name').textContent", "2: 0.png")
+        browser.press("Backspace")
+        browser.until("document.getElementById('count').textContent", "1 of 3 labelled")
+        browser.tell("Page.navigate", url=server.url)
+        browser.until("document.getElementById('name')?.textContent", "2: 0.png")
+        assert browser.value("document.title") == "Labels"
+        assert browser.value("document.querySelectorAll('#prompt *').length") == 0
+    assert (folder / table.NAME).read_text() == "file,label\n2.png,1\n0.png,0\n0.png,\n"

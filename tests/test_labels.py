@@ -1,0 +1,462 @@
+"""Labels that spread: the graph and the layer against closed forms, who sees which label, the folder, the reward."""
+
+import csv
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from mmrl.cli import app
+from mmrl.datasets import shapes
+from mmrl.errors import UserError
+from mmrl.labels import baselines, table
+from mmrl.labels.embeddings import Encoders
+from mmrl.labels.folder import NAME, WEIGHTS, load_known, read
+from mmrl.labels.graph import Graph, directed, fields, nearest, symmetric
+from mmrl.labels.items import items_of
+from mmrl.labels.model import GraphAttention, GraphTransformer, Shape
+from mmrl.labels.pixels import of_clips, of_pictures, of_texts
+from mmrl.labels.spreading import spread
+from mmrl.labels.training import Settings, masked, parted, to_label_next, train
+from mmrl.rewards.contract import Context, Failed
+from mmrl.rewards.loading import build, find
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+QUICK = Settings(epochs=40, hidden=16, neighbours=4)
+
+
+def random_graph(nodes=12, edges=40):
+    sources, targets = torch.randint(nodes, (2, edges))
+    return Graph(sources, targets, torch.rand(edges, dtype=torch.float64), nodes)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_layer_is_that_of_the_paper_node_by_node(average):
+    graph, states = random_graph(), torch.randn(12, 6, dtype=torch.float64)
+    layer = GraphAttention(6, 4, 3, average=average).double()
+    found = layer(states, graph)
+    for i in range(12):
+        edges = [n for n in range(40) if graph.targets[n] == i]
+        heads = []
+        for c in range(3):
+            part = slice(4 * c, 4 * c + 4)
+            query, message = layer.query(states[i])[part], torch.zeros(4, dtype=torch.float64)
+            shift = [layer.edge(graph.cosines[n].view(1))[part] for n in edges]
+            keys = [layer.key(states[graph.sources[n]])[part] + e for n, e in zip(edges, shift, strict=True)]
+            values = [layer.value(states[graph.sources[n]])[part] + e for n, e in zip(edges, shift, strict=True)]
+            raised = [math.exp((query @ key).item() / math.sqrt(4)) for key in keys]
+            for weight, value in zip(raised, values, strict=True):
+                message = message + weight / sum(raised) * value
+            heads.append(message)
+        m = torch.stack(heads).mean(0) if average else torch.cat(heads)
+        r = layer.own(states[i])
+        gate = 1 / (1 + torch.exp(-layer.gate(torch.cat([r, m, m - r]))))
+        torch.testing.assert_close(found[i], gate * r + (1 - gate) * m, rtol=1e-12, atol=1e-12)
+
+
+def small_model(layers=2, features=5):
+    return GraphTransformer(Shape(features, hidden=8, heads=2, layers=layers)).double().eval()
+
+
+def test_a_label_that_is_not_given_changes_no_logit_to_the_bit():
+    model, graph, features = small_model(), random_graph(), torch.randn(12, 5, dtype=torch.float64)
+    labels, given = torch.rand(12, dtype=torch.float64), torch.arange(12) % 2 == 0
+    before = model(features, graph, labels, given)
+    for hidden in (~given).nonzero().flatten().tolist():
+        other = labels.clone()
+        other[hidden] = math.nan
+        assert torch.equal(model(features, graph, other, given), before)
+    other = labels.clone()
+    other[0] = 1 - other[0]
+    assert not torch.equal(model(features, graph, other, given), before), "a given label counts"
+
+
+def test_training_asks_only_for_labels_that_it_does_not_give(monkeypatch):
+    asked, told = [], []
+    forward = GraphTransformer.forward
+
+    def spied(self, features, graph, labels, given):
+        if self.training:
+            told.append(given.clone())
+        return forward(self, features, graph, labels, given)
+
+    def loss(logits, labels):
+        asked.append(len(labels))
+        return torch.nn.functional.mse_loss(logits, labels)
+
+    monkeypatch.setattr(GraphTransformer, "forward", spied)
+    monkeypatch.setattr("mmrl.labels.training.binary_cross_entropy_with_logits", loss)
+    features, labels, given = torch.randn(40, 5), (torch.arange(40) % 2).float(), torch.arange(40) < 20
+    train(features, symmetric(features, 3), labels, given, Settings(epochs=4, hidden=8, folds=2))
+    assert told
+    assert all(not bool((one & ~given).any()) for one in told)
+    assert {int(one.sum()) for one in told} == {6}, "0.625 of the 10 labels outside of the fold"
+    assert {4, 10} >= {*asked}, "the rest of them in training, and the fold's to choose the epoch"
+
+
+def test_the_fold_of_a_model_is_never_given_to_it():
+    features, labels, given = torch.randn(60, 5), (torch.arange(60) % 2).float(), torch.arange(60) < 30
+    graph = symmetric(features, 3)
+    trained = train(features, graph, labels, given, Settings(epochs=5, hidden=8))
+    assert sorted(torch.cat(trained.folds).tolist()) == list(range(30))
+    for n, fold in enumerate(trained.folds):
+        other = labels.clone()
+        other[fold] = 1 - other[fold]
+        known = given.clone()
+        known[fold] = False
+        assert torch.equal(trained.models[n](features, graph, other, known), trained.logits[n])
+        assert torch.equal(trained.out_of_fold()[fold], trained.logits[n, fold])
+
+
+def test_masks_are_a_share_of_the_labels_and_never_all():
+    assert int(masked(torch.arange(80), 0.625).sum()) == 50
+    for count in (2, 3, 5):
+        assert 0 < int(masked(torch.arange(count), 0.99).sum()) < count
+
+
+def test_folds_have_both_labels_alike():
+    labels, given = (torch.arange(100) % 10 == 0).float(), torch.ones(100, dtype=torch.bool)
+    folds = parted(labels, given, 5, seed=3)
+    assert [int(labels[fold].sum()) for fold in folds] == [2] * 5
+
+
+def test_the_graph_is_symmetric_and_joins_the_nearest():
+    embeddings = torch.randn(50, 6)
+    graph = symmetric(embeddings, 4)
+    edges = [*zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)]
+    unit = torch.nn.functional.normalize(embeddings, dim=1)
+    cosines = (unit @ unit.T).fill_diagonal_(-2)
+    wanted = {(i, j) for i in range(50) for j in cosines[i].topk(4).indices.tolist()}
+    assert len(edges) == len({*edges})
+    assert {*edges} == wanted | {(j, i) for i, j in wanted}
+    torch.testing.assert_close(graph.cosines, cosines[graph.sources, graph.targets])
+
+
+def test_nodes_in_another_order_have_their_logits_in_that_order():
+    model, graph, features = small_model(), random_graph(), torch.randn(12, 5, dtype=torch.float64)
+    labels, given = torch.rand(12, dtype=torch.float64), torch.rand(12) < 0.5
+    order = torch.randperm(12)
+    place = order.argsort()
+    moved = Graph(place[graph.sources], place[graph.targets], graph.cosines, 12)
+    found = model(features[order], moved, labels[order], given[order])
+    torch.testing.assert_close(found, model(features, graph, labels, given)[order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_edges_that_some_samples_depend_on_give_them_the_same_logits(layers):
+    embeddings, asked = torch.randn(80, 5), torch.tensor([3, 50])
+    graph, model = symmetric(embeddings, 2), small_model(layers).float()
+    labels, given = torch.rand(80), torch.rand(80) < 0.5
+    parts = fields(graph, asked, layers)
+    assert len(parts[-1].targets) < len(graph.targets) / 4
+    whole = model(embeddings, graph, labels, given)[asked]
+    torch.testing.assert_close(model(embeddings, parts, labels, given)[asked], whole)
+
+
+def test_a_new_sample_gets_what_it_would_get_as_a_node_that_nobody_reads():
+    model, embeddings, new = small_model(), torch.randn(30, 5).double(), torch.randn(3, 5).double()
+    graph, labels, given = symmetric(embeddings, 3), torch.rand(30).double(), torch.rand(30) < 0.5
+    to_new = directed(new, embeddings, 4)
+    read_by_layer, before = model.trace(embeddings, graph, labels, given)
+    found = model.added(new, to_new, read_by_layer)
+    whole = Graph(
+        torch.cat([graph.sources, to_new.sources]),
+        torch.cat([graph.targets, 30 + to_new.targets]),
+        torch.cat([graph.cosines, to_new.cosines]),
+        33,
+    )
+    more = torch.cat([labels, torch.zeros(3)]), torch.cat([given, torch.zeros(3, dtype=torch.bool)])
+    together = model(torch.cat([embeddings, new]), whole, *more)
+    torch.testing.assert_close(together, torch.cat([before, found]), rtol=1e-10, atol=1e-10)
+
+
+def test_training_repeats_itself_and_leaves_the_global_generator_alone():
+    features, labels, given = torch.randn(40, 5), (torch.arange(40) % 2).float(), torch.arange(40) < 20
+    graph, state = symmetric(features, 3), torch.random.get_rng_state()
+    first, second = (train(features, graph, labels, given, Settings(epochs=5, hidden=8)).logits for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def blobs(count=200, labelled=40, apart=1.5):
+    """Two clouds with opposite labels, of which a few are given."""
+    generator = torch.Generator().manual_seed(0)
+    labels = (torch.arange(count) % 2).float()
+    embeddings = torch.randn(count, 8, generator=generator)
+    embeddings[:, 0] += apart * (2 * labels - 1)
+    given = torch.zeros(count, dtype=torch.bool)
+    given[torch.randperm(count, generator=generator)[:labelled]] = True
+    return embeddings, labels, given
+
+
+def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
+    embeddings, labels, given = blobs()
+    made = spread(embeddings, labels, given, QUICK)
+    right = ((made.scores >= 0.5) == (labels >= 0.5))[~given].float().mean()
+    assert right > 0.85
+    assert set(made.quality) == {"graph transformer", "label propagation", "nearest neighbours", "supervised head"}
+    assert all(one.area[0] > 0.8 and one.labels == 40 for one in made.quality.values())
+    assert torch.equal(made.scores[given], labels[given])
+    assert not bool(given[list(made.following)].any())
+    assert len({*made.following}) == 50
+    hidden = torch.where(given, labels, math.nan)
+    again = spread(embeddings, hidden, given, QUICK)
+    assert torch.equal(again.scores, made.scores)
+    assert {k: v.area for k, v in again.quality.items()} == {k: v.area for k, v in made.quality.items()}
+
+
+def test_propagation_is_the_solution_of_its_equation():
+    embeddings, labels, given = blobs(60, 20)
+    graph, kept = symmetric(embeddings, 4), 0.5
+    weights = torch.zeros(60, 60).index_put_((graph.targets, graph.sources), graph.cosines.clamp(min=0)).double()
+    degree = weights.sum(1).clamp(min=1e-9).rsqrt()
+    shares = degree[:, None] * weights * degree[None, :]
+    inverse = torch.linalg.inv(torch.eye(60).double() - kept * shares) * (1 - kept)
+    mass, high = inverse @ given.double(), inverse @ (given * labels).double()
+    found = baselines.propagation(graph, labels, given, kept).double()
+    reached = mass > 1e-3
+    torch.testing.assert_close(found[reached], (high / mass)[reached], atol=1e-3, rtol=0)
+
+
+def test_neighbours_are_labelled_ones_and_never_the_sample_itself():
+    embeddings = torch.tensor([[1.0, 0.0], [0.99, 0.1], [0.0, 1.0], [0.1, 0.99], [0.9, 0.2]])
+    labels, given = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5]), torch.tensor([True, True, True, True, False])
+    found = baselines.neighbours(embeddings, labels, given, count=1)
+    assert found.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert nearest(embeddings, embeddings, 1, same=True)[1].flatten().tolist() == [1, 0, 3, 2, 1]
+
+
+def test_what_to_label_next_is_uncertain_and_not_alike():
+    embeddings = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.01], [0.0, 0.0, 1.0], [0.0, -1.0, 0.3]])
+    scores, given = torch.tensor([0.5, 0.5, 0.5, 0.98, 0.7]), torch.tensor([True, False, False, False, False])
+    assert list(to_label_next(scores, torch.zeros(5), embeddings, given, 3)) == [1, 4, 3]
+    assert len(to_label_next(scores, torch.zeros(5), embeddings, given, 99)) == 4
+
+
+def test_embeddings_without_a_model_see_colours_edges_motion_and_words():
+    red, blue = Image.new("RGB", (40, 20), (255, 0, 0)), Image.new("RGB", (8, 8), (0, 0, 255))
+    made = of_pictures([red, blue, red])
+    assert torch.equal(made[0], made[2])
+    assert made[0] @ made[1] < 0.5 * (made[0] @ made[0])
+    half = Image.new("RGB", (32, 32))
+    half.paste((255, 255, 255), (16, 0, 32, 32))
+    turned = half.transpose(Image.Transpose.ROTATE_90)
+    edges = of_pictures([half, turned])[:, 192:320].unflatten(1, (16, 8)).sum(1)
+    assert edges.argmax(1).tolist() == [0, 4], "an upright edge and a level one"
+    still, moving = of_clips([[half] * 3, [half, turned, half]])
+    assert still[384:].abs().max() == 0
+    assert moving[384:].abs().max() > 0
+    same, other, empty = of_texts(["A red cat", "a green dog runs", ""])
+    assert same @ of_texts(["a  red CAT"])[0] > 0.99 > 0.5 > same @ other
+    assert empty.abs().max() == 0
+
+
+def pictures(folder, count=60, prompts=("one red circle", "one blue circle"), labelled=30):
+    """A folder of drawn pictures with a table: the first prompt's are good."""
+    known = {p.text: p for p in shapes.prompts("all", relations=None)}
+    folder.mkdir(parents=True)
+    rows = []
+    for n in range(count):
+        prompt = known[prompts[n % len(prompts)]]
+        shapes.picture(prompt, n).save(folder / f"{n:03d}.png")
+        if n < labelled:
+            rows.append(f"{n:03d}.png,{1 - n % len(prompts)}")
+    (folder / table.NAME).write_text("file,label\n" + "\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spread_out(tmp_path_factory):
+    """A folder of pictures, what the command wrote of it, and what it printed."""
+    root = tmp_path_factory.mktemp("labels")
+    folder, out = pictures(root / "pictures"), root / "spread"
+    done = CliRunner().invoke(app, ["spread", str(folder), "--out", str(out), "--next", "7"])
+    assert done.exit_code == 0, done.output + str(done.exception)
+    return folder, out, done.output
+
+
+def test_the_command_writes_scores_what_to_label_next_and_a_reward_without_pickles(spread_out):
+    _, out, said = spread_out
+    assert sorted(p.name for p in out.iterdir()) == ["labels.json", "model.safetensors", "next.csv", "scores.csv"]
+    rows = list(csv.DictReader((out / "scores.csv").open()))
+    assert len(rows) == 60
+    high = {row["file"] for row in rows if float(row["score"]) >= 0.5}
+    assert len(high & {f"{n:03d}.png" for n in range(0, 60, 2)}) >= 28
+    assert [row["label"] for row in rows if row["file"] == "000.png"] == ["1"]
+    following = [row["file"] for row in csv.DictReader((out / "next.csv").open())]
+    assert len(following) == 7
+    assert all(int(name[:3]) >= 30 for name in following)
+    assert "60 samples, 30 labels, 15 of them 0.5 or more" in said
+    assert "graph transformer: AUC" in said
+    record = read(out)
+    assert record.encoders.samples == "pixels"
+    assert record.encoders.prompts == ""
+
+
+def sample(image, number=0, prompt=""):
+    return Sample(Prompt("p", prompt), SampleId(0, number, 0, 0), image=image)
+
+
+def test_its_scores_are_a_reward_of_new_pictures(spread_out):
+    known = {p.text: p for p in shapes.prompts("all", relations=None)}
+    reward = build(find("labels"), {"path": str(spread_out[1])})
+    assert reward.declaration.inputs == ("image",)
+    new = [sample(shapes.picture(known[f"one {c} circle"], 900 + n), n) for n in range(8) for c in ("red", "blue")]
+    scores = reward.call(new, context=Context())
+    assert min(scores[::2]) > max(scores[1::2])
+    assert all(0 <= score <= 1 for score in scores)
+    alone = [reward.call([one], context=Context())[0] for one in new[:3]]
+    assert alone == pytest.approx(scores[:3], abs=1e-6), "a sample's score does not depend on the others"
+    assert isinstance(reward.call([sample(None)], context=Context())[0], Failed)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        (WEIGHTS, lambda data: data[:-1] + b"x", "sha256"),
+        (NAME, lambda data: data.replace(b'"format": 1', b'"format": 9'), "this version reads 1"),
+        (NAME, lambda data: data.replace(b'"kind": "image"', b'"kind": "smell"'), "no kind of sample"),
+        (NAME, lambda data: b"{", "cannot be read"),
+    ],
+)
+def test_a_folder_that_was_changed_is_refused_by_name(spread_out, tmp_path, file, change, said):
+    for name in (NAME, WEIGHTS):
+        data = (spread_out[1] / name).read_bytes()
+        (tmp_path / name).write_bytes(change(data) if name == file else data)
+    with pytest.raises(UserError, match=said):
+        load_known(tmp_path)
+
+
+def test_a_folder_without_spread_labels_is_refused_when_the_recipe_is_read(tmp_path):
+    with pytest.raises(UserError, match=r"holds no spread labels .*mmrl spread"):
+        find("labels").reads({"path": str(tmp_path)})
+
+
+def test_labels_by_chance_make_tables_and_no_reward(tmp_path):
+    folder = pictures(tmp_path / "pictures", prompts=("one red circle",))
+    draw = random.Random(0)
+    rows = [f"{n:03d}.png,{draw.randint(0, 1)}" for n in range(30)]
+    (folder / table.NAME).write_text("file,label\n" + "\n".join(rows) + "\n")
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["spread", str(folder), "--out", str(out), "--json"])
+    assert done.exit_code == 0, str(done.exception)
+    assert json.loads(done.stdout)["reward"] is False
+    assert not (out / NAME).exists()
+    with pytest.raises(UserError, match="no better than chance"):
+        load_known(out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, "there is no .*labels.csv; give labels with: mmrl label"),
+        ("name,label\n000.png,1\n", "no column 'file'; its first line must be: file,label"),
+        ("file,label\n000.png,1\nnobody.png,0\n", "line 3: there is no sample 'nobody.png'"),
+        ("file,label\n000.png,1\n001.png,no\n", "labels of two kinds: words .line 3. and numbers .line 2."),
+        ("file,label\n000.png,5\n", "line 2: the label is '5'; write a number from 0 to 1"),
+        ("file,label\n000.png,nan\n", "line 2: the label is 'nan'"),
+        ("file,label\n000.png,\n", "has no label; give some with"),
+        ("file,label\n000.png,1\n", "has 1 labels, and 10 or more are needed"),
+        ("file,label\n" + "".join(f"{n:03d}.png,1\n" for n in range(12)), "all 12 labels .* are 1"),
+        ("file,label\n" + "".join(f"{n:03d}.png,{int(n > 0)}\n" for n in range(12)), "1 labels 0 and 11 labels 1"),
+    ],
+)
+def test_tables_that_cannot_work_are_refused_with_the_edit(tmp_path, rows, said):
+    folder = pictures(tmp_path / "pictures", count=20)
+    (folder / table.NAME).unlink()
+    if rows is not None:
+        (folder / table.NAME).write_text(rows)
+    done = CliRunner().invoke(app, ["spread", str(folder), "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, UserError)
+    with pytest.raises(UserError, match=said):
+        raise done.exception
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_last_line_about_a_file_counts_and_an_empty_label_takes_it_away(tmp_path):
+    path = tmp_path / table.NAME
+    for file, label in (("a", "1"), ("b", "0"), ("a", "0.25"), ("b", "")):
+        table.append(path, file, label)
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    table.append(path, 'c,"d"\né', "1")
+    assert dict(table.read(path, ["a", "b", 'c,"d"\né']).of) == {"a": 0.25, 'c,"d"\né': 1.0}
+
+
+def test_samples_are_found_in_lists_in_folders_and_in_runs_and_not_outside(tmp_path):
+    root = tmp_path / "listed"
+    (root / "p").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(root / "p" / "a.png")
+    Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
+    rows = [{"prompt": "x", "file": "p/a.png"}, {"prompt": "y", "file": "../secret.png"}, {"file": "/etc/passwd"}]
+    (root / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (item,) = items_of(root)
+    assert (item.name, item.prompt, item.kind) == ("p/a.png", "x", "image")
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    (root / "samples.jsonl").unlink()
+    (root / "p" / "a.txt").write_text("a prompt\n")
+    assert [(one.name, one.prompt) for one in items_of(root)] == [("p/a.png", "a prompt")]
+    run = tmp_path / "run"
+    (run / "samples").mkdir(parents=True)
+    (run / "resolved.json").write_text("{}")
+    (run / "samples" / "step_000000.json").write_text(
+        json.dumps({"step": 0, "samples": [{"prompt": "q", "text": "an answer"}, {"prompt": "r", "text": ""}]})
+    )
+    assert [(one.name, one.text) for one in items_of(run)] == [
+        ("step_000000.json#1", "an answer"),
+        ("step_000000.json#2", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda root: None, "has no samples"),
+        (lambda root: (root / "samples.jsonl").write_text("{"), "line 1, cannot be read"),
+        (lambda root: (root / "samples.jsonl").write_text("3"), "sample 1, is no object"),
+        (lambda root: (root / "step_000000.json").write_text("[]"), "is no list of samples"),
+    ],
+)
+def test_folders_without_samples_are_refused(tmp_path, make, said):
+    make(tmp_path)
+    with pytest.raises(UserError, match=said):
+        items_of(tmp_path)
+    with pytest.raises(UserError, match="is no folder"):
+        items_of(tmp_path / "nowhere")
+
+
+def test_texts_spread_with_hashed_words(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    words = {1: "good kind helpful", 0: "rude angry wrong"}
+    draw = random.Random(0)
+    rows = []
+    for n in range(40):
+        told = " ".join(draw.choices(words[n % 2].split(), k=3) + draw.choices(["one", "two", "three"], k=2))
+        rows.append(json.dumps({"prompt": f"question {n % 3}", "text": told}))
+    (folder / "samples.jsonl").write_text("\n".join(rows))
+    for n in range(20):
+        table.append(folder / table.NAME, f"samples.jsonl#{n + 1}", ("no", "yes")[n % 2])
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["spread", str(folder), "--out", str(out), "--texts", "words"])
+    assert done.exit_code == 0, str(done.exception)
+    reward = build(find("labels"), {"path": str(out)})
+    assert reward.declaration.inputs == ("text",)
+    made = [Sample(Prompt("p", "question 1"), SampleId(0, n, 0, 0), text=words[n]) for n in (0, 1)]
+    bad, good = reward.call(made, context=Context())
+    assert good > bad
+    with pytest.raises(UserError, match="samples are of the kind text"):
+        Encoders.for_items(items_of(folder), model={})
+
+
+def test_a_sample_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
+    folder = pictures(tmp_path / "pictures", count=40, labelled=20)
+    Path(folder / "039.png").write_bytes(b"no picture")
+    done = CliRunner().invoke(app, ["spread", str(folder), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, str(done.exception)
+    assert "1 samples cannot be read and are left out" in done.stderr
+    assert "039.png" in done.stderr
