@@ -62,6 +62,7 @@ def checks() -> list[tuple[str, Check, float]]:
     import smoke_models as models
     import smoke_recipes as recipes
     import smoke_waits as waiting
+    import smoke_weights as weights
 
     return [
         ("mmrl doctor", recipes.doctor, 60),
@@ -81,6 +82,7 @@ def checks() -> list[tuple[str, Check, float]]:
         ("waits of the host against the budgets", waiting.waits, 120),
         ("vLLM: new weights in each step, asleep between", models.engine, 180),
         ("the same with an adapter", models.engine_with_adapter, 180),
+        ("weights to another process, without a file", weights.weights_to_another_process, 90),
     ]
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/weight_transport.py                 # 1 GiB of float32 weights, sent as they are and in bfloat16
 
-The reader is a process of its own. It maps the files as an engine does and copies every tensor into a parameter of its
-own dtype; a checksum of the bits says whether they arrived. ``before`` is how weights were sent before: a copy
-in the host's memory, files written by safetensors, in float32. CPU-seconds are user and system time of both processes;
-the arms take turns, and the table has medians and quartiles.
+The reader is a process of its own. It maps the files as an engine does, or receives buckets through a group (gloo). It
+copies every tensor into a parameter of its own dtype; a checksum of the bits says whether they arrived. ``before`` is
+how weights were sent before: a copy in the host's memory, files written by safetensors, in float32. CPU-seconds are
+user and system time of both processes; the arms take turns, and the table has medians and quartiles.
 """
 
 from __future__ import annotations
@@ -25,11 +25,20 @@ from statistics import quantiles
 import torch
 from torch import Tensor
 
-from mmrl.engines.weight_files import place_for, write_weights
+from mmrl.engines.weight_files import BUCKET_BYTES, place_for, write_weights
+from mmrl.engines.weight_groups import WeightGroup
 
 WIDTH = 2048
 """Of the square matrices that are sent."""
-ARMS = ("before", "files, float32", "shm, float32", "files, bfloat16", "shm, bfloat16")
+ARMS = (
+    "before",
+    "files, float32",
+    "shm, float32",
+    "gloo, float32",
+    "files, bfloat16",
+    "shm, bfloat16",
+    "gloo, bfloat16",
+)
 
 
 def seconds() -> float:
@@ -63,6 +72,8 @@ def sent(arm: str, weights: dict[str, Tensor]) -> tuple[float, float, bool]:
     """CPU-seconds of writing and of reading, and whether the bits arrived."""
     transport, _, dtype = arm.partition(", ")
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    if transport == "gloo":
+        return sent_by_group(weights, wanted)
     place = (
         Path(tempfile.mkdtemp()) if arm == "before" else place_for(transport, sum(t.nbytes for t in weights.values()))
     )
@@ -79,6 +90,39 @@ def sent(arm: str, weights: dict[str, Tensor]) -> tuple[float, float, bool]:
         shutil.rmtree(place, ignore_errors=True)
     same = said["digest"] == digest((name, tensor.to(wanted)) for name, tensor in weights.items())
     return wrote, said["seconds"], same
+
+
+def sent_by_group(weights: dict[str, Tensor], wanted: torch.dtype) -> tuple[float, float, bool]:
+    """As ``sent``, without a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder) / "meeting"
+        shapes = json.dumps({name: list(tensor.shape) for name, tensor in weights.items()})
+        command = [sys.executable, __file__, "--receive", str(meeting), "--dtype", str(wanted)[6:]]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            reader.stdin.write(shapes.encode())
+            reader.stdin.close()
+            group = WeightGroup(meeting, 0, 2, "gloo", torch.device("cpu"))
+            began = seconds()
+            group.send(weights.items(), BUCKET_BYTES, dict.fromkeys(weights, wanted))
+            wrote = seconds() - began
+            said = json.loads(reader.stdout.read())
+    return (
+        wrote,
+        said["seconds"],
+        said["digest"] == digest((name, tensor.to(wanted)) for name, tensor in weights.items()),
+    )
+
+
+def receive(meeting: Path, dtype: torch.dtype) -> None:
+    """The reader of a group: as ``read``."""
+    into = {name: torch.ones(shape, dtype=dtype) for name, shape in json.loads(sys.stdin.read()).items()}
+    group = WeightGroup(meeting, 1, 2, "gloo", torch.device("cpu"))
+    began = seconds()
+    for name, tensor in group.received():
+        into[name].copy_(tensor)
+    print(json.dumps({"seconds": seconds() - began, "digest": digest(iter(into.items()))}))
 
 
 def read(folder: Path, dtype: torch.dtype) -> None:
@@ -99,9 +143,13 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="of float32 weights")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--read", type=Path, help="be the reader (used by the command itself)")
+    parser.add_argument("--receive", type=Path, help="be the reader of a group (used by the command itself)")
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.receive:
+        receive(given.receive, getattr(torch, given.dtype))
+        return
     if given.read:
         read(given.read, getattr(torch, given.dtype))
         return

@@ -94,7 +94,7 @@ def test_placements_that_cannot_be_are_refused(overrides, message):
         ("{engine: sglang, options: {url: 'http://127.0.0.1:9'}}", "remove url, so that each sampling device starts"),
         ("{engine: vllm_server, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}", "remove CUDA_VISIBLE_DEVICES"),
         ("{engine: vllm_server, options: {tensor_parallel_size: 2}}", "remove tensor_parallel_size"),
-        ("{engine: sglang, options: {tp_size: 4}}", "an engine of 4 devices does not fit beside one of 2"),
+        ("{engine: sglang, options: {tp_size: 4}}", "an engine of 4 devices does not fit beside each of 2"),
     ],
 )
 @pytest.mark.parametrize("controllers", [1, 2])
@@ -106,7 +106,7 @@ def test_engines_that_cannot_be_beside_several_devices_are_refused_once(rollout,
 
 
 def test_an_engine_over_several_devices_is_refused_beside_a_controller_of_one():
-    with pytest.raises(UserError, match=r"rollout\.options: an engine of 2 devices .* remove tensor_parallel_size"):
+    with pytest.raises(UserError, match=r"rollout\.options: an engine of 2 devices .* set placement to disaggregated"):
         load_recipe(["sums"], ["controllers=2", "rollout={engine: vllm_server, options: {tensor_parallel_size: 2}}"])
     load_recipe(["sums"], ["rollout={engine: vllm_server, options: {tensor_parallel_size: 2}}"])
 

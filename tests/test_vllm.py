@@ -18,11 +18,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmrl._torchvision import allow_cpu_only
+from mmrl.engines.group_sender import GroupSender
 from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.sampling_options import FIXED, OURS, fields
+from mmrl.engines.server_process import Timeouts
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import VllmEngine
 from mmrl.engines.vllm_server import VllmServer
+from mmrl.engines.weight_files import Sending
 from mmrl.errors import UserError
 from mmrl.media import Clip
 
@@ -579,6 +582,14 @@ def test_a_server_of_its_own(vision, tmp_path):
         assert gap(b.model, words, plain) < CLOSE
         assert gap(a.model, words, plain) > APART
         assert [p.name for p in server._private.iterdir()] == ["socket"]
+        by_file = plain.log_probs
+        sending = Sending(2**14, "gloo")  # many buckets
+        server._group = GroupSender(server._client, server._private, sending, server._dtypes, 1, Timeouts())
+        for model in (a.model, b.model):
+            server.update(iter(model.state_dict().items()))
+            (plain,) = server.generate([words], settings)
+            assert gap(model, words, plain) < CLOSE
+        assert plain.log_probs == by_file
 
         for seed in (1, 2):
             tensors, targets = lora(seed, "base_model.model.model.language_model.layers")
@@ -595,6 +606,8 @@ def test_a_server_of_its_own(vision, tmp_path):
         assert server._client.get("/is_sleeping") == {"is_sleeping": False}
         (woken,) = server.generate([words], settings)
         assert woken.token_ids == adapted.token_ids
+        server._group.close()
+        server._group = None
         with pytest.raises(UserError, match=r"brought .* values"):
             server.update(iter([("lm_head.weight", torch.zeros(2, 2))]))
         with pytest.raises(UserError, match="has a clip, and a request to vLLM's server cannot tell its frame rate"):

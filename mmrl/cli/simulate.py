@@ -84,8 +84,14 @@ def simulate(
 def shape(recipe: Recipe, devices: int | None) -> Cluster:
     """How many controllers ``devices`` make: of the recipe's devices_per_controller each where it has that, else the
     recipe's controllers share them. Raises ``UserError`` where they cannot."""
+    from mmrl.config.replicas import has_replicas
     from mmrl.simulator.simulate import Cluster
 
+    if has_replicas(recipe):
+        raise UserError(
+            "simulate: an engine or a judge of several devices is not simulated; remove tensor_parallel_size and "
+            "similar options, and count each of them as one device"
+        )
     per = recipe.devices_per_controller
     total = devices or recipe.controllers * per
     controllers = recipe.controllers if per == 1 else max(total // per, 1)

@@ -35,6 +35,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_text(recipe),
             *_pairs(recipe),
             *_partial(recipe),
+            *_transport(recipe),
             *_normalize(recipe),
             *of_midway(recipe),
             *of_placement(recipe),
@@ -49,6 +50,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_groups(recipe),
         *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),
+        *_transport(recipe),
         *_normalize(recipe),
         *_pairs(recipe),
         *of_pictures(recipe),
@@ -226,6 +228,28 @@ def _partial(recipe: Recipe) -> Iterator[str]:
             f"rollout.partial.pools: {partial.pools} do not divide evenly among {recipe.controllers} controllers; "
             f"set it to {-(-partial.pools // recipe.controllers) * recipe.controllers}, or controllers to "
             "a divisor of it"
+        )
+
+
+def _transport(recipe: Recipe) -> Iterator[str]:
+    """Check how weights reach an engine."""
+    rollout, key = recipe.rollout, f"rollout.weight_transport: {recipe.rollout.weight_transport}"
+    if rollout.weight_transport not in ("gloo", "ipc", "nccl"):
+        return
+    elsewhere = "CUDA_VISIBLE_DEVICES" in (rollout.options.get("environment") or {})
+    if rollout.engine != "vllm_server":
+        yield f"{key} needs an engine in vLLM's server; set rollout.engine to vllm_server, or weight_transport to auto"
+    elif rollout.options.get("data_parallel_size", 1) != 1:
+        yield f"{key} counts the processes of one model; remove data_parallel_size, or set weight_transport to auto"
+    elif rollout.weight_transport == "nccl" and not elsewhere:
+        yield (
+            f"{key} does not work between processes on the same GPU, and the engine starts on the trainer's; set "
+            "weight_transport to ipc, or give the engine other GPUs (options.environment.CUDA_VISIBLE_DEVICES)"
+        )
+    elif rollout.weight_transport == "ipc" and elsewhere:
+        yield (
+            f"{key} opens memory of the trainer's GPU, which the engine does not see; set weight_transport to nccl, or "
+            "remove CUDA_VISIBLE_DEVICES of options.environment"
         )
 
 

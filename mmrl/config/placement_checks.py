@@ -7,6 +7,7 @@ from math import lcm
 
 from mmrl.algorithms.settings import CriticSettings, GivenSettings
 from mmrl.config.megatron_layouts import untested
+from mmrl.config.replicas import PARALLEL, of_replicas, spread
 from mmrl.config.schema import Recipe
 
 
@@ -14,6 +15,7 @@ def of_placement(recipe: Recipe) -> Iterator[str]:
     """Contradictions in the roles of devices."""
     yield from _several(recipe)
     yield from _placement(recipe)
+    yield from of_replicas(recipe)
     yield from _controllers(recipe)
 
 
@@ -88,18 +90,12 @@ def _engine_devices(recipe: Recipe) -> Iterator[str]:
             f"rollout.options: environment puts the engines of {devices} on the same GPU; remove CUDA_VISIBLE_DEVICES, "
             "so that each uses its own, or set devices_per_controller to 1"
         )
-    for name, size in _parallel(recipe):
+    if (size := spread(rollout.options)) > 1 and not recipe.placement.apart:
         yield (
-            f"rollout.options: an engine of {size} devices does not fit beside one of {devices}; remove {name}, or "
-            "set devices_per_controller to 1"
+            f"rollout.options: an engine of {size} devices does not fit beside each of {devices}; set placement to "
+            "disaggregated, whose devices that sample are divided into engines, or devices_per_controller to 1, or "
+            f"remove {', '.join(name for name in PARALLEL if name in rollout.options)}"
         )
-
-
-def _parallel(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """The options that spread an engine over several devices, with their values."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size"):
-        if (size := recipe.rollout.options.get(name, 1)) != 1:
-            yield name, size
 
 
 def _disaggregated(recipe: Recipe) -> Iterator[str]:
@@ -168,10 +164,10 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
             f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
             "CUDA_VISIBLE_DEVICES, so that each uses its controller's, or set controllers to 1"
         )
-    for name, size in _parallel(recipe) if one_each and "url" not in recipe.rollout.options else ():
+    if one_each and "url" not in recipe.rollout.options and (size := spread(recipe.rollout.options)) > 1:
         yield (
-            f"rollout.options: an engine of {size} devices does not fit beside a controller of one; remove {name}, or "
-            "set controllers to 1"
+            f"rollout.options: an engine of {size} devices does not fit beside a controller of one; set placement to "
+            "disaggregated and devices_per_controller to as many as train and sample, or controllers to 1"
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"

@@ -77,9 +77,11 @@ class Rollout(Section):
     """Tests that a token must all pass, besides the limits of its weight."""
     update_bucket_mib: Count = 512
     """MiB of weights in a file for an engine in other processes; a larger tensor has its own file."""
-    weight_transport: Literal["auto", "shm", "files"] = "auto"
+    weight_transport: Literal["auto", "shm", "files", "gloo", "ipc", "nccl"] = "auto"
     """How weights reach a server: ``shm`` as files in the host's memory (/dev/shm), ``files`` on the disk that TMPDIR
-    names; ``auto`` takes memory where it has room for all weights in float32."""
+    names; ``auto`` takes memory where it has room for all weights in float32. To vLLM's server also without a file:
+    ``gloo`` over the loopback, ``ipc`` by handles of the GPU's memory where trainer and engine share a GPU, ``nccl``
+    where the engine has other GPUs than the trainer. The last two have not run."""
     partial: Partial | None = None
     """None waits for the longest response of every step."""
 

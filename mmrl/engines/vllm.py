@@ -42,6 +42,7 @@ from mmrl.engines.process_state import default_group_kept, process_settings_kept
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm_api import Adapter, Encoder, Loaded, Media, Model, Prompt, import_vllm, part, refusals
+from mmrl.engines.weight_groups import Backend, WeightGroup
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
@@ -237,6 +238,20 @@ class WorkerExtension:
     """Of the worker."""
     reload_weights: Callable[..., None]
     """Of the worker."""
+    rank: int
+    """Of the worker, among those of the engine."""
+    device: torch.device
+    """Of the worker."""
+    weight_group: WeightGroup
+    """Once ``join_weights`` has met the others."""
+
+    def join_weights(self, meeting: str, size: int, backend: Backend, patience: float) -> None:
+        """Meet the trainer and the engine's other processes, as ``WeightGroup``."""
+        self.weight_group = WeightGroup(Path(meeting), 1 + self.rank, size, backend, self.device, patience=patience)
+
+    def receive_weights(self) -> None:
+        """``replace_weights`` by what the trainer sends."""
+        self.replace_weights(weights_iterator=self.weight_group.received())
 
     def replace_weights(
         self, weights_iterator: Iterator[tuple[str, Tensor]] | None = None, weights_path: str | None = None

@@ -6,7 +6,7 @@ and the cache and sleep routes, which vLLM opens in its development mode. Its ke
 and on no port.
 
 Weights travel as safetensors files in memory or on a disk (``mmrl.engines.weight_files``). Run with 0.32.0 on a CPU;
-on a GPU, or with ``tensor_parallel_size`` above 1, it has not been run by us. What ``mmrl.engines.vllm`` says of
+also with ``tensor_parallel_size: 2``; on a GPU it has not been run by us. What ``mmrl.engines.vllm`` says of
 log-probs holds here.
 """
 
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mmrl.config.replicas import spread
 from mmrl.engines.engine_weights import (
     Counted,
     allowances,
@@ -34,6 +35,7 @@ from mmrl.engines.engine_weights import (
     values_of,
     write_adapter,
 )
+from mmrl.engines.group_sender import GROUPED, GroupSender
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, new_key, png_url, private_folder
 from mmrl.engines.sleep_mode import SleepMode
@@ -108,6 +110,10 @@ class VllmServer:
             "the vLLM server", "http://vllm", variables["VLLM_API_KEY"], path, self._process, timeouts.request_s
         )
         self._process.wait_until(self._client.healthy, timeouts.start_s)
+        self._group = None
+        if self._sending.transport in GROUPED:
+            shape = spread(wanted)
+            self._group = GroupSender(self._client, self._private, self._sending, self._dtypes, shape, timeouts)
         post = self._client.post
         self._mode = SleepMode(
             keep_weights=lora_rank is not None,
@@ -136,8 +142,18 @@ class VllmServer:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
 
         They are written to ``transport`` first, memory or a disk, in the checkpoint's dtype if the engine has it.
-        ``UserError`` if fewer values come than the model has; nothing is replaced then.
+        ``UserError`` if fewer values come than the model has; nothing is replaced then, except where a group of
+        processes sends them, which replaces each as it comes.
         """
+        if self._group is not None:
+            self._group.send(Counted(weights), self._values, self._mode)
+        else:
+            self._update_by_files(weights)
+        if self._adapter:
+            self._load_adapter()  # replacing weights drops it
+        self._forget()
+
+    def _update_by_files(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         place = place_for(self._sending.transport, 4 * self._values)
         folder = place / "weights"
         try:
@@ -149,9 +165,6 @@ class VllmServer:
                 self._client.post("/collective_rpc", rpc)
         finally:
             shutil.rmtree(place, ignore_errors=True)
-        if self._adapter:
-            self._load_adapter()  # replacing weights drops it
-        self._forget()
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
@@ -175,6 +188,8 @@ class VllmServer:
 
     def close(self) -> None:
         """End the server and remove its files. Harmless when called twice."""
+        if self._group is not None:
+            self._group.close()
         self._client.close()
         self._process.close()
         self._remove()

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from math import prod
 
+from mmrl.config.replicas import spread
 from mmrl.engines.lazy_engine import RESTARTS
 from mmrl.engines.server_process import Client, Process, flags, new_key, private_folder
 from mmrl.engines.vllm_api import environment, require_vllm
@@ -37,8 +37,6 @@ SHARE = 0.92
 """Of a GPU's memory that a vLLM server takes (0.32.0), where ``args`` give no ``gpu_memory_utilization``."""
 CACHE = 512 * 2**20
 """Bytes of the key-value cache without a GPU, where ``args`` say nothing of it."""
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Of ``args``: a server takes as many devices as their product."""
 
 
 class VllmServer:
@@ -243,8 +241,7 @@ def weights_of(path: str, args: JsonObject | None, python: str | None) -> Weight
     given = args or {}
     cache = _number(given, "kv_cache_memory_bytes", CACHE if python is None else 0)
     share = _number(given, "gpu_memory_utilization", SHARE)
-    devices = prod(int(_number(given, name, 1)) or 1 for name in PARALLEL)
-    return Weights(path, str(given.get("dtype", "auto")), share, int(cache), devices)
+    return Weights(path, str(given.get("dtype", "auto")), share, int(cache), spread(given))
 
 
 def _number(args: JsonObject, name: str, default: float) -> float:

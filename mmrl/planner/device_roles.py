@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from mmrl.algorithms.objective import Objective, prepared_by
+from mmrl.config.replicas import devices_of_workers, has_replicas, in_workers
 from mmrl.config.schema import Recipe
 from mmrl.placement.adaptive import Split, starting
 from mmrl.planner.counts import Counts
@@ -16,8 +17,8 @@ SAMPLED = ("policy_gradient", "forward_process")
 
 
 def split_of(plan: Plan) -> Split:
-    """The split at the start of a run."""
-    recipe = plan.recipe
+    """The split of a controller's workers at the start of a run."""
+    recipe = in_workers(plan.recipe)
     return starting(
         recipe.placement, recipe.devices_per_controller, judged=any(one.trained_on for one in plan.asked)
     ).split
@@ -79,6 +80,11 @@ def _apart(plan: Plan) -> Iterator[str]:
         yield (
             f"placement: disaggregated devices keep their role, and none of {recipe.devices_per_controller} is left "
             f"for {', '.join(judged)}; set devices_per_controller to 3 or more, or lower placement.trainers"
+        )
+    if judged and has_replicas(recipe) and not recipe.placement.judges:
+        yield (
+            f"placement.judges: {', '.join(judged)} judges on devices, and engines or judges of several devices do not "
+            "divide by themselves; say how many devices judge"
         )
     if not judged and recipe.placement.judges:
         yield "placement.judges: no reward of this recipe runs on a device, so judges would idle; remove it"
@@ -146,10 +152,9 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     asleep = _asleep(recipe, resting)
     at_first = ", at first" * (recipe.placement.type in ("greedy", "adaptive"))
     done = []
-    for device in range(recipe.devices_per_controller):
-        if recipe.placement.apart:
-            done.append(_always(plan, split, device, judge))
-            continue
+    for worker, devices in enumerate(devices_of_workers(recipe) if recipe.placement.apart else ()):
+        done += [_always(plan, split, worker, judge, devices)] * devices
+    for device in range(0 if recipe.placement.apart else recipe.devices_per_controller):
         if not sampled:
             generate = "-"
         elif not judging:
@@ -169,13 +174,14 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     return out
 
 
-def _always(plan: Plan, split: Split, device: int, judge: str) -> tuple[str, str]:
-    """The work of a device in a disaggregated placement in the generate phase, and in training."""
+def _always(plan: Plan, split: Split, worker: int, judge: str, devices: int) -> tuple[str, str]:
+    """The work of a worker in a disaggregated placement in the generate phase, and in training."""
     placement, trainers = plan.recipe.placement, plan.recipe.placement.training(plan.recipe.devices_per_controller)
-    if device < trainers:
+    if worker < trainers:
         return "sample or judge while it waits" if placement.lend else "wait for samples", "train"
     steps = f"{placement.staleness} step{'s' * (placement.staleness != 1)}"
-    role = f"sample {steps} ahead" if device < trainers + split.rollout else judge
+    role = f"sample {steps} ahead" if worker < trainers + split.rollout else judge
+    role += f", in replicas of {devices} devices" * (devices > 1)
     return role, role
 
 
@@ -203,19 +209,20 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
 
     ``pictures``: bytes of a sample's picture that are sent to rewards.
     """
-    c, m, others = plan.counts, plan.measured, plan.recipe.devices_per_controller - 1
+    c, m, others = plan.counts, plan.measured, in_workers(plan.recipe).devices_per_controller - 1
     if c is None or m is None or not others:
         return {}
     trajectories = m.trajectory * c.samples
     passes = 1 + bool(prepared_by(objective) or c.optimizer_steps > 1)
     placement, given = plan.recipe.placement, 0
+    trainers = placement.training(plan.recipe.devices_per_controller)
     if placement.apart:  # the controller's own device, the first, has them
-        given = split_of(plan).rollout + (placement.training(others + 1) - 1) * placement.lend
+        given = split_of(plan).rollout + (trainers - 1) * placement.lend
     found = {
         "features": m.features * c.prompts * others,
         "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,
         "pictures to judge": pictures * c.samples if c.micro_batches and any(a.trained_on for a in plan.asked) else 0,
         "weights": m.trained * given,
-        "slices": trajectories * passes * min(plan.recipe.placement.training(others + 1) - 1, c.passes),
+        "slices": trajectories * passes * min(trainers - 1, c.passes),
     }
     return {kind: size for kind, size in found.items() if size}

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -322,10 +322,12 @@ def on_gpu(device: str) -> bool:
     return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
 
 
-def reserve_host(there: Cluster, recipe: Recipe, gpus: int) -> Any:
-    """Reserve a controller's devices on one host. Raises ``UserError`` if no host has so many free."""
-    ray, devices = there.ray, recipe.devices_per_controller
-    group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
+def reserve_host(there: Cluster, recipe: Recipe, workers: Sequence[int], gpus: int) -> Any:
+    """Reserve a controller's devices on one host: ``workers`` says how many each of its workers has. Raises
+    ``UserError`` if no host has so many free."""
+    ray, devices = there.ray, sum(workers)
+    rooms = [{"CPU": 1, "GPU": n} if gpus else {"CPU": n} for n in workers]
+    group = ray.util.placement_group(rooms, strategy="STRICT_PACK")
     until = time.monotonic() + max(START_S, recipe.runtime.patience)
     while not group.wait(1):
         there.check()
@@ -337,12 +339,13 @@ def reserve_host(there: Cluster, recipe: Recipe, gpus: int) -> Any:
     return group
 
 
-def scheduling_in(group: Any) -> Any:
-    """Where to start an actor: in the reservation of its controller, or on the host with the most free resources."""
+def scheduling_in(group: Any, worker: int) -> Any:
+    """Where to start an actor: in the room of ``worker`` in the reservation of its controller, or on the host with the
+    most free resources."""
     if group is None:
         return "SPREAD"
     from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
         PlacementGroupSchedulingStrategy,
     )
 
-    return PlacementGroupSchedulingStrategy(group)
+    return PlacementGroupSchedulingStrategy(group, worker)

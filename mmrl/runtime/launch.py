@@ -16,6 +16,7 @@ from typing import Any
 
 from mmrl.checkpoint.manifest import entries
 from mmrl.config.loader import LoadedRecipe
+from mmrl.config.replicas import devices_of_workers, in_workers
 from mmrl.errors import UnscoredError, UserError
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
@@ -139,26 +140,27 @@ class Watch:
     """Final class: one start of all controllers, until they finish or one is lost."""
 
     def __init__(self, there: Cluster, loaded: LoadedRecipe, directory: RunDir, *, resume: bool) -> None:
-        recipe, ray = loaded.recipe, there.ray
+        given, ray = loaded.recipe, there.ray
+        loaded = replace(loaded, recipe=in_workers(given))
+        recipe, taken = loaded.recipe, devices_of_workers(given)
         self.cluster, self.ray, self.directory, self.size = there, ray, directory, recipe.controllers
         gpus = 1 if on_gpu(recipe.device) else 0
         self._kind = "GPU" if gpus else "CPU"
         self.actors: dict[Place, Any] = {}
-        devices = recipe.devices_per_controller
-        self._rooms = [reserve_host(there, recipe, gpus) for _ in range(self.size)] if devices > 1 else []
+        workers = recipe.devices_per_controller
+        self._rooms = [reserve_host(there, recipe, taken, gpus) for _ in range(self.size)] if workers > 1 else []
         shown, hidden = settings_and_secrets({} if there.local else variables(recipe))
         for rank in range(self.size):
-            place = scheduling_in(self._rooms[rank] if self._rooms else None)
-            made = ray.remote(Actor).options(
-                num_cpus=1,
-                num_gpus=gpus,
-                max_concurrency=4,
-                max_restarts=0,
-                scheduling_strategy=place,
-                runtime_env={"env_vars": shown} if shown else None,
-            )
-            for device in range(devices):
-                self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()), hidden)
+            for worker, devices in enumerate(taken):
+                made = ray.remote(Actor).options(
+                    num_cpus=1 if gpus else devices,
+                    num_gpus=gpus * devices,
+                    max_concurrency=4,
+                    max_restarts=0,
+                    scheduling_strategy=scheduling_in(self._rooms[rank] if self._rooms else None, worker),
+                    runtime_env={"env_vars": shown} if shown else None,
+                )
+                self.actors[rank, worker] = made.remote(rank, worker, str(Path.cwd()), hidden)
         self._arguments, self._resume = (loaded, str(directory.path.absolute())), resume
         self._patience = max(PATIENCE, recipe.runtime.patience)
         log = self._log
