@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mmrl.cli import app
+from mmrl.config.loader import load_recipe
 from mmrl.datasets import shapes
 from mmrl.errors import UserError
 from mmrl.labels import baselines, table
@@ -21,7 +22,8 @@ from mmrl.labels.graph import Graph, directed, fields, nearest, symmetric
 from mmrl.labels.items import items_of
 from mmrl.labels.model import GraphAttention, GraphTransformer, Shape
 from mmrl.labels.pixels import of_clips, of_pictures, of_texts
-from mmrl.labels.spreading import spread
+from mmrl.labels.readers import ModelReader, described
+from mmrl.labels.spreading import GRAPH, HEAD, spread
 from mmrl.labels.training import Settings, masked, parted, to_label_next, train
 from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.loading import build, find
@@ -196,18 +198,39 @@ def blobs(count=200, labelled=40, apart=1.5):
 
 def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
     embeddings, labels, given = blobs()
-    made = spread(embeddings, labels, given, QUICK)
+    made = spread(embeddings, labels, given, QUICK, GRAPH)
     right = ((made.scores >= 0.5) == (labels >= 0.5))[~given].float().mean()
     assert right > 0.85
     assert set(made.quality) == {"graph transformer", "label propagation", "nearest neighbours", "supervised head"}
     assert all(one.area[0] > 0.8 and one.labels == 40 for one in made.quality.values())
     assert torch.equal(made.scores[given], labels[given])
-    assert not bool(given[list(made.following)].any())
-    assert len({*made.following}) == 50
+    following = made.following(embeddings, 50)
+    assert not bool(given[list(following)].any())
+    assert len({*following}) == 50
     hidden = torch.where(given, labels, math.nan)
-    again = spread(embeddings, hidden, given, QUICK)
+    again = spread(embeddings, hidden, given, QUICK, GRAPH)
     assert torch.equal(again.scores, made.scores)
     assert {k: v.area for k, v in again.quality.items()} == {k: v.area for k, v in made.quality.items()}
+
+
+def test_of_two_methods_the_better_one_on_held_out_labels_gives_the_scores():
+    embeddings, labels, given = blobs()
+    made = spread(embeddings, labels, given, QUICK)
+    areas = {name: made.quality[name].area[0] for name in (GRAPH, HEAD)}
+    assert areas[made.by] == max(areas.values())
+    for by in (GRAPH, HEAD):
+        one = spread(embeddings, labels, given, QUICK, by)
+        assert one.by == by
+        assert ((one.scores >= 0.5) == (labels >= 0.5))[~given].float().mean() > 0.85
+
+
+def test_the_weights_of_the_head_are_where_the_gradient_is_zero():
+    embeddings, labels, given = blobs()
+    weights = baselines.head_weights(embeddings, labels, given, 0.1)
+    x, y = embeddings[given].double(), labels[given].double()
+    error = torch.sigmoid(baselines.head_logits(x, weights)) - y
+    assert (x.T @ error / len(y) + 0.1 * weights[:-1]).abs().max() < 1e-5
+    assert abs(float(error.mean())) < 1e-5
 
 
 def test_propagation_is_the_solution_of_its_equation():
@@ -275,7 +298,7 @@ def spread_out(tmp_path_factory):
     """A folder of pictures, what the command wrote of it, and what it printed."""
     root = tmp_path_factory.mktemp("labels")
     folder, out = pictures(root / "pictures"), root / "spread"
-    done = CliRunner().invoke(app, ["spread", str(folder), "--out", str(out), "--next", "7"])
+    done = CliRunner().invoke(app, ["spread", str(folder), "--out", str(out), "--next", "7", "--by", "graph"])
     assert done.exit_code == 0, done.output + str(done.exception)
     return folder, out, done.output
 
@@ -296,6 +319,19 @@ def test_the_command_writes_scores_what_to_label_next_and_a_reward_without_pickl
     record = read(out)
     assert record.encoders.samples == "pixels"
     assert record.encoders.prompts == ""
+
+
+def test_the_reward_by_the_head_keeps_no_samples(spread_out, tmp_path):
+    out = tmp_path / "head"
+    done = CliRunner().invoke(app, ["spread", str(spread_out[0]), "--out", str(out), "--by", "head"])
+    assert done.exit_code == 0, str(done.exception)
+    assert "the scores are those of the supervised head" in done.stdout
+    assert (out / WEIGHTS).stat().st_size < (spread_out[1] / WEIGHTS).stat().st_size / 2
+    reward = build(find("labels"), {"path": str(out)})
+    rows = {row["file"]: float(row["score_without_label"]) for row in csv.DictReader((out / "scores.csv").open())}
+    given = [sample(Image.open(spread_out[0] / f"{n:03d}.png"), n) for n in range(30, 40)]
+    kept = [rows[f"{n:03d}.png"] for n in range(30, 40)]
+    assert reward.call(given, context=Context()) == pytest.approx(kept, abs=1e-4), "samples without a label"
 
 
 def sample(image, number=0, prompt=""):
@@ -460,3 +496,35 @@ def test_a_sample_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
     assert done.exit_code == 0, str(done.exception)
     assert "1 samples cannot be read and are left out" in done.stderr
     assert "039.png" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def drawing_model():
+    loaded = load_recipe(["shapes-full"], ["model.dtype=float32"])
+    return described(loaded.recipe, loaded.root)
+
+
+def test_the_model_that_draws_knows_which_prompt_a_picture_fits(drawing_model):
+    reader = ModelReader(json.loads(json.dumps(drawing_model)))
+    known = {p.text: p for p in shapes.prompts("all", relations=None)}
+    right = ["one red circle", "one blue square", "one yellow cross"] * 2
+    wrong = ["one green cross", "one red triangle", "one blue circle"] * 2
+    drawn = [shapes.picture(known[prompt], n) for n, prompt in enumerate(right)]
+    states, errors = reader.parts(drawn, right)
+    others = reader.parts(drawn, wrong)
+    assert errors.shape == (6, 2 * 64)
+    assert states.shape == others[0].shape == (6, 2 * 2 * 128)
+    assert bool((errors.mean(1) < others[1].mean(1)).all())
+    alone = reader.parts(drawn[:1], right[:1])
+    torch.testing.assert_close(alone[1], errors[:1], rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_cannot_read_pictures_are_refused(drawing_model, tmp_path):
+    loaded = load_recipe(["sums"], [])
+    with pytest.raises(UserError, match="the recipe makes text"):
+        described(loaded.recipe, loaded.root)
+    moved = {**drawing_model, "model": {**drawing_model["model"], "path": str(tmp_path / "gone")}}
+    with pytest.raises(UserError, match=r"is not at .*gone any more; run mmrl spread again"):
+        ModelReader(moved)
+    with pytest.raises(UserError, match="is not known"):
+        ModelReader({"name": "x"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,13 @@ from mmrl.garbage import rarely_collected
 
 if TYPE_CHECKING:
     from mmrl.labels.spread_folder import Outcome
+
+
+class Method(StrEnum):
+    auto = "auto"
+    graph = "graph"
+    head = "head"
+
 
 FolderArgument = Annotated[
     Path,
@@ -78,6 +86,9 @@ def spread(
             show_default="all-minilm-l6-v2 where it is set up",
         ),
     ] = None,
+    by: Annotated[
+        Method, typer.Option(help="What gives the scores; auto: the better one on held-out labels.")
+    ] = Method.auto,
     following: Annotated[int, typer.Option("--next", min=0, help="How many samples to propose for labels.")] = 50,
     neighbours: Annotated[int, typer.Option(min=1, help="Of each sample in the graph.")] = 6,
     seed: Annotated[int, typer.Option(min=0, help="Of the folds and of the first weights.")] = 0,
@@ -92,13 +103,15 @@ def spread(
         loaded = None if model is None else read_recipe(model, [])
         from mmrl.labels.readers import described
         from mmrl.labels.spread_folder import spread_folder
+        from mmrl.labels.spreading import AUTO, GRAPH, HEAD
         from mmrl.labels.training import Settings
 
+        methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD}
         reader = None if loaded is None else described(loaded.recipe, loaded.root)
 
     def made() -> Outcome:
         settings = Settings(neighbours=neighbours, seed=seed)
-        return spread_folder(folder, out, labels, texts, reader, settings, following)
+        return spread_folder(folder, out, labels, texts, reader, settings, following, methods[by])
 
     if as_json:
         with json_alone() as write:
@@ -118,9 +131,7 @@ def _show(made: Outcome, out: Path) -> None:
             f"  {name}: AUC {area:.3f} (95 %: {low:.3f} to {high:.3f}), right {one.right[0]:.1%}, calibration error "
             f"{one.error:.3f}"
         )
-    best = max(made.quality, key=lambda name: made.quality[name].area[0])
-    if best != next(iter(made.quality)):
-        print(f"note: {best} agrees best with the held-out labels")
+    print(f"the scores are those of the {made.by}")
     if not made.reward:
         print("these scores are no better than chance (AUC 0.5), so no reward is written: label more samples")
     if made.following:

@@ -40,16 +40,26 @@ def neighbours(embeddings: Tensor, labels: Tensor, given: Tensor, count: int = 1
 
 
 def head(features: Tensor, labels: Tensor, given: Tensor, decay: float = 1e-2) -> Tensor:
-    """Logistic regression on the embeddings, its weights pulled to 0 by ``decay``; the bias is free."""
+    """Logistic regression on the embeddings."""
+    return torch.sigmoid(head_logits(features, head_weights(features, labels, given, decay))).float()
+
+
+def head_logits(features: Tensor, weights: Tensor) -> Tensor:
+    """Float64 ``[N]``; the last of ``weights`` ``[D + 1]`` is the bias."""
+    return features.double() @ weights[:-1].double() + weights[-1].double()
+
+
+def head_weights(features: Tensor, labels: Tensor, given: Tensor, decay: float) -> Tensor:
+    """Of logistic regression, ``[D + 1]`` float64, pulled to 0 by ``decay``; the bias, the last one, is free."""
     x, y = features[given].double(), labels[given].double()
     at = torch.zeros(x.shape[1] + 1, dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS([at], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         search.zero_grad()
-        cost = binary_cross_entropy_with_logits(x @ at[:-1] + at[-1], y) + decay * at[:-1].square().sum() / 2
+        cost = binary_cross_entropy_with_logits(head_logits(x, at), y) + decay * at[:-1].square().sum() / 2
         cost.backward()
         return cost
 
     search.step(loss)  # pyright: ignore[reportArgumentType]
-    return torch.sigmoid(features.double() @ at[:-1].detach() + at[-1].detach()).float()
+    return at.detach()

@@ -23,10 +23,11 @@ from mmrl.distill.formulas import calibrated
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.labels.baselines import head_logits
 from mmrl.labels.embeddings import Encoders, Space, widths_of
 from mmrl.labels.graph import Graph, directed
 from mmrl.labels.model import GraphTransformer, Shape
-from mmrl.labels.spreading import Projection, Spread
+from mmrl.labels.spreading import GRAPH, HEAD, Projection, Spread
 from mmrl.labels.training import Settings
 
 NAME, WEIGHTS, FORMAT = "labels.json", "model.safetensors", 1
@@ -35,8 +36,10 @@ SCORES, FOLLOWING = "scores.csv", "next.csv"
 
 @dataclass(frozen=True)
 class Record:
-    """What labels.json says. ``line``: slope and shift of calibration. ``figures``: of labels that were not given."""
+    """What labels.json says. ``by``: the method that gives the scores. ``line``: slope and shift of calibration.
+    ``figures``: of labels that were not given."""
 
+    by: str
     encoders: Encoders
     widths: tuple[int, ...]
     shape: Shape
@@ -51,11 +54,14 @@ class Known:
 
     def __init__(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
         self.record = record
-        self.embeddings = tensors["embeddings"]
         self.space = Space(tensors["centre"], record.widths)
         self.project = Projection(tensors["mean"], tensors["axes"])
         self.models: list[GraphTransformer] = []
         self.read: list[list[Tensor]] = []
+        self.head = tensors["head"] if record.by == HEAD else None
+        self.embeddings = tensors.get("embeddings", torch.empty(0))
+        if self.head is not None:
+            return
         features = self.project(self.embeddings)
         graph = Graph(tensors["sources"], tensors["targets"], tensors["cosines"], len(self.embeddings))
         for n in range(record.folds):
@@ -73,40 +79,36 @@ class Known:
     def scores(self, parts: Sequence[Tensor]) -> Tensor:
         """Calibrated scores ``[Q]`` of new samples by the parts of their embeddings."""
         embeddings = self.space(parts)
-        graph = directed(embeddings, self.embeddings, self.record.neighbours)
         features = self.project(embeddings)
+        if self.head is not None:
+            return calibrated(head_logits(features, self.head), *self.record.line)
+        graph = directed(embeddings, self.embeddings, self.record.neighbours)
         pairs = zip(self.models, self.read, strict=True)
         logits = torch.stack([model.added(features, graph, read) for model, read in pairs]).mean(0)
         return calibrated(logits.double(), *self.record.line)
 
 
-def write_tables(folder: Path, names: Sequence[str], made: Spread) -> None:
+def write_tables(folder: Path, names: Sequence[str], made: Spread, following: Sequence[int]) -> None:
     """scores.csv: every sample by its score; next.csv: which to label next. ``folder`` exists."""
-    scores, unknown = made.scores.tolist(), made.unknown().tolist()
+    scores, unknown = made.scores.tolist(), made.unknown.tolist()
     order = sorted(range(len(names)), key=lambda n: (-scores[n], names[n]))
     rows = [
         (names[n], f"{scores[n]:.4f}", f"{unknown[n]:.4f}", f"{scores[n]:g}" if bool(made.given[n]) else "")
         for n in order
     ]
     _table(folder / SCORES, ("file", "score", "score_without_label", "label"), rows)
-    _table(folder / FOLLOWING, ("file", "score"), [(names[n], f"{unknown[n]:.4f}") for n in made.following])
+    _table(folder / FOLLOWING, ("file", "score"), [(names[n], f"{unknown[n]:.4f}") for n in following])
 
 
 def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders: Encoders, settings: Settings) -> None:
     """The reward's files into ``folder``, which exists."""
-    labels = torch.where(made.given, made.scores, 0.0)
-    tensors = {"embeddings": embeddings, "mean": made.projection.mean, "axes": made.projection.axes, "labels": labels}
-    tensors["centre"] = space.centre
-    tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}
-    for n, (model, fold) in enumerate(zip(made.trained.models, made.trained.folds, strict=True)):
-        known = made.given.clone()
-        known[fold] = False
-        tensors[f"known.{n}"] = known.to(torch.uint8)
-        tensors |= {f"models.{n}.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors = {"centre": space.centre, "mean": made.projection.mean, "axes": made.projection.axes}
+    tensors |= {"head": made.head} if made.by == HEAD else _of_graph(made, embeddings)
     weights = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     write_atomic(folder / WEIGHTS, weights)
     said = {
         "format": FORMAT,
+        "by": made.by,
         "encoders": encoders.as_json(),
         "widths": space.widths,
         "shape": settings.shape(made.projection.axes.shape[1]).as_json(),
@@ -117,6 +119,18 @@ def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders
         "figures": {name: one.as_json() for name, one in made.quality.items()},
     }
     write_atomic(folder / NAME, json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
+    """What the graph transformer needs: the kept samples, their edges and labels, and the models."""
+    tensors = {"embeddings": embeddings, "labels": made.labels}
+    tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}
+    for n, (model, fold) in enumerate(zip(made.trained.models, made.trained.folds, strict=True)):
+        known = made.given.clone()
+        known[fold] = False
+        tensors[f"known.{n}"] = known.to(torch.uint8)
+        tensors |= {f"models.{n}.{name}": tensor for name, tensor in model.state_dict().items()}
+    return tensors
 
 
 def read(folder: Path) -> Record:
@@ -145,6 +159,7 @@ def _read(folder: Path) -> tuple[Record, str]:
             raise UserError(f"{folder / NAME} has format {said['format']}, and this version reads {FORMAT}")
         slope, shift = (float(as_number(x)) for x in as_list(said["calibration"]))
         found = Record(
+            _method(as_text(said["by"])),
             Encoders.of(as_object(said["encoders"])),
             widths_of(said),
             Shape.of(as_object(said["shape"])),
@@ -160,6 +175,12 @@ def _read(folder: Path) -> tuple[Record, str]:
         else:
             why = f"no {NAME}" if isinstance(error, FileNotFoundError) else f"its {NAME} cannot be read: {error}"
         raise UserError(f"options.path: {folder} holds no spread labels ({why}); make them with mmrl spread") from error
+
+
+def _method(name: str) -> str:
+    if name not in (GRAPH, HEAD):
+        raise ValueError(f"{name!r} is neither {GRAPH} nor {HEAD}")
+    return name
 
 
 def _table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -22,6 +22,7 @@ from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_object, as_text
+from mmrl.secrets import masked
 
 if TYPE_CHECKING:
     from pipelines.diffusion.adapter import Adapter
@@ -44,7 +45,7 @@ def described(recipe: Recipe, root: Path) -> JsonObject:
         "rewards": [{"name": "jpeg:compressibility"}],
         "eval": {},
     }  # rewards may have secrets among their options
-    return {**said, **own, **nothing}
+    return as_object(masked({**said, **own, **nothing}))
 
 
 class ModelReader:

@@ -16,23 +16,24 @@ from mmrl.labels import folder as written
 from mmrl.labels import table
 from mmrl.labels.embeddings import WORDS, Encoders, Space, embedded
 from mmrl.labels.items import items_of, root_of
-from mmrl.labels.spreading import NEXT, Quality, spread
+from mmrl.labels.spreading import AUTO, NEXT, Quality, spread
 from mmrl.labels.training import Settings
 from mmrl.packages.places import lacking
 
 _LEAST_SAMPLES = 20
-_OURS = "graph transformer"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``reward``: whether the folder holds one; not where the scores are no better than chance."""
+    """``by``: the method that gave the scores. ``reward``: whether the folder holds one; not where the scores are no
+    better than chance."""
 
     samples: int
     labels: int
     high: int
     quality: dict[str, Quality]
     following: list[str]
+    by: str
     reward: bool
 
     def as_json(self) -> JsonObject:
@@ -42,6 +43,7 @@ class Outcome:
             "high_labels": self.high,
             "held_out": {name: one.as_json() for name, one in self.quality.items()},
             "label_next": self.following,
+            "by": self.by,
             "reward": self.reward,
         }
 
@@ -54,10 +56,11 @@ def spread_folder(
     model: JsonObject | None = None,
     settings: Settings | None = None,
     following: int = NEXT,
+    by: str = AUTO,
 ) -> Outcome:
     """Spread the labels of ``labels`` (labels.csv of ``folder``) over its samples, into the new folder ``out``.
 
-    ``texts`` and ``model`` as in ``Encoders.for_items``. Raises ``UserError``.
+    ``texts`` and ``model`` as in ``Encoders.for_items``, ``by`` as in ``spread``. Raises ``UserError``.
     """
     settings = settings or Settings()
     refuse_taken(out)
@@ -79,19 +82,21 @@ def spread_folder(
     embeddings = space(parts)
     values = torch.tensor([given.of.get(item.name, 0.0) for item in items])
     known = torch.tensor([item.name in given.of for item in items])
-    made = spread(embeddings, values, known, settings, following)
+    made = spread(embeddings, values, known, settings, by)
+    proposed = made.following(embeddings, following)
     names = [item.name for item in items]
-    better = made.quality[_OURS].better_than_chance
+    better = made.quality[made.by].better_than_chance
     outcome = Outcome(
         len(items),
         int(known.sum()),
-        int((values[known] >= made.quality[_OURS].middle).sum()),
+        int((values[known] >= made.quality[made.by].middle).sum()),
         dict(made.quality),
-        [names[n] for n in made.following],
+        [names[n] for n in proposed],
+        made.by,
         better,
     )
     with new_directory(out, "the spread labels") as aside:
-        written.write_tables(aside, names, made)
+        written.write_tables(aside, names, made, proposed)
         if better:
             written.write(aside, made, embeddings, space, encoders, settings)
     return outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from mmrl.labels.training import Settings, Trained, parted, to_label_next, train
 
 _WIDTH = 128
 NEXT = 50
+GRAPH, HEAD, AUTO = "graph transformer", "supervised head", "auto"
 KEPT = (0.5, 0.9, 0.99)
 COUNTS = (5, 10, 20)
 DECAYS = (1e-3, 1e-2, 1e-1)
@@ -86,78 +88,87 @@ class Quality:
 
 @dataclass(frozen=True)
 class Spread:
-    """``scores`` ``[N]``: a label where there is one, else the calibrated score. ``quality``: of each method, on labels
-    that it was not given. ``following``: which samples to label next, best first."""
+    """``logits`` ``[N]``: of the method ``by``; of a labelled sample without its label. ``line``: slope and shift that
+    calibrate them. ``head``: weights of the supervised head. ``quality``: of each method, on labels that it was not
+    given."""
 
-    scores: Tensor
     given: Tensor
+    logits: Tensor
     line: tuple[float, float]
+    labels: Tensor
     trained: Trained
+    head: Tensor
     projection: Projection
     graph: Graph
     quality: Mapping[str, Quality]
-    following: Sequence[int]
+    by: str
 
+    @property
     def unknown(self) -> Tensor:
-        """The calibrated scores ``[N]``; of a labelled sample that of the model that does not know its label."""
-        return calibrated(self.trained.out_of_fold().double(), *self.line).float()
+        """The calibrated scores ``[N]``; of a labelled sample without its label."""
+        return calibrated(self.logits.double(), *self.line).float()
+
+    @property
+    def scores(self) -> Tensor:
+        """``[N]``: a label where there is one, else the calibrated score."""
+        return torch.where(self.given, self.labels, self.unknown)
+
+    def following(self, embeddings: Tensor, count: int) -> Sequence[int]:
+        """Which samples to label next, best first."""
+        line = platt(self.trained.out_of_fold()[self.given], self.labels[self.given])
+        doubt = calibrated(self.trained.logits.double(), *line).std(0).float()
+        return to_label_next(self.unknown, doubt, embeddings, self.given, count)
 
 
-def spread(
-    embeddings: Tensor,
-    labels: Tensor,
-    given: Tensor,
-    settings: Settings,
-    following: int = NEXT,
-    *,
-    compare: bool = True,
-) -> Spread:
-    """Spread ``labels`` ``[N]`` (in [0, 1], read where ``given`` ``[N]``) over all samples. ``compare``: measure the
-    baselines, too."""
+def spread(embeddings: Tensor, labels: Tensor, given: Tensor, settings: Settings, by: str = AUTO) -> Spread:
+    """Spread ``labels`` ``[N]`` (in [0, 1], read where ``given`` ``[N]``) over all samples. ``by``: the method, or
+    ``auto``, that of the two with the larger AUC on labels that it was not given."""
     labels = torch.where(given, labels, 0.0)
     projection = Projection.of(embeddings)
     features, graph = projection(embeddings), symmetric(embeddings, settings.neighbours)
     trained = train(features, graph, labels, given, settings)
-    logits = trained.out_of_fold()
-    line = platt(logits[given], labels[given])
-    unknown = calibrated(logits.double(), *line).float()
-    quality = {"graph transformer": Quality.of(unknown[given], labels[given])}
-    if compare:
-        for name, scores in baselines_of(embeddings, features, graph, labels, given, settings).items():
-            quality[name] = Quality.of(scores[given], labels[given])
-    doubt = calibrated(trained.logits.double(), *line).std(0).float()
+    others, decay = baselines_of(embeddings, features, graph, labels, given, settings)
+    logits = {GRAPH: trained.out_of_fold(), HEAD: torch.logit(others[HEAD].double().clamp(1e-6, 1 - 1e-6))}
+    lines = {name: platt(of[given], labels[given]) for name, of in logits.items()}
+    scores = others | {name: calibrated(of.double(), *lines[name]).float() for name, of in logits.items()}
+    quality = {name: Quality.of(scores[name][given], labels[given]) for name in (GRAPH, *others)}
+    chosen = max(logits, key=lambda name: quality[name].area[0]) if by == AUTO else by
     return Spread(
-        torch.where(given, labels, unknown),
         given,
-        line,
+        logits[chosen],
+        lines[chosen],
+        labels,
         trained,
+        baselines.head_weights(features, labels, given, decay),
         projection,
         graph,
         quality,
-        to_label_next(unknown, doubt, embeddings, given, following),
+        chosen,
     )
 
 
 def baselines_of(
     embeddings: Tensor, features: Tensor, graph: Graph, labels: Tensor, given: Tensor, settings: Settings
-) -> dict[str, Tensor]:
-    """The scores ``[N]`` of each baseline. Its setting is the one with the smallest squared error on the labels of the
-    folds, each without its own labels; these scores stand for labelled samples."""
+) -> tuple[dict[str, Tensor], float]:
+    """The scores ``[N]`` of each baseline, and the head's decay. Its setting is the one with the smallest squared error
+    on the labels of the folds, each without its own labels; these scores stand for labelled samples."""
     folds = parted(labels, given, settings.folds, settings.seed)
     found: dict[str, Tensor] = {}
+    decay = DECAYS[0]
     for name, ways in {
-        "label propagation": [lambda told, k=kept: baselines.propagation(graph, labels, told, k) for kept in KEPT],
-        "nearest neighbours": [lambda told, k=c: baselines.neighbours(embeddings, labels, told, k) for c in COUNTS],
-        "supervised head": [lambda told, k=d: baselines.head(features, labels, told, k) for d in DECAYS],
+        "label propagation": {kept: partial(baselines.propagation, graph, kept=kept) for kept in KEPT},
+        "nearest neighbours": {count: partial(baselines.neighbours, embeddings, count=count) for count in COUNTS},
+        HEAD: {decay: partial(baselines.head, features, decay=decay) for decay in DECAYS},
     }.items():
         least = math.inf
-        for way in ways:
+        for setting, way in ways.items():
             held = torch.zeros_like(labels)
             for fold in folds:
                 told = given.clone()
                 told[fold] = False
-                held[fold] = way(told)[fold]
+                held[fold] = way(labels=labels, given=told)[fold]
             error = float((held - labels)[given].square().mean())
             if error < least:
-                least, found[name] = error, torch.where(given, held, way(given))
-    return found
+                least, found[name] = error, torch.where(given, held, way(labels=labels, given=given))
+                decay = setting if name == HEAD else decay
+    return found, decay
