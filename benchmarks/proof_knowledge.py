@@ -6,13 +6,15 @@ The graph is that of towns. A small model is made: from random weights it learns
 ``--asked`` people, with one to three facts each, of which half are wrong. Then GRPO trains it, by arms:
 
 - ``note``, ``transe``: the reward ``knowledge``, with an embedding of this kind and ``wanted: 3``.
+- ``note, asked``: the same with ``asked: true``; facts about others than the person in the prompt do not count.
 - ``note, wanted 1``: without a wish for three facts.
 - ``oracle``: the truth as the reward (``true_facts.py``), the most that a reward can tell.
 
 Of the people asked about, a third is never asked about in GRPO (*new people*). A third of the facts about citizenship
 and language of all of them is not in the graph that is embedded, so that the reward has to conclude them (*held out*).
 Measured before and after: the share of true facts among those stated, of all, of the held-out ones and about new
-people, and the number of facts in an answer. Each person is asked ``--each`` times, with the same noise for all arms.
+people; the number of facts and of true facts in an answer; and the share of facts about the person asked about
+(*own*). Each person is asked ``--each`` times, with the same noise for all arms.
 ``--json`` gets each run as it ends; runs that stand there are not done again.
 """
 
@@ -34,11 +36,11 @@ from typing import Any
 from true_facts import PATTERN, SAID, facts
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("note", "transe", "note, wanted 1", "oracle")
+ARMS = ("note", "note, asked", "note, wanted 1", "transe", "oracle")
 WORDS = {relation: said for said, relation in SAID.items()}
 HIDDEN = ("citizen_of", "speaks")
 """Relations of which a part is held out: they follow from the others."""
-FIGURES = ("true", "held out", "new people", "facts")
+FIGURES = ("true", "held out", "new people", "facts", "true facts", "own")
 Row = tuple[str, str, str]
 
 
@@ -182,7 +184,13 @@ def reward(arm: str, world: World, given: argparse.Namespace, seed: int, work: P
         name = f"{ROOT / 'benchmarks/true_facts.py'}:TrueFacts"
         return {"name": name, "options": {"graph": str(work / "graph.tsv"), "wanted": 3}}
     path = embedded(world, arm.split(",")[0], given, seed, work)
-    options = {"path": str(path), "pattern": PATTERN, "relations": SAID, "wanted": 1 if "wanted 1" in arm else 3}
+    options = {
+        "path": str(path),
+        "pattern": PATTERN,
+        "relations": SAID,
+        "wanted": 1 if "wanted 1" in arm else 3,
+        "asked": "asked" in arm,
+    }
     return {"name": "knowledge", "on_failure": "drop", "options": options}
 
 
@@ -211,6 +219,7 @@ def trained(arm: str, given: argparse.Namespace, seed: int, work: Path) -> dict[
     train = {"steps": given.steps, "prompts_per_step": 16, "group_size": 8, "micro_batch_size": 128}
     more = {
         **{"algorithm": {"type": "grpo", "kl_coef": 0.0}, "rewards": [scored], "train": train, "seed": seed},
+        "scoring": {"max_failed": 1.0},  # an arm may learn to state what the graph does not know, and that is shown
         "optim": {"lr": given.lr, "weight_decay": 0.0, "schedule": "linear"},
     }
     with tempfile.TemporaryDirectory(dir=work) as folder:

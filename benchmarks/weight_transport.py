@@ -4,8 +4,9 @@
 
 The reader is a process of its own. It maps the files as an engine does, or receives buckets through a group (gloo). It
 copies every tensor into a parameter of its own dtype; a checksum of the bits says whether they arrived. ``before`` is
-how weights were sent before: a copy in the host's memory, files written by safetensors, in float32. CPU-seconds are
-user and system time of both processes; the arms take turns, and the table has medians and quartiles.
+how weights were sent before: a copy in the host's memory, files written by safetensors, in float32. The last two arms
+are a message between the devices of a controller: with its bytes on the socket, and as it is sent. CPU-seconds are user
+and system time of both processes; the arms take turns, and the table has medians and quartiles.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import quantiles
 
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from mmrl.engines.weight_files import BUCKET_BYTES, place_for, write_weights
 from mmrl.engines.weight_groups import WeightGroup
+from mmrl.runtime import wire
 
 WIDTH = 2048
 """Of the square matrices that are sent."""
@@ -38,6 +42,8 @@ ARMS = (
     "files, bfloat16",
     "shm, bfloat16",
     "gloo, bfloat16",
+    "socket, float32",
+    "between devices, float32",
 )
 
 
@@ -74,6 +80,8 @@ def sent(arm: str, weights: dict[str, Tensor]) -> tuple[float, float, bool]:
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     if transport == "gloo":
         return sent_by_group(weights, wanted)
+    if transport in ("socket", "between devices"):
+        return sent_to_device(weights, transport == "between devices")
     place = (
         Path(tempfile.mkdtemp()) if arm == "before" else place_for(transport, sum(t.nbytes for t in weights.values()))
     )
@@ -113,6 +121,37 @@ def sent_by_group(weights: dict[str, Tensor], wanted: torch.dtype) -> tuple[floa
         said["seconds"],
         said["digest"] == digest((name, tensor.to(wanted)) for name, tensor in weights.items()),
     )
+
+
+def sent_to_device(weights: dict[str, Tensor], shared: bool) -> tuple[float, float, bool]:
+    """As ``sent``, as a controller sends weights to another of its devices; not ``shared``: with all bytes on the
+    socket."""
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe()
+    answers, back = processes.Pipe(duplex=False)
+    reader = processes.Process(target=serve, args=(theirs, back))
+    reader.start()
+    wire.receive(ours)  # it has started
+    least, wire.SHARED_FROM = wire.SHARED_FROM, wire.SHARED_FROM if shared else sys.maxsize
+    began = seconds()
+    wire.send(ours, weights)
+    wrote = seconds() - began
+    wire.SHARED_FROM = least
+    reading, arrived = answers.recv()
+    reader.join()
+    return wrote, reading, arrived == digest(iter(weights.items()))
+
+
+def serve(connection: Connection, answers: Connection) -> None:
+    """The other device."""
+    torch.set_num_threads(1)
+    into = torch.ones(WIDTH, WIDTH)
+    wire.send(connection, "ready")
+    began = seconds()
+    got = wire.receive(connection)
+    for tensor in got.values():
+        into.copy_(tensor)
+    answers.send((seconds() - began, digest(iter(got.items()))))
 
 
 def receive(meeting: Path, dtype: torch.dtype) -> None:

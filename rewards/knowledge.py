@@ -48,14 +48,19 @@ def _refuse_unknown(known: folder.Knowledge, names: Sequence[object]) -> None:
             raise UserError(f"options: the graph has no relation {name!r}; it has {listed}")
 
 
+def _stands(name: str, text: str) -> bool:
+    """Whether ``name`` stands in ``text`` as a word or as words of its own."""
+    return bool(name) and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
+
+
 @mmrl.reward(inputs=("text",), paths=("path",), reads=_reads)
 class Knowledge:
     """The mean plausibility of the different facts that a response states, in [0, 1]; 0 where it states none.
 
     ``pattern``: a regular expression with the groups ``head``, ``tail`` and, without ``relation``, ``relation``.
     ``relation``: the relation of every match. ``relations``: the graph's name of a relation for a response's words.
-    ``wanted``: facts that a response should state; where it states fewer, the missing ones count as 0. Raises
-    ``UserError``.
+    ``wanted``: facts that a response should state; where it states fewer, the missing ones count as 0. ``asked``: only
+    facts whose head stands in the prompt count. Raises ``UserError``.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class Knowledge:
         relation: str | None = None,
         relations: JsonObject | None = None,
         wanted: int = 1,
+        *,
+        asked: bool = False,
     ) -> None:
         self.known = read(Path(path))
         try:
@@ -81,13 +88,15 @@ class Knowledge:
         _refuse_unknown(self.known, [*self.names.values(), *((relation,) if relation else ())])
         if isinstance(wanted, bool) or wanted < 1:
             raise UserError(f"options.wanted is {wanted}; give a number of facts, 1 or more")
-        self.relation, self.wanted = relation, wanted
+        if asked not in (True, False):
+            raise UserError(f"options.asked is {asked!r}; give true or false")
+        self.relation, self.wanted, self.asked = relation, wanted, asked
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, Sequence[Value]]:
         """``score``; ``facts``: the number of different facts that a response states about entities of the graph;
         ``unknown``: of names that the graph lacks. A response with such names alone fails, and the reason names them.
         """
-        found = [self._facts(sample.text or "") for sample in samples]
+        found = [self._facts(sample.text or "", sample.prompt.text) for sample in samples]
         rows = [fact for facts, _ in found for fact in facts]
         said = self.known.trained.plausibility(torch.tensor(rows)).tolist() if rows else []
         scores: list[Value] = []
@@ -101,12 +110,14 @@ class Knowledge:
         counts = [(float(len(facts)), float(len(unknown))) for facts, unknown in found]
         return {"score": scores, "facts": [n for n, _ in counts], "unknown": [n for _, n in counts]}
 
-    def _facts(self, text: str) -> tuple[list[tuple[int, int, int]], list[str]]:
+    def _facts(self, text: str, prompt: str) -> tuple[list[tuple[int, int, int]], list[str]]:
         """Numbers of the different triples that ``text`` states, and the names that the graph lacks."""
         facts: dict[tuple[int, int, int], None] = {}
         unknown: dict[str, None] = {}
         for match in self.pattern.finditer(text[:MOST]):
             named = match.groupdict()
+            if self.asked and not _stands(named["head"] or "", prompt):
+                continue
             relation = self.relation or self.names.get(named["relation"] or "", named["relation"] or "")
             head, kind, tail = (
                 self.known.entities.get(named["head"] or ""),

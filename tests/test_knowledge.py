@@ -178,8 +178,9 @@ def path(tmp_path):
     return str(tmp_path / "it")
 
 
-def scored(reward, *texts):
-    return reward.score([SimpleNamespace(text=text) for text in texts], context=None)
+def scored(reward, *texts, prompt="Tell about somebody."):
+    asked = SimpleNamespace(text=prompt)
+    return reward.score([SimpleNamespace(text=text, prompt=asked) for text in texts], context=None)
 
 
 def test_a_response_gets_the_mean_plausibility_of_its_different_facts(path):
@@ -213,6 +214,21 @@ def test_a_response_may_name_the_relation(path):
     assert found["score"] == pytest.approx([0.9, 0.0], abs=1e-6)
 
 
+def test_with_asked_only_facts_about_a_name_of_the_prompt_count(path):
+    texts = (
+        "ann was born in rome",
+        "rome was born in rome. ann was born in rome",
+        "rome was born in rome",
+        "bob was born in x",
+    )
+    reward = Knowledge(path, BORN, relation="born_in", asked=True)
+    found = scored(reward, *texts, prompt="Tell about ann.")
+    assert found["score"] == pytest.approx([0.9, 0.9, 0.0, 0.0])
+    assert found["facts"] == [1, 1, 0, 0]
+    assert scored(reward, *texts, prompt="Tell about joann.")["facts"] == [0, 0, 0, 0]
+    assert scored(reward, *texts, prompt="Ann, ann-marie or rome?")["facts"] == [1, 2, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -221,6 +237,7 @@ def test_a_response_may_name_the_relation(path):
         ({"pattern": r"(?P<head>a)", "relation": "born_in"}, r"no group 'tail'; write \(\?P<tail>\.\.\.\) in it$"),
         ({"relation": "borne"}, "no relation 'borne'; it has born_in, lives_in"),
         ({"relation": "born_in", "wanted": 0}, "options.wanted is 0; give a number of facts, 1 or more"),
+        ({"relation": "born_in", "asked": "ann"}, "options.asked is 'ann'; give true or false"),
     ],
 )
 def test_options_that_cannot_work_are_refused_with_the_edit(path, options, said):
