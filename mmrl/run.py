@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,9 @@ from mmrl.secrets import given_again
 from mmrl.training.evaluation import Evaluator, summary
 from mmrl.training.step_context import Compute, Devices, Rollout, RolloutStrategy, StepContext, StepPart
 
+Ranks: TypeAlias = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+"""Those that divide the weights, and those with the same rows as this one; None where there are no others."""
+
 
 @in_phase("load")
 def build(
@@ -81,12 +85,15 @@ def build(
     if scored and objective.kind == "pathwise":
         _require_gradients(recipe, rewards)
     family = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline))
-    with local_rows.reading(_sharded_over(recipe, controller)):
+    ranks = _sharded_over(recipe, controller)
+    with local_rows.reading(ranks and ranks[0]):
         pipeline = family.build(recipe, path, device)
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
-    critic = critic_of(pipeline, recipe, total, controller)  # a copy of the policy, so before the policy is in shards
-    weights = weights_of(pipeline.policy, recipe, controller)
+    critic = critic_of(
+        pipeline, recipe, total, controller, ranks
+    )  # a copy of the policy, so before the policy is in shards
+    weights = weights_of(pipeline.policy, recipe, controller, ranks)
     continues = recipe.model.continues_adapter
     policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance, continues=continues)
     keep_copies(policy, objective, recipe.placement.staleness or 0)
@@ -145,13 +152,17 @@ def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
     }
 
 
-def critic_of(pipeline: Pipeline, recipe: Recipe, total: int, controller: Controller) -> Policy | None:
-    """The critic with its optimizer, of ``total`` updates; None where the algorithm has none."""
+def critic_of(
+    pipeline: Pipeline, recipe: Recipe, total: int, controller: Controller, ranks: Ranks | None = None
+) -> Policy | None:
+    """The critic with its optimizer, of ``total`` updates; None where the algorithm has none. ``ranks``: as for
+    ``weights_of``."""
     if not isinstance(recipe.algorithm, CriticSettings):
         return None
     settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
     module = of_text(pipeline).open_critic()
-    return Policy(module, settings, total, weights_of(module, recipe, controller), recipe.performance, "critic_")
+    weights = weights_of(module, recipe, controller, ranks)
+    return Policy(module, settings, total, weights, recipe.performance, "critic_")
 
 
 def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
@@ -164,9 +175,10 @@ def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
         policy.keep("reference")
 
 
-def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
-    """How the trained weights of ``module`` lie on the controllers, and which of them share rows."""
-    weights, size = _weight_layout(module, recipe, controller), recipe.train.context_parallel
+def weights_of(module: nn.Module, recipe: Recipe, controller: Controller, ranks: Ranks | None = None) -> Weights:
+    """How the trained weights of ``module`` lie on the controllers, and which of them share rows. ``ranks``: with FSDP
+    those that divide the weights, and those that have the same rows, if there are several such groups."""
+    weights, size = _weight_layout(module, recipe, controller, ranks), recipe.train.context_parallel
     if size == 1 or recipe.train.backend == "megatron":  # which shares rows itself
         return weights
     if controller.peers.ranks is None:  # a run that is looked at, by one process
@@ -174,26 +186,30 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
     return InContext(module, weights, size)
 
 
-def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
+def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller, ranks: Ranks | None) -> Weights:
     """The layout of the trained weights on the ranks; a single controller holds all of them."""
-    ranks, backend = controller.peers.ranks, recipe.train.backend
+    backend = recipe.train.backend
     if controller.size * recipe.devices_per_controller == 1:
         return Replicated(module)
     if backend == "replicated":
         return Replicated(module, controller.gradients)
-    if ranks is None:  # a run that is looked at, by one process
+    if controller.peers.ranks is None:  # a run that is looked at, by one process
         return Replicated(module)
     if backend == "megatron":
         from mmrl.engines.megatron.weights import ModelParallel
 
         return ModelParallel(module, recipe.train, recipe.model, controller.peers.sent)
-    return Sharded(module, ranks, controller.peers.sent, getattr(torch, recipe.performance.gather_dtype))
+    shards, replicas = ranks or (controller.peers.ranks, None)
+    return Sharded(module, shards, controller.peers.sent, getattr(torch, recipe.performance.gather_dtype), replicas)
 
 
-def _sharded_over(recipe: Recipe, controller: Controller) -> dist.ProcessGroup | None:
-    """The ranks that will have some rows of the weights each (FSDP); None for another layout."""
-    several = controller.size * recipe.devices_per_controller > 1
-    return controller.peers.ranks if several and recipe.train.backend == "fsdp" else None
+def _sharded_over(recipe: Recipe, controller: Controller) -> Ranks | None:
+    """The ranks that will have some rows of the weights each (FSDP), and those with the same rows as this one where
+    there are several groups of them; None for another layout."""
+    size, every = recipe.train.shard_size, controller.peers.ranks
+    if recipe.train.backend != "fsdp" or every is None or controller.size * recipe.devices_per_controller == 1:
+        return None
+    return (every, None) if size is None or size == every.size() else controller.peers.divided(size)
 
 
 def choose_device(name: str) -> torch.device:

@@ -17,7 +17,15 @@ from mmrl.secrets import masked
 from mmrl.training.divergence import CHANGEABLE, diverged
 
 _LAYOUT = (
-    *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
+    *(
+        "backend",
+        "shard_size",
+        "tensor_parallel",
+        "sequence_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+        "pipeline_chunks",
+    ),
     *("expert_parallel", "distributed_optimizer", "steps_per_forward", "balance"),
 )
 """Keys of ``train`` that set how weights and rows are divided among devices."""

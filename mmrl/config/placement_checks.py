@@ -142,6 +142,8 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         yield f"device: {recipe.device} is one device, and a controller takes several; set device to auto, cpu or cuda"
     if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":
         yield from _sharded(recipe, "weights in shards (fsdp)")
+    if recipe.train.shard_size is not None:
+        yield from _groups_of_shards(recipe)
     yield from _megatron(recipe)
     yield from _context(recipe)
     if n == 1:
@@ -171,6 +173,21 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
+
+
+def _groups_of_shards(recipe: Recipe) -> Iterator[str]:
+    train, size = recipe.train, recipe.train.shard_size or 1
+    ranks = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
+    if train.backend != "fsdp":
+        yield f"train.shard_size: {train.backend} has no shards of FSDP; remove it, or set train.backend to fsdp"
+    elif ranks % size:
+        several = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
+        yield (
+            f"train.shard_size: {ranks} devices that train are no multiple of {size}; set it to "
+            f"{' or '.join(several) or 'null'}"
+        )
+    elif size == 1:
+        yield "train.shard_size: a group of 1 holds all weights; remove it and set train.backend to replicated"
 
 
 def _sharded(recipe: Recipe, what: str) -> Iterator[str]:

@@ -130,6 +130,9 @@ class Train(Section):
     backend: Literal["replicated", "fsdp", "megatron"] = "replicated"
     """With several devices each holds all weights, gradients and optimizer state; a shard of them (FSDP2); or a part of
     every layer (Megatron-Core), where ``tensor_parallel`` devices of a controller compute a row together."""
+    shard_size: Few | None = None
+    """FSDP2: devices, next to one another, that divide the weights; each such group has all of them (HSDP), so that
+    weights are gathered within a group, on one host, and only gradients pass between groups. None: all devices."""
     tensor_parallel: Few = 1
     """Devices of a controller that compute each layer together."""
     sequence_parallel: bool = False
@@ -163,7 +166,7 @@ class Train(Section):
 
     def parts(self, ranks: int) -> int:
         """Number of parts that the trained weights are split into over ``ranks`` ranks."""
-        return ranks if self.backend == "fsdp" else 1
+        return (self.shard_size or ranks) if self.backend == "fsdp" else 1
 
     max_cpu_seconds: PositiveFloat | None = None
     """Stop after the step in which the CPU time of all training steps (without evaluation) exceeds this. CPU time is

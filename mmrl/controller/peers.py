@@ -47,6 +47,11 @@ class Peers(Protocol):
         """A second process group of the same ranks, for collectives that run in parallel with the first group's."""
         ...
 
+    def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """The group of the ``size`` ranks next to one another that this one belongs to, and that of the ranks with its
+        place in theirs. None with a single controller."""
+        ...
+
 
 class Alone:
     """Final class: the ``Peers`` of a single controller."""
@@ -63,6 +68,9 @@ class Alone:
         return [values]
 
     def again(self, backend: str) -> dist.ProcessGroup | None:
+        return None
+
+    def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
         return None
 
 
@@ -123,6 +131,16 @@ class Group:
         group = dist.new_group(backend=backend, timeout=_PATIENCE)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        every, own = range(self._devices), dist.get_rank()
+        together = [list(every[first : first + size]) for first in every[::size]]
+        across = [list(every[place::size]) for place in range(size)]
+        made = [(ranks, dist.new_group(ranks, timeout=_PATIENCE)) for ranks in [*together, *across]]  # by all ranks
+        shards, replicas = (group for ranks, group in made if own in ranks)
+        assert isinstance(shards, dist.ProcessGroup)
+        assert isinstance(replicas, dist.ProcessGroup)
+        return shards, replicas
 
     @contextmanager
     def _wait(self, on_gpu: bool = False) -> Generator[None]:

@@ -32,8 +32,9 @@ _LARGE = 1 << 20
 class Sharded:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place; frozen weights are sharded too.
 
-    ``group``: the ranks; all must construct it together, from equal weights or from their own rows of them
-    (``mmrl.local_rows``). ``sent`` counts the bytes given to them. ``gathered``: the dtype in which float32 weights are
+    ``group``: the ranks that divide the weights; all must construct it together, from equal weights or from their own
+    rows of them (``mmrl.local_rows``). ``replicas``: the ranks of other groups that have this one's rows (HSDP), if
+    there are such. ``sent`` counts the bytes given to them. ``gathered``: the dtype in which float32 weights are
     gathered; gradients are summed in float32.
     """
 
@@ -42,9 +43,13 @@ class Sharded:
     stages = None
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str], gathered: torch.dtype = torch.float32
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        sent: Counter[str],
+        gathered: torch.dtype = torch.float32,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        from torch.distributed.device_mesh import DeviceMesh  # half a second, which a run without shards need not take
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         half = gathered != torch.float32
@@ -59,7 +64,8 @@ class Sharded:
         if device.type == "cpu":
             give_back()
         local_rows.move(module, device)
-        mesh = DeviceMesh.from_group(group, device.type)
+        self._copies = 1 if replicas is None else replicas.size()
+        mesh = _mesh(group, replicas, device.type)
         self._unsharded = False
         self._counted: set[int] = set()
         self._kept = 0  # bytes of all parameters on this rank that the others get, about
@@ -118,6 +124,8 @@ class Sharded:
         self._counted.update(map(id, own))
         kept = sum(_shard(p).numel() * min(p.element_size(), self._itemsize) for p in own)
         given = sum(p.numel() * p.element_size() - _shard(p).nbytes for p in own if p.requires_grad)
+        among = 2 * (self._copies - 1) / self._copies  # a ring all-reduce of the summed rows
+        given += int(among * sum(_shard(p).nbytes for p in own if p.requires_grad))
         self._kept += kept
 
         def count(*_: Any) -> None:
@@ -140,6 +148,16 @@ class Sharded:
         self._sent["weights"] += mine.nbytes
         view: Any = self.checkpoint_view(name, mine.detach())
         return view.full_tensor()
+
+
+def _mesh(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, device: str) -> Any:
+    """The ranks of ``group``; with ``replicas`` a mesh of two dimensions, the groups and the ranks in each."""
+    from torch.distributed.device_mesh import DeviceMesh  # half a second, which a run without shards need not take
+
+    if replicas is None:
+        return DeviceMesh.from_group(group, device)
+    ranks = torch.arange(replicas.size() * group.size()).view(replicas.size(), group.size())
+    return DeviceMesh.from_group([replicas, group], device, ranks, mesh_dim_names=("replica", "shard"))
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
