@@ -13,7 +13,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.replicas import devices_of_workers, has_replicas, in_workers
 from mmrl.planner.device_roles import rows
-from tests import ray_runs
+from tests import judging, ray_runs
 from tests.planning import planned_in_short
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "engine.py"
@@ -185,21 +185,23 @@ def test_real_vllm_on_two_devices_survives_the_loss_of_one_of_its_processes(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.long  # in short: the numbers of workers, above, and tests/test_vllm.py's judge on one device
+@pytest.mark.long  # in short: the numbers of workers, above, and the judge on one device of tests/test_judge_remote.py
 def test_a_real_judge_on_two_devices_says_what_one_on_one_says(tmp_path):
     allow_cpu_only()
     pytest.importorskip("ray")
     pytest.importorskip("vllm")
+    pairs = [
+        (question, "yes" if n < yes else "no") for question, yes in {"answer: 9": 4, "b": 1}.items() for n in range(5)
+    ]
+    model = judging.taught(tmp_path / "judge", pairs, 120, within=0.5)
     found = []
     for size in (1, 2):
-        words = [
-            f"devices_per_controller={2 + size}",
-            f"placement={{type: disaggregated, trainers: 1, judges: {size}}}",
-        ]
-        judge = f"rewards=[{{name: judge, timeout: 900, options: {{{ASKED % (MODEL, size)}}}}}]"
+        placement = f"placement={{type: disaggregated, trainers: 1, judges: {size}}}"
+        words = [f"devices_per_controller={2 + size}", placement, "train.steps=2", "eval.every=null"]
+        asked = f"rubric: '{{{{ response }}}}', model: {{vllm: {model}, args: {{tensor_parallel_size: {size}, dtype: float32}}}}"
+        judge = f"rewards=[{{name: judge, timeout: 900, options: {{{asked}}}}}]"
         out = tmp_path / f"run-{size}"
-        process = ray_runs.train("sums", out, *SHORT, "train.steps=2", "eval.every=null", *words, judge)
-        code, said = ray_runs.ended(process, timeout=1800)
+        code, said = ray_runs.ended(ray_runs.train("sums", out, *SHORT, *words, judge), timeout=1800)
         assert code == 0, said
         found.append([row["reward/mean"] for row in metrics(out)])
     assert found[1] == pytest.approx(found[0], abs=1e-3)
