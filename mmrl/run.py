@@ -88,8 +88,7 @@ def build(
     ranks = _sharded_over(recipe, controller)
     with local_rows.reading(ranks and ranks[0]):
         pipeline = family.build(recipe, path, device)
-    pipeline.features.owner = controller.rank
-    total = recipe.train.steps * recipe.train.updates_per_step
+    pipeline.features.owner, total = controller.rank, recipe.train.steps * recipe.train.updates_per_step
     critic = critic_of(
         pipeline, recipe, total, controller, ranks
     )  # a copy of the policy, so before the policy is in shards
