@@ -198,7 +198,8 @@ def test_a_real_judge_on_two_devices_says_what_one_on_one_says(tmp_path):
     for size in (1, 2):
         placement = f"placement={{type: disaggregated, trainers: 1, judges: {size}}}"
         words = [f"devices_per_controller={2 + size}", placement, "train.steps=2", "eval.every=null"]
-        asked = f"rubric: '{{{{ response }}}}', model: {{vllm: {model}, args: {{tensor_parallel_size: {size}, dtype: float32}}}}"
+        args = f"{{tensor_parallel_size: {size}, dtype: float32}}"
+        asked = f"rubric: '{{{{ response }}}}', model: {{vllm: {model}, args: {args}}}"
         judge = f"rewards=[{{name: judge, timeout: 900, options: {{{asked}}}}}]"
         out = tmp_path / f"run-{size}"
         code, said = ray_runs.ended(ray_runs.train("sums", out, *SHORT, *words, judge), timeout=1800)
