@@ -115,6 +115,8 @@ def trained(job: Job, overrides: Sequence[str], ended: Ended, root: Path) -> Non
 def opened(job: Job, overrides: Sequence[str], root: Path) -> tuple[Any, Callable[[int], float]]:
     """Our run of the recipe, and its evaluation of so many held-out samples, for a peer, whose weights are evaluated as
     they are: a moving average is the peer's own."""
+    import torch
+
     from mmrl.config.loader import load_recipe
     from mmrl.config.schema import Recipe
     from mmrl.datasets.loading import load_prompts
@@ -123,6 +125,7 @@ def opened(job: Job, overrides: Sequence[str], root: Path) -> tuple[Any, Callabl
 
     recipe = Recipe.model_validate(load_recipe([job.recipe], [*overrides, "optim.ema_decay=null"]).resolved())
     context = build(recipe, root)
+    torch.manual_seed(recipe.seed)  # of what a peer draws
     held_out = Evaluator(context, load_prompts(recipe, root, "heldout"), root)
     return context, lambda samples: held_out.score(samples)[0][job.measure]
 
