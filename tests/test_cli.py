@@ -91,8 +91,8 @@ def test_a_users_mistakes_exit_with_2_and_no_traceback(folder: Path) -> None:
         "warmup_steps, schedule, min_lr_ratio, ema_decay, ema_every)",
         "command line  train.stepz: unknown key; did you mean 'steps'?  (keys: steps, prompts_per_step, group_size, "
         "micro_batch_size, micro_batch_tokens, steps_per_forward, updates_per_step, balance, backend, shard_size, "
-        "tensor_parallel, sequence_parallel, pipeline_parallel, pipeline_chunks, distributed_optimizer, context_parallel, "
-        "expert_parallel, max_cpu_seconds)",
+        "tensor_parallel, sequence_parallel, pipeline_parallel, pipeline_chunks, distributed_optimizer, "
+        "context_parallel, expert_parallel, max_cpu_seconds)",
     ]
 
 
