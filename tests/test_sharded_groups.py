@@ -14,7 +14,7 @@ GROUPS = ("controllers=4", "train.shard_size=2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["text", "full"])
+@pytest.mark.parametrize("name", ["text", pytest.param("full", marks=pytest.mark.long)])
 def test_each_group_has_all_weights_and_the_gradient_of_all(name, tmp_path):
     one = work(make(name))
     found = together(name, 4, tmp_path, 1, *GROUPS)
