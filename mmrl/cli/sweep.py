@@ -97,14 +97,10 @@ def _last(search: Search, best: int) -> Path:
 
 def _as_json(search: Search, best: int) -> JsonObject:
     sweep = search.sweep
-    rows = [
-        {"round": n, "trial": trial, "value": of.value, "cpu_seconds": of.seconds, "failed": of.why}
-        for (n, trial), of in sorted(sweep.results.items())
-    ]
     return {
         "best": sweep.trials[best - 1],
         "run": str(_last(search, best)),
         "command": sweep.train(best),
         "trials": sweep.trials,
-        "results": rows,
+        "results": sweep.rows(),
     }

@@ -12,6 +12,7 @@ from mmrl.config.midway_checks import of_midway
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
+from mmrl.config.rollout import GROUPED
 from mmrl.config.schema import Recipe
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -234,7 +235,7 @@ def _partial(recipe: Recipe) -> Iterator[str]:
 def _transport(recipe: Recipe) -> Iterator[str]:
     """Check how weights reach an engine."""
     rollout, key = recipe.rollout, f"rollout.weight_transport: {recipe.rollout.weight_transport}"
-    if rollout.weight_transport not in ("gloo", "ipc", "nccl"):
+    if rollout.weight_transport not in GROUPED:
         return
     elsewhere = "CUDA_VISIBLE_DEVICES" in (rollout.options.get("environment") or {})
     if rollout.engine != "vllm_server":

@@ -50,6 +50,10 @@ class Rejection(Section):
         return self
 
 
+GROUPED = ("gloo", "ipc", "nccl")
+"""The values of ``rollout.weight_transport`` that need no file: processes that form a group."""
+
+
 class Rollout(Section):
     """What samples text: the training process, or an engine that holds its own copy of the weights."""
 

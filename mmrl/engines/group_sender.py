@@ -16,9 +16,6 @@ from mmrl.engines.weight_files import Sending
 from mmrl.engines.weight_groups import Backend, WeightGroup
 from mmrl.errors import UserError
 
-GROUPED = ("gloo", "nccl", "ipc")
-"""The values of ``rollout.weight_transport`` that need no file."""
-
 
 class GroupSender:
     """Final class. Sends weights to the ``workers`` processes of the server behind ``client``, whose private folder is

@@ -23,6 +23,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mmrl.config.replicas import spread
+from mmrl.config.rollout import GROUPED
 from mmrl.engines.engine_weights import (
     Counted,
     allowances,
@@ -35,7 +36,7 @@ from mmrl.engines.engine_weights import (
     values_of,
     write_adapter,
 )
-from mmrl.engines.group_sender import GROUPED, GroupSender
+from mmrl.engines.group_sender import GroupSender
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, new_key, png_url, private_folder
 from mmrl.engines.sleep_mode import SleepMode

@@ -58,18 +58,21 @@ class Sweep:
         """The command that trains the recipe with the settings of a trial."""
         return shlex.join(["mmrl", "train", *self.recipe, *self.overrides, *self.trials[number - 1]])
 
-    def write(self) -> None:
-        """Write sweep.json, and the folder where it is not there."""
-        results = [
+    def rows(self) -> list[JsonObject]:
+        """The results as JSON, round by round."""
+        return [
             {"round": round_, "trial": number, "value": of.value, "cpu_seconds": of.seconds, "failed": of.why}
             for (round_, number), of in sorted(self.results.items())
         ]
+
+    def write(self) -> None:
+        """Write sweep.json, and the folder where it is not there."""
         content: JsonObject = {
             "recipe": self.recipe,
             "overrides": self.overrides,
             "trials": self.trials,
             "factor": self.factor,
-            "results": results,
+            "results": self.rows(),
         }
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / NAME, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
