@@ -60,6 +60,7 @@ class Outcome:
 def checks() -> list[tuple[str, Check, float]]:
     """Name, function and most seconds of each check, in their order; the first is number 1."""
     import smoke_models as models
+    import smoke_parts as parts
     import smoke_recipes as recipes
     import smoke_waits as waiting
     import smoke_weights as weights
@@ -83,6 +84,8 @@ def checks() -> list[tuple[str, Check, float]]:
         ("vLLM: new weights in each step, asleep between", models.engine, 180),
         ("the same with an adapter", models.engine_with_adapter, 180),
         ("weights to another process, without a file", weights.weights_to_another_process, 90),
+        ("FSDP2 on one rank: rows, bfloat16 gathering", parts.shards, 120),
+        ("groups pruned midway, DGPO", parts.midway, 90),
     ]
 
 

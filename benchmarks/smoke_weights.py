@@ -47,7 +47,7 @@ def receive(meeting: Path, device: str, said: Path) -> None:
 
     gpu = device.startswith("cuda")
     if gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
     group = WeightGroup(meeting, 1, 2, BACKENDS[gpu], torch.device(device), patience=60)
     got = {}
     for _ in range(2):

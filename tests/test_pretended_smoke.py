@@ -21,10 +21,10 @@ def test_the_checks_hold_on_a_device_that_refuses_mixed_tensors(tmp_path, monkey
     monkeypatch.setattr(waiting, "COUNTING", pretend.waits)
     one = "model.offload, a step"  # the others are in tests/test_pretended_waits.py
     monkeypatch.setattr(waiting, "CASES", {one: waiting.CASES[one]})
-    only = ["1", "3", "7", "10", "11", "12", "13", "14", "15"]
+    only = ["1", "3", "7", "10", "11", "12", "13", "14", "15", "19"]
     assert smoke.main(["--small", "--together", "--out", str(tmp_path), "--only", *only]) == 0
     shown = capsys.readouterr().out
-    assert shown.count(" ok ") == 8
+    assert shown.count(" ok ") == 9
     assert "model.offload, a step 0 of 0" in shown
     assert "peak GiB" in shown
 

@@ -118,6 +118,13 @@ def test_no_denoising_step_waits(pictures, kind):
     assert_within("a denoising step", *more(*found, times=4))
 
 
+def test_no_step_that_a_group_shares_waits(pictures):
+    words = ["sampling.same_initial_noise=true", "sampling.window={size: 1, first: 2}", "sampling.steps=4"]
+    shared = waits_of_a_step(pictures / "policy_gradient.yaml", *words)
+    words[1] = "sampling.window={size: 1, last: 1}"
+    assert_within("a denoising step", *more(waits_of_a_step(pictures / "policy_gradient.yaml", *words), shared, times=1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slice_of_an_update_waits_once_at_most(pictures, kind):
     found = [waits_of_a_step(pictures / f"{kind}.yaml", f"train.micro_batch_size={n}") for n in (8, 2)]
@@ -146,11 +153,19 @@ def test_what_leaves_the_device_and_comes_back_moves_once_a_phase_and_nobody_wai
     assert set(moved.values()) <= {2, 4}, moved  # two encoders may be of one class
 
 
-def test_a_generated_token_waits_once(text):
+def test_a_generated_token_waits_once_and_behind_padding_twice(text):
+    """Both in transformers. The prompts of the data are of one length, or of two."""
     found = [waits_of_a_step(text / "recipe.yaml", f"sampling.max_new_tokens={n}") for n in (4, 8)]
     ours, theirs = more(*found, times=4)
     assert_within("a generated token", ours, theirs)
     assert theirs == {"transformers/generation/utils.py": 1}
+    rows = [{"id": str(i), "prompt": f"Say {i}" + " more" * (i % 2)} for i in range(40)]
+    (text / "padded.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"data.train.path={text / 'padded.jsonl'}"
+    found = [waits_of_a_step(text / "recipe.yaml", data, f"sampling.max_new_tokens={n}") for n in (4, 8)]
+    ours, theirs = more(*found, times=4)
+    assert_within("a generated token", ours, theirs)
+    assert theirs == {"transformers/generation/utils.py": 1, "transformers/masking_utils.py": 1}
 
 
 @pytest.mark.parametrize("algorithm", ["{type: ppo}", "{type: grpo, kl_coef: 0.1}"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from mmrl.config.sampling import shares_steps
 from mmrl.config.schema import Recipe
 from mmrl.trajectory import SampleId, Slot
+from mmrl.transfer import picked
 
 Features = dict[str, Tensor]
 Step = Callable[[Tensor, int, Features], Tensor]
@@ -80,7 +81,7 @@ class SharedPrefix:
         for together in (whole, *([group] for group in cut if group not in begun)):
             if together:
                 first = [rows[group][0] for group in together]
-                made = _begin(x[first], steps, denoise, features([slots[n] for n in first]))
+                made = _begin(picked(x, first), steps, denoise, features([slots[n] for n in first]))
                 begun |= dict(zip(together, made, strict=True))
         self._kept, self._kept_for = {group: begun[group] for group in cut}, (steps, *of)
         self.saved += steps * (len(ids) - computed)
