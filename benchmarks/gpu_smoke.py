@@ -198,17 +198,18 @@ def main(words: list[str] | None = None) -> int:
     if wrong := [n + 1 for n in chosen if not 0 <= n < len(every)]:
         print(f"error: --only: there is no check {wrong[0]}; they are 1 to {len(every)}", file=sys.stderr)
         return 2
-    began, outcomes = time.perf_counter(), list[Outcome]()
+    out = options.out or (None if options.device == "cpu" else RESULTS)
+    began, outcomes, now = time.perf_counter(), list[Outcome](), datetime.now(UTC)
     with tempfile.TemporaryDirectory(prefix="mmrl-smoke-") as folder:
         for index in chosen:
             print(f"{index + 1} of {len(every)}: {every[index][0]}", file=sys.stderr, flush=True)
             outcomes.append(run(index, Place(options.device, options.small, Path(folder)), options.together))
-    shown = table(outcomes)
-    print(shown)
+            if out is not None:  # after each: a run that is stopped keeps what it has found
+                written = write(out, options.device, outcomes, words, now)
+    print(table(outcomes))
     print(f"{time.perf_counter() - began:.0f} s on {device_name(options.device)}")
-    out = options.out or (None if options.device == "cpu" else RESULTS)
     if out is not None:
-        print(write(out, options.device, outcomes, words, shown))
+        print(written)
     return int(any(one.bad for one in outcomes))
 
 
@@ -218,18 +219,18 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device.startswith("cuda") else "the CPU"
 
 
-def write(folder: Path, device: str, outcomes: list[Outcome], words: list[str], shown: str) -> Path:
-    """The table and the JSON file; returns where the second is. ``words``: the command's."""
+def write(folder: Path, device: str, outcomes: list[Outcome], words: list[str], now: datetime) -> Path:
+    """The table and the JSON file; returns where the second is. ``words``: the command's; ``now``: when it began."""
     from mmrl.report.environment import environment
 
     folder.mkdir(parents=True, exist_ok=True)
-    now = datetime.now(UTC)
     name = f"smoke_{now:%Y-%m-%d_%H%M}_{device.partition(':')[0]}"
     command = shlex.join(["python", "benchmarks/gpu_smoke.py", *words])
     made = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "device": device_name(device), "command": command}
     found = made | {"environment": environment(), "checks": [asdict(one) for one in outcomes]}
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / f"{name}.txt").write_text("\n".join([*(f"{k}: {v}" for k, v in made.items()), "", shown]) + "\n")
+    lines = [*(f"{key}: {value}" for key, value in made.items()), "", table(outcomes)]
+    (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
     return folder / f"{name}.json"
 
 

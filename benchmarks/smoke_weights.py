@@ -51,5 +51,5 @@ def receive(meeting: Path, device: str, said: Path) -> None:
     group = WeightGroup(meeting, 1, 2, BACKENDS[gpu], torch.device(device), patience=60)
     got = {}
     for _ in range(2):
-        got = {name: tensor.cpu() for name, tensor in group.received()}
-    torch.save(got, said)
+        got = {name: tensor.clone() for name, tensor in group.received()}  # to the host only when all is sent
+    torch.save({name: tensor.cpu() for name, tensor in got.items()}, said)

@@ -68,6 +68,18 @@ def test_a_check_that_misses_fails_or_takes_too_long_is_told_apart(smoke, tmp_pa
     assert "RuntimeError: out of memory" in smoke.table([first, second])
 
 
+def test_a_run_that_is_stopped_keeps_what_it_has_found(smoke, tmp_path, monkeypatch):
+    def stopped(place):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smoke, "checks", lambda: [("one", lambda place: {"found": 7}, 9), ("two", stopped, 9)])
+    with pytest.raises(KeyboardInterrupt):
+        smoke.main(["--device", "cpu", "--small", "--together", "--out", str(tmp_path)])
+    (file,) = tmp_path.glob("*.json")
+    assert [one["figures"] for one in json.loads(file.read_text())["checks"]] == [{"found": 7}]
+    assert "found 7" in file.with_suffix(".txt").read_text()
+
+
 @pytest.mark.slow
 def test_checks_that_train_run_in_processes_of_their_own(smoke, capsys):
     assert smoke.main(["--device", "cpu", "--small", "--only", "10", "11"]) == 0
@@ -75,8 +87,8 @@ def test_checks_that_train_run_in_processes_of_their_own(smoke, capsys):
 
 
 def test_what_cannot_run_is_refused(smoke, capsys):
-    assert smoke.main(["--device", "cpu", "--only", "19"]) == 2
-    assert "there is no check 19; they are 1 to 18" in capsys.readouterr().err
+    assert smoke.main(["--device", "cpu", "--only", "21"]) == 2
+    assert "there is no check 21; they are 1 to 20" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert smoke.main([]) == 2
         assert "torch sees no GPU here; give --device cpu --small" in capsys.readouterr().err

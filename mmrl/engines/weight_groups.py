@@ -5,8 +5,8 @@ that the engine's checkpoint has: a header with names, dtypes and shapes, then t
 broadcast the bytes; for ``ipc`` the receivers open the sender's memory on the GPU and copy it (one bucket besides the
 model). The group meets in a file of a private folder, and gloo listens on the loopback.
 
-Run with gloo. ``nccl`` and the handles of CUDA have not been run: everything but ``_Cuda`` and the group's backend is
-shared with what has.
+``ipc`` has run between two processes on an H200, without vLLM. ``nccl`` has not: all but the group's backend is shared
+with gloo, which has.
 """
 
 from __future__ import annotations
