@@ -10,7 +10,8 @@ is the CPU time of its training steps, of all processes and without evaluations,
 row that reach the target. A run that spends its budget first is censored: it is printed as more than its budget.
 
 Every arm gets the same search: each learning rate with one seed for ``--search-seconds``, the better half of them with
-twice the time, and so on until one is left. Then it trains the fresh ``--seeds`` with that rate. ``--json`` gets each
+twice the time, and so on until one is left. Then it trains the fresh ``--seeds`` with that rate. ``--rate`` leaves the
+search out, for a variant that shall have the rate of another arm. ``--json`` gets each
 run as it ends, and runs that stand there are not done again. ``--peer`` trains with the peer's own code
 (``time_jobs.py``): flow_grpo's sampling, log-prob and advantage functions, Flow-Factory's GRPO trainer, or TRL's
 ``GRPOTrainer``, which has to be installed. Evaluations are ours for everybody, with eight steps of Euler's whatever an
@@ -152,6 +153,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
     made.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
     made.add_argument("--samples", type=int, default=256, help="held-out samples of an evaluation")
+    made.add_argument("--rate", type=float, help="train with this rate, without a search: that of another arm, say")
     made.add_argument("--search-seconds", type=float, default=60)
     made.add_argument("--search-seed", type=int, default=0)
     made.add_argument(
@@ -193,7 +195,7 @@ def main() -> None:
     runs = Runs(given.json, peers)
     print("| arm | rate | CPU-seconds to the target, by seed | median | success at the end |\n|---|---|---|---|---|")
     for arm in [*given.arms, *(f"peer:{name}" for name in peers)]:
-        rate = search(arm, runs, given)
+        rate = given.rate or search(arm, runs, given)
         curves = [runs.of(spec(arm, rate, seed, given.seconds, given.target, given)) for seed in given.seeds]
         print(line(arm, rate, curves, given), flush=True)
 
