@@ -43,8 +43,9 @@ JOBS: Mapping[str, tuple[str, ...]] = {
         "train.prompts_per_step=16",
         "train.group_size=8",
         "train.micro_batch_size=128",
-        "train.steps=36",
+        "train.steps=24",
         "optim.schedule=constant",
+        "optim.lr=2e-4",
     ),
     "shapes": (
         "shapes-lora",
