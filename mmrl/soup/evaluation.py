@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +115,7 @@ class Measuring:
 
 
 @contextmanager
-def measuring(soup: Soup, samples: int | None = None, checkpoint: str = "latest") -> Iterator[Measuring]:
+def measuring(soup: Soup, samples: int | None = None, checkpoint: str = "latest") -> Generator[Measuring]:
     """Open a soup to measure merges of it, all with the same held-out prompts and noise. Raises ``UserError``."""
     recipe, saved = found(soup, checkpoint)
     merged = opened(soup, recipe, saved)
