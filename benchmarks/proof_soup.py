@@ -12,6 +12,9 @@ held-out prompts with the same noise:
 - rewarded soup: the backbones of beta 1 with lambda = mu.
 - mix: the one run, whatever is preferred; backbone of R: one backbone of the Bone Soup; base: the untrained model.
 
+The weight of a reward in the job is its unit, chosen so that both spread alike among samples of the base model: with
+equal weights ``short`` is too small to change what a backbone learns. All measures are in units.
+
 Hypervolume: above one point for all models of a seed, the worst value of each reward among them. Controllability: the
 share of neighbouring preferences whose rewards move as asked. Sparsity: the mean squared gap on the front. Utility: the
 mean over the preferences of ``mu r``, which is what Theorem 1 of the paper compares.
@@ -39,11 +42,12 @@ BONE, INSIDE, REWARDED, MIX, BASE = "bone soup", "bone soup, inside", "rewarded 
 JOBS: Mapping[str, tuple[str, ...]] = {
     "sums": (
         "sums",
-        f"rewards=[{{name: answer:number, label: right, options: {{after: 'answer:'}}}}, {{name: '{REWARDS}:short'}}]",
+        "rewards=[{name: answer:number, label: right, options: {after: 'answer:'}}, "
+        f"{{name: '{REWARDS}:short', weight: 4}}]",
         "train.prompts_per_step=16",
         "train.group_size=8",
         "train.micro_batch_size=128",
-        "train.steps=24",
+        "train.steps=16",
         "optim.schedule=constant",
         "optim.lr=2e-4",
     ),
@@ -59,7 +63,7 @@ JOBS: Mapping[str, tuple[str, ...]] = {
         "optim.ema_decay=null",
     ),
 }
-SAMPLES = {"sums": 512, "shapes": 192}
+SAMPLES = {"sums": 384, "shapes": 192}
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -78,8 +82,9 @@ def trained(given: argparse.Namespace, seed: int) -> dict[str, Path]:
         words = ["soup", "train", recipe, *changes, "--out", str(found[name]), "--beta", str(beta), *resume]
         command(words, work / f"{found[name].name}.log")
     found["mix"] = work / f"mix-{seed}"
+    units = json.loads((found["bone"] / "soup.json").read_text())["units"]
     resume = ["--resume"] if (found["mix"] / "resolved.json").exists() else []
-    halves = ["rewards[0].weight=0.5", "rewards[1].weight=0.5"]
+    halves = [f"rewards[{i}].weight={unit / 2:g}" for i, unit in enumerate(units)]
     command(["train", recipe, *changes, *halves, "--out", str(found["mix"]), *resume], work / f"mix-{seed}.log")
     return found
 
@@ -123,6 +128,7 @@ def measured(given: argparse.Namespace, seed: int) -> dict[str, Any]:
     rows = [read(run / "metrics.jsonl")[-1] for run in runs]
     return {
         "rewards": bone.rewards,
+        "units": bone.units,
         "samples": samples,
         "steps": [len(read(run / "metrics.jsonl")) for run in runs],
         "cpu_seconds": [round(row["perf/cpu_seconds"], 1) for row in rows],
@@ -148,11 +154,12 @@ def alone(out: Path, which: str, labels: Sequence[str], samples: int) -> tuple[f
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def figures(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+def figures(seed: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """The measures of each arm of a seed, by arm; null where one model has none."""
     from mmrl.soup.formulas import controllability, hypervolume, sparsity
 
-    points = [(one["rewards"][0], one["rewards"][1]) for one in models]
+    models, units = seed["models"], seed["units"]
+    points = [(units[0] * one["rewards"][0], units[1] * one["rewards"][1]) for one in models]
     reference = min(p[0] for p in points), min(p[1] for p in points)
     found = {}
     for arm in dict.fromkeys(one["arm"] for one in models):
@@ -171,7 +178,7 @@ def figures(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | 
 
 def table(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of a table: a row for each arm, with the mean over the seeds, their least and their most."""
-    rows = [figures(one["models"]) for one in seeds]
+    rows = [figures(one) for one in seeds]
     names = list(next(iter(rows[0].values())))
     lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     lines += [f"| {arm} | {' | '.join(cell([of[arm][name] for of in rows]) for name in names)} |" for arm in rows[0]]
@@ -214,7 +221,7 @@ def main() -> None:
     parser.add_argument("--job", choices=JOBS, default="sums")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--beta", type=float, default=0.7)
-    parser.add_argument("--samples", type=int, help="held-out samples of each model; sums 512, shapes 192")
+    parser.add_argument("--samples", type=int, help="held-out samples of each model; sums 384, shapes 192")
     parser.add_argument("--work", type=Path, default=Path("runs/proof_soup"), help="where runs are kept")
     parser.add_argument("--json", type=Path, required=True, help="where results are kept")
     given = parser.parse_intermixed_args()

@@ -41,7 +41,7 @@ CASE = models(
 
 
 def test_the_measures_are_those_of_a_case_counted_by_hand(modules):
-    found = modules[0].figures(CASE)
+    found = modules[0].figures({"models": CASE, "units": [1, 1]})
     # The reference is (1, 1). Columns of the bone soup's area, from the left: 1 x 5, 1 x 4, 1 x 3; (6, 1) adds none.
     assert found["bone soup"]["hypervolume"] == pytest.approx(12)
     assert found["mix"]["hypervolume"] == pytest.approx(4)
@@ -51,11 +51,14 @@ def test_the_measures_are_those_of_a_case_counted_by_hand(modules):
     assert found["bone soup"]["sparsity"] == pytest.approx((2 + 2 + 13) / 3)
     assert found["bone soup"]["utility"] == pytest.approx((6 + 4.5 + 4 + 3.25 + 6) / 5)
     assert found["mix"] == {"hypervolume": 4, "controllability": None, "sparsity": None, "utility": pytest.approx(3)}
+    doubled = modules[0].figures({"models": CASE, "units": [1, 2]})["bone soup"]
+    assert doubled["hypervolume"] == pytest.approx(24)
+    assert doubled["utility"] == pytest.approx((12 + 8.25 + 6 + 4.25 + 6) / 5)
 
 
 def test_the_table_has_the_mean_and_the_range_of_seeds(modules):
     better = [{**one, "rewards": [2 * r for r in one["rewards"]]} for one in CASE]
-    seeds = [{"models": of, "rewards": ["right", "short"]} for of in (CASE, better)]
+    seeds = [{"models": of, "rewards": ["right", "short"], "units": [1, 1]} for of in (CASE, better)]
     lines = modules[0].table(seeds)
     assert lines[0] == "| | hypervolume | controllability | sparsity | utility |"
     assert lines[2].startswith("| bone soup | 30 (12 to 48) | 0.75 (0.75 to 0.75) |")
@@ -64,8 +67,8 @@ def test_the_table_has_the_mean_and_the_range_of_seeds(modules):
 
 
 def test_a_seed_that_stands_in_the_file_is_not_trained_again(modules, tmp_path, monkeypatch, capsys):
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps({"sums, seed 3, beta 0.7": {"models": CASE, "rewards": ["right", "short"]}}))
+    file, result = tmp_path / "r.json", {"models": CASE, "rewards": ["right", "short"], "units": [1, 1]}
+    file.write_text(json.dumps({"sums, seed 3, beta 0.7": result}))
     arguments = ["proof_soup", "--seeds", "3", "--json", str(file), "--work", str(tmp_path / "work")]
     monkeypatch.setattr(sys, "argv", arguments)
     modules[0].main()
