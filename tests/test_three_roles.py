@@ -1,5 +1,7 @@
 """Devices that move between sampling and judging while others train and are lent: equal outcomes, refusals."""
 
+import re
+
 import pytest
 import torch
 
@@ -68,6 +70,8 @@ def trained(tmp_path, name, how, steps=3):
 
 @pytest.mark.parametrize("name", ["sums", pytest.param("shapes-judge", marks=pytest.mark.slow)])
 def test_samples_and_weights_are_those_of_devices_that_keep_their_role(tmp_path, name):
+    if name == "shapes-judge":
+        pytest.importorskip("torchvision")
     alone, fixed, before = trained(tmp_path, name, "judges: 1")
     moved, moves, after = trained(tmp_path, name, THREE)
     did = {d: {e.role for _, e in moves.rows if e.device == d} - {"wake"} for d in range(3)}
@@ -94,8 +98,7 @@ def test_samples_and_weights_are_those_of_devices_that_keep_their_role(tmp_path,
     assert len(moves.decided) == 3
     for line in moves.decided:
         assert line["rollout"] + line["judge"] == 2
-        assert "greedy" in line["decision"]
-        assert "that train" in line["decision"]
+        assert re.search("(stays|to .*), .*; .* that train", line["decision"])
         assert {"phase", "greedy", "best", "regret", "sampling", "judging", "price_back"} <= line["numbers"].keys()
         assert line["numbers"]["greedy"] > 0
 

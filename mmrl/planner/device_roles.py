@@ -85,8 +85,8 @@ def _apart(plan: Plan) -> Iterator[str]:
         )
     if not judged and not fixed:
         yield (
-            f"placement.split: no reward of this recipe runs on a device, so there is nothing to judge with a "
-            f"{recipe.placement.split} split; remove it"
+            "placement.split: no reward of this recipe runs on a device, so there is nothing to judge beside sampling; "
+            "remove it"
         )
     if judged and has_replicas(recipe) and not recipe.placement.judges:
         yield (
