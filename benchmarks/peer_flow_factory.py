@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -204,7 +205,8 @@ class Theirs:
         trainer, scheduler = self.trainer, self.adapter.scheduler
         scheduler._sde_steps = torch.tensor(self.run.pipeline.noisy_steps(step))
         trainer.epoch = step
-        texts = [[slot.prompt.text for slot in slots] for slots, _ in micro_batches(self.run, step)]
+        batches = [slots for slots, _ in micro_batches(self.run, step)]
+        texts = [[slot.prompt.text for slot in slots] for slots in batches]
         with clock("encode"):
             whole = self.encode([text for batch in texts for text in batch])
             ends = torch.tensor([len(batch) for batch in texts]).cumsum(0).tolist()
@@ -212,6 +214,8 @@ class Theirs:
             trainer.dataloader = [{name: value[part] for name, value in whole.items()} for part in parts]
         with clock("sample"), timed_decoding(self.adapter.vae, clock):
             samples = trainer.sample()
+        for sample, slot in zip(samples, chain.from_iterable(batches), strict=True):
+            sample._unique_id = slot.index  # its own is of the prompt alone, which two groups may have
         with clock("reward"):
             trainer.prepare_feedback(samples)
         with clock("train"):

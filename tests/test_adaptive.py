@@ -10,10 +10,10 @@ from dataclasses import asdict
 import pytest
 
 from mmrl.config.placement import Placement
-from mmrl.placement.adaptive import Candidate, Split, State, candidates, decide, opening, splits, starting, worth_moving
+from mmrl.placement.adaptive import Candidate, Split, candidates, decide, opening, splits, starting, worth_moving
 from mmrl.placement.hindsight import pairs, rounds, slowest, tried
-from mmrl.placement.scheduler import Event
 from mmrl.placement.simulated_devices import SimulatedDevices
+from mmrl.placement.tasks import Event
 
 ADAPTIVE, ALONE = Placement(type="adaptive"), Placement(type="adaptive", inside=False)
 
@@ -69,12 +69,15 @@ def test_every_split_leaves_a_sampler_and_greedy_is_the_first_candidate():
         ({"type": "adaptive", "judges": 1}, Split(3, 1), "worth"),
         ({"type": "adaptive", "inside": False}, Split(4, 0), "after"),
         ({"type": "disaggregated"}, Split(1, 1), "never"),
+        ({"type": "disaggregated", "split": "greedy"}, Split(2, 0), "worth"),
+        ({"type": "disaggregated", "split": "adaptive", "judges": 1}, Split(1, 1), "worth"),
+        ({"type": "disaggregated", "split": "adaptive", "inside": False}, Split(1, 1), "never"),
     ],
 )
 def test_every_placement_begins_as_its_name_says(placement, split, moves):
     state = starting(Placement(**placement), 4)
     assert opening(state, judged=True) == (split, moves)
-    assert opening(state, judged=False) == (Split(4, 0), "after")
+    assert opening(state, judged=False) == (Split(state.devices, 0), "after")
     with pytest.raises(ValueError, match="at least 1"):
         starting(Placement(), 0)
 
@@ -143,12 +146,14 @@ def test_a_step_in_which_nothing_was_judged_changes_nothing():
 def test_state_is_the_same_after_json_and_another_recipe_begins_anew():
     _, state = after(starting(ADAPTIVE, 8), 3, 300.0, 200.0)
     written = json.loads(json.dumps(asdict(state)))
-    again = State.read(written, ADAPTIVE)
+    again = starting(ADAPTIVE, 8).read(written)
     assert again == state
     assert after(again, 4, 300.0, 900.0) == after(state, 4, 300.0, 900.0)
-    assert State.read(written, ALONE) == starting(ALONE, 8)
+    assert starting(ALONE, 8).read(written) == starting(ALONE, 8)
+    beside = starting(Placement(type="disaggregated", trainers=1, split="adaptive"), 9)
+    assert beside.read(written) == beside
     earlier = {"devices": 8, "replica": 1, "split": {"rollout": 8, "judge": 0}, "over": {}}  # of a version before
-    assert State.read(earlier, ADAPTIVE) == starting(ADAPTIVE, 8)
+    assert starting(ADAPTIVE, 8).read(earlier) == starting(ADAPTIVE, 8)
 
 
 def test_decisions_are_json_and_say_why_in_a_line():

@@ -14,8 +14,8 @@ from mmrl.config.loader import load_recipe
 from mmrl.engines.policy import Version
 from mmrl.placement import device_tasks
 from mmrl.placement.adaptive import Split
-from mmrl.placement.scheduler import as_rows
 from mmrl.placement.single_device import SingleDevice
+from mmrl.placement.step_records import as_rows
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir

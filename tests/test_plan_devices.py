@@ -276,6 +276,11 @@ def test_devices_that_keep_their_role_are_drawn_with_what_they_do():
     (sampling,), (before,) = ([p for p in one.phases if p.name == "sample"] for one in (lends, made))
     assert sampling.parts["borrowed weights"] == pytest.approx(gradients, rel=1e-4)
     assert "borrowed weights" not in before.parts
+    moving, both = opened(4, ", split: adaptive"), "sample 2 steps ahead or judge; sample at first"
+    assert rows(counted(moving, [judge])) == [training, ("2 to 3", both, both)]
+    assert list(refusals(Plan(opened(2, ", split: greedy"), "cpu", None, asked=[judge]), objective)) == []
+    (nothing,) = refusals(Plan(moving, "cpu", None, asked=[]), objective)
+    assert "placement.split: no reward of this recipe runs on a device" in nothing
 
 
 # -- what is wrong, and who idles ------------------------------------------------------------------------------------

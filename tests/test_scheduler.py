@@ -59,9 +59,10 @@ def test_replayed_durations_of_a_real_run_give_the_same_decisions(placement):
         devices.close()
 
 
+@pytest.mark.parametrize("split", ["fixed", "greedy", "adaptive"])
 @pytest.mark.parametrize("lend", [False, True])
-def test_disaggregated_decisions_replay_from_the_scheduler_s_log(lend):
-    settings = Placement(type="disaggregated", trainers=2, judges=1, staleness=1, lend=lend)
+def test_disaggregated_decisions_replay_from_the_scheduler_s_log(lend, split):
+    settings = Placement(type="disaggregated", trainers=2, judges=1, staleness=1, lend=lend, split=split)
     devices = SleepingDevices(DEVICES, settings, PRICE)
     try:
         devices.run_ahead([work(step) for step in range(4)], [0.02] * 4, staleness=1)
@@ -73,6 +74,9 @@ def test_disaggregated_decisions_replay_from_the_scheduler_s_log(lend):
     assert sum(role != "train" for _, role in handed) == 4 * 2 * 13
     trainers = {role for device, role in handed if device < 2}
     assert trainers == ({"train", "rollout", "judge"} if lend else {"train"})
+    for device in (2, 3):
+        roles = {role for other, role in handed if other == device} - {"train"}
+        assert len(roles) == (1 if split == "fixed" else 2)
 
 
 def nothing():

@@ -13,11 +13,12 @@ from mmrl.cli.simulate import MadeUp, micro_batches, shape
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split, splits
-from mmrl.placement.scheduler import as_rows
-from mmrl.placement.simulated_devices import SimulatedDevices
+from mmrl.placement.scheduler import Scheduler
+from mmrl.placement.simulated_ahead import SimulatedAhead
+from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask, SimulatedTime
+from mmrl.placement.step_records import as_rows
 from mmrl.simulator.simulate import (
     Cluster,
-    _Ahead,
     adaptive,
     best_disaggregated,
     best_static,
@@ -26,6 +27,7 @@ from mmrl.simulator.simulate import (
     device_seconds,
     disaggregated,
     static,
+    three_roles,
 )
 from mmrl.simulator.trace import LOADS, Load, Trace, Work, synthetic
 from mmrl.simulator.trace_from_run import fitted, read_run
@@ -79,12 +81,18 @@ def test_a_lent_trainer_shares_what_is_left_of_sampling_when_it_has_trained(trai
     assert lent.moves[4:10] == [int(2 * train < 16)] * 6
 
 
-def test_lent_trainers_do_all_work_once_and_are_never_in_two_places():
+@pytest.mark.parametrize("lend", [False, True])
+@pytest.mark.parametrize(("split", "moves"), [(Split(1, 1), "never"), (Split(1, 1), "worth"), (Split(2, 0), "worth")])
+def test_devices_that_move_do_all_work_once_and_are_never_in_two_places(lend, split, moves):
     trace = synthetic(replace(LOADS["tailed"], again=(0.3, 0.3), ahead=False), 4, 2, 8, 48, seed=4)
-    for lend in (False, True):
-        run = _Ahead(trace, Cluster(2, 4), Split(1, 1), 1, lend=lend)
-        run.trained()
-        for share, devices in enumerate(run._controllers):
+    for price in (0.0, 3.0):
+        time, shares = SimulatedTime(), [work.shares for work in trace.steps]
+        controllers = [SimulatedDevices(4, price, time) for _ in range(2)]
+        for devices in controllers:
+            devices.apart(split, moves)
+        training = [2 * work.train for work in trace.steps]
+        SimulatedAhead(controllers, shares, training, 1, lambda step: None, lend=lend).trained()
+        for share, devices in enumerate(controllers):
             events, batches = devices.scheduler.events, [b for w in trace.steps for one in w.shares[share] for b in one]
             assert devices.scheduler.seconds("rollout") == pytest.approx(sum(r for r, _ in batches))
             assert devices.scheduler.seconds("judge") == pytest.approx(sum(j for _, j in batches))
@@ -92,6 +100,50 @@ def test_lent_trainers_do_all_work_once_and_are_never_in_two_places():
             for device in range(4):
                 spans = sorted((e.began, e.ended) for e in events if e.device == device)
                 assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
+
+
+def test_devices_beside_training_share_all_work_where_no_split_fits_it():
+    """Of three devices one trains. A step has 4 s of sampling and 12 s of judging, which one judge takes 12 s for."""
+    trace = equal(1, 4, 1.0, 3.0, train=1.0 / 3, steps=12)
+    fixed = disaggregated(trace, Cluster(1, 3), train=1, judge=1, staleness=1)
+    greedy = three_roles(trace, Cluster(1, 3), 1, 1, "greedy", lend=False)
+    found = three_roles(trace, Cluster(1, 3), 1, 1, "adaptive", lend=False)
+    lent = three_roles(trace, Cluster(1, 3), 1, 1, "greedy")
+    assert sum(fixed.steps[4:10]) / 6 == pytest.approx(12.0)
+    assert sum(greedy.steps[4:10]) / 6 == pytest.approx(8.0)
+    assert found.seconds == pytest.approx(greedy.seconds)
+    assert len(found.decisions) == 12
+    assert "greedy stays" in found.decisions[-1].why
+    assert 16 / 3 < sum(lent.steps[4:10]) / 6 < 7.0
+
+
+def test_what_trains_next_is_judged_before_a_later_step_is_sampled():
+    scheduler = Scheduler(2, lambda: 0.0)
+    scheduler.apart(Split(1, 0), "worth")
+    for device in range(2):
+        scheduler.idle(device)
+    done = [SimulatedTask("rollout", 1.0, lambda: None, of=(step, 0)) for step in (0, 1)]
+    judge = SimulatedTask("judge", 1.0, lambda: None, of=(0, 0))
+    scheduler.ready(done[1])
+    scheduler.ready(done[0])
+    assert scheduler.handed() == [(1, done[0])]
+    scheduler.done(1, "rollout", 0.0, 0.0, 1.0)
+    scheduler.ready(judge)
+    scheduler.idle(1)
+    assert scheduler.handed() == [(1, judge)]
+    scheduler.done(1, "judge", 1.0, 1.0, 2.0)
+    scheduler.idle(1)
+    assert scheduler.handed() == [(1, done[1])]
+    assert scheduler.roles == ["train", "rollout"]
+    assert scheduler.moves == 2
+
+
+def test_a_run_on_a_load_that_changes_is_followed_beside_training():
+    trace = synthetic(LOADS["shifting"], 16, 1, 4, 32, seed=1)
+    found = three_roles(trace, Cluster(1, 4), 1, 1, "adaptive")
+    fixed = [disaggregated(trace, Cluster(1, 4), 1, judge, 1, lend=True) for judge in (1, 2)]
+    assert found.seconds < min(one.seconds for one in fixed)
+    assert sum(split.rollout + split.judge for split in found.splits) == 16 * 3
 
 
 CASES = list(itertools.product(LOADS, (0.0, 1.0, 5.0), ("never", "worth")))

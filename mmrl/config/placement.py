@@ -17,7 +17,11 @@ class Placement(Section):
     some judge and the rest sample, at the same time; the samples come from weights that are a few steps old."""
     judges: Few | None = None
     """Devices of a controller that judge. None: half of them (disaggregated: half of those that do not train).
-    Greedy: the number that judge when a step begins; adaptive: when the first step begins. None: 0, all sample."""
+    Greedy: the number that judge when a step begins; adaptive: when the first step begins. None: 0, all sample.
+    ``split`` greedy or adaptive: the same."""
+    split: Literal["fixed", "greedy", "adaptive"] = "fixed"
+    """Disaggregated: how the devices that do not train are divided into those that sample and those that judge. Fixed:
+    ``judges`` judge for the whole run. Greedy and adaptive: as the placements of these names, beside training."""
     trainers: Few | None = None
     """Disaggregated: devices of a controller that train; None: half of them."""
     staleness: Count | None = None
@@ -26,20 +30,34 @@ class Placement(Section):
     """Disaggregated: a device that trains and waits for samples samples or judges for that step until they are there.
     The samples stay the same. It needs memory for a second copy of the trained weights there."""
     inside: bool = True
-    """Adaptive: a device without work in its role switches to the other role within a step if that saves time."""
+    """Adaptive (the ``type`` or the ``split``): a device without work in its role switches to the other role within a
+    step if that saves time."""
     sleep: bool = False
     """Judges, and an engine that runs beside the device's trainer, free their memory while the device does other work;
     with one device: while it trains. On a CPU judges are loaded from disk again, and engines restart."""
 
     @property
+    def follows(self) -> bool:
+        """Whether the split follows the measured load between steps."""
+        return self.type == "adaptive" or (self.apart and self.split == "adaptive")
+
+    @property
     def moves(self) -> bool:
         """Whether devices switch their roles within a step to save time."""
-        return self.type == "greedy" or (self.type == "adaptive" and self.inside)
+        greedy = self.type == "greedy" or (self.apart and self.split == "greedy")
+        return greedy or (self.follows and self.inside)
 
     @property
     def apart(self) -> bool:
-        """Whether the devices that train only train."""
+        """Whether some devices train while the others sample and judge."""
         return self.type == "disaggregated"
+
+    @property
+    def where_refused(self) -> tuple[str, Placement]:
+        """What a run goes on with where a decision of the policy cannot be: its name and the section."""
+        if self.apart:
+            return "a greedy split", self.model_copy(update={"split": "greedy", "judges": None})
+        return "colocate", Placement(sleep=self.sleep)
 
     def training(self, devices: int) -> int:
         """How many of a controller's ``devices`` train."""
@@ -47,10 +65,15 @@ class Placement(Section):
 
     def judging(self, devices: int) -> int:
         """How many of a controller's ``devices`` only judge at first, if a reward runs on devices."""
-        if self.type == "colocate" or (self.type in ("greedy", "adaptive") and self.judges is None):
-            return 0
         left = devices - self.training(devices) if self.apart else devices
+        if self.type == "colocate" or (self.judges is None and self.all_sample_first):
+            return 0
         return self.judges or left // 2
+
+    @property
+    def all_sample_first(self) -> bool:
+        """Whether no device judges from the start where ``judges`` is not set."""
+        return self.moves or self.type == "adaptive"
 
 
 def placement_settings(value: object) -> object:

@@ -7,7 +7,7 @@ from math import lcm
 
 from mmrl.algorithms.settings import CriticSettings, GivenSettings
 from mmrl.config.megatron_layouts import untested
-from mmrl.config.replicas import PARALLEL, of_replicas, spread
+from mmrl.config.replicas import PARALLEL, has_replicas, of_replicas, spread
 from mmrl.config.schema import Recipe
 
 
@@ -52,6 +52,11 @@ def _placement(recipe: Recipe) -> Iterator[str]:
         )
     if placement.sleep and devices == 1 and recipe.algorithm.kind in ("pathwise", "offline"):
         yield f"placement.sleep: {recipe.algorithm.type} does not sample before it trains, so nothing sleeps; remove it"
+    if placement.split != "fixed" and not placement.apart:
+        yield (
+            f"placement.split: with {placement.type} every device also trains; remove it, or set placement.type to "
+            "disaggregated"
+        )
     for key in ("trainers", "staleness"):
         if getattr(placement, key) is not None and not placement.apart:
             yield f"placement.{key}: only disaggregated devices train while others sample; remove it"
@@ -60,7 +65,7 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             f"placement.lend: with {placement.type} every device samples and trains, so none waits to be lent; remove "
             "it, or set placement.type to disaggregated"
         )
-    if not placement.inside and placement.type != "adaptive":
+    if not placement.inside and not placement.follows:
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and recipe.rollout.engine != "transformers":
         yield from _engine_devices(recipe)
@@ -109,8 +114,10 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         )
     if placement.lend:
         yield from _lending(recipe)
+    if placement.split != "fixed":
+        yield from _moving(recipe)
     if placement.sleep:
-        yield "placement.sleep: disaggregated devices keep their role, and their models stay awake; remove it"
+        yield "placement.sleep: the models of disaggregated devices stay awake; remove it"
     if not algorithm.takes_older_samples:
         yield (
             f"algorithm.type: {algorithm.type} needs samples of the current policy and has no importance weight for "
@@ -118,6 +125,26 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.kind in ("pathwise", "offline"):
         yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
+
+
+def _moving(recipe: Recipe) -> Iterator[str]:
+    """Check devices that move between sampling and judging while others train."""
+    placement, fixed = recipe.placement, "set placement.split to fixed"
+    if has_replicas(recipe):
+        yield (
+            "placement.split: a replica of several devices keeps its server, so its devices do not move; "
+            f"{fixed}, or remove the parallel size of the engine and of the judges"
+        )
+    elif recipe.rollout.engine != "transformers":
+        yield (
+            f"placement.split: {recipe.rollout.engine_name} runs beside the devices that sample, and a judge that "
+            f"begins to sample has none; {fixed}, or rollout.engine to transformers"
+        )
+    if not placement.inside and recipe.devices_per_controller - placement.training(recipe.devices_per_controller) < 2:
+        yield (
+            "placement.inside: one device samples and judges, so it changes its role within a step; remove it, or "
+            "lower placement.trainers"
+        )
 
 
 def _lending(recipe: Recipe) -> Iterator[str]:

@@ -62,11 +62,13 @@ class State:
     """What ``decide`` knows about earlier steps. ``dataclasses.asdict`` and ``State.read`` convert to JSON and back."""
 
     devices: int
-    """The devices of one controller."""
+    """The devices of one controller that sample or judge."""
     split: Split
     moves: Moves
     inside: bool = True
     """Whether candidates with moves within a step may be chosen."""
+    ahead: bool = False
+    """Whether these devices sample for later steps while others train."""
     steps: int = 0
     """Steps that were measured."""
     losses: list[list[float]] = field(default_factory=list)
@@ -77,15 +79,14 @@ class State:
     chooser: int = -1
     """The chooser that is followed; -1: none yet."""
 
-    @classmethod
-    def read(cls, values: Mapping[str, Any], settings: Placement) -> State:
-        """Read a state that was stored as JSON. A state of other candidates (an earlier version, or another
-        ``placement.inside``) begins anew."""
-        fresh = starting(settings, int(values["devices"]))
-        if values.get("inside") != settings.inside or "chooser" not in values:
-            return fresh
+    def read(self, values: Mapping[str, Any]) -> State:
+        """Read a state that was stored as JSON. If it is of other candidates (an earlier version, other devices,
+        another ``placement.inside``), this one, the state at the start of a run."""
+        same = all(values.get(k, False) == getattr(self, k) for k in ("devices", "inside", "ahead"))
+        if not same or "chooser" not in values:
+            return self
         given: dict[str, Any] = {**values, "split": Split(**values["split"])}
-        return cls(**given)
+        return State(**given)
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,17 @@ def splits(devices: int) -> list[Split]:
     return [Split(devices - judge, judge) for judge in range(devices)]
 
 
-def candidates(devices: int, *, inside: bool = True) -> list[Candidate]:
-    """What the policy chooses from, greedy first: every split, with and without moves within a step (``inside``)."""
+def candidates(devices: int, *, inside: bool = True, ahead: bool = False) -> list[Candidate]:
+    """What the policy chooses from, greedy first: every split, with and without moves within a step (``inside``).
+
+    ``ahead``: for devices that sample for later steps, among which no phase ends in which all sample.
+    """
     found = []
     for split in splits(devices):
         if inside:
             found.append(Candidate(split, "worth"))
-        found.append(Candidate(split, "never" if split.judge else "after"))
+        if split.judge or not ahead:
+            found.append(Candidate(split, "never" if split.judge else "after"))
     return found
 
 
@@ -121,8 +126,8 @@ def starting(settings: Placement, devices: int, *, judged: bool = True) -> State
         raise ValueError(f"{devices} devices of a controller: there must be at least 1")
     judges = settings.judging(devices) if judged else 0
     left = devices - settings.training(devices) if settings.apart else devices
-    moves: Moves = "worth" if settings.moves else "never" if judges else "after"
-    return State(devices, Split(left - judges, judges), moves, settings.inside)
+    moves: Moves = "worth" if settings.moves else "never" if judges or settings.apart else "after"
+    return State(left, Split(left - judges, judges), moves, settings.inside, settings.apart)
 
 
 def opening(state: State, *, judged: bool) -> tuple[Split, Moves]:
@@ -155,7 +160,7 @@ def decide(state: State, tried: Sequence[float]) -> tuple[State, Decision]:
     """
     if not tried:
         return state, Decision(state.split, "nothing was judged, so the placement stays", {})
-    known = candidates(state.devices, inside=state.inside)
+    known = candidates(state.devices, inside=state.inside, ahead=state.ahead)
     losses = state.losses or [[0.0] * len(known) for _ in MEMORIES]
     current = known.index(Candidate(state.split, state.moves))
     made = [_least(sums) for sums in losses] if state.losses else [current] * len(MEMORIES)

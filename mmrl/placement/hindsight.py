@@ -1,16 +1,20 @@
 """What a step would have taken under other placements, by the scheduler in simulated time.
 
-After a step each controller does its measured work again under every ``Candidate``. Imports no torch.
+After a step each controller does its measured work again under every ``Candidate``. Where its devices sample ahead, it
+does the step's work several times in a row, beside training. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mmrl.placement.adaptive import State, candidates
-from mmrl.placement.scheduler import Event, Scheduler
+from mmrl.placement.adaptive import Candidate, State, candidates
+from mmrl.placement.scheduler import Scheduler
+from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import MicroBatch, Rounds, SimulatedDevices
+from mmrl.placement.tasks import Event
 
 Done = tuple[float, float]
 """When a task began and ended."""
@@ -29,6 +33,52 @@ def tried(scheduler: Scheduler[Any], state: State) -> list[float]:
         devices.step(work, candidate.split, candidate.moves)
         found.append(max(devices.scheduler.done_after("rollout"), devices.scheduler.done_after("judge")))
     return found
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What happens beside sampling and judging where devices sample ahead: ``training``, the seconds of a step's
+    training; ``trainers``, the devices that train; ``lend``, whether they are lent; ``staleness``, in steps."""
+
+    training: float
+    trainers: int
+    staleness: int
+    lend: bool
+
+
+def training(events: Iterable[Event], trainers: int) -> float:
+    """The seconds from the begin of a step's training to its end; 0 if nothing was trained."""
+    own = [event for event in events if event.role == "train" and event.device < trainers]
+    return max((event.ended for event in own), default=0.0) - min((event.began for event in own), default=0.0)
+
+
+def tried_ahead(scheduler: Scheduler[Any], state: State, done: Iterable[Event], beside: Beside) -> list[float]:
+    """The seconds between two updates under each candidate, if every step had the work of one, ``done``; empty if
+    nothing was judged."""
+    work = rounds(done)
+    if not any(judging for one in work for _, judging in one):
+        return []
+    known = candidates(state.devices, inside=state.inside, ahead=True)
+    return [_period(scheduler, state.devices, candidate, work, beside) for candidate in known]
+
+
+def _period(scheduler: Scheduler[Any], workers: int, candidate: Candidate, work: Rounds, beside: Beside) -> float:
+    """The mean of two steps that have others before them and after them."""
+    to_judge, back, home = (scheduler.price(role) for role in ("judge", "rollout", "train"))
+    devices = SimulatedDevices(beside.trainers + workers, to_judge, back=back, home=home)
+    devices.scheduler.expect(scheduler)
+    devices.apart(candidate.split, candidate.moves)
+    count = 2 * beside.staleness + 3
+    run = SimulatedAhead(
+        [devices],
+        [[work]] * count,
+        [beside.training] * count,
+        beside.staleness,
+        lambda step: devices.apart(candidate.split, candidate.moves),
+        lend=beside.lend,
+    )
+    ends = run.trained()
+    return (ends[-1 - beside.staleness] - ends[beside.staleness]) / 2
 
 
 def slowest(tried: Sequence[Sequence[float]]) -> list[float]:

@@ -16,8 +16,9 @@ from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject, as_integer, as_number
 from mmrl.placement import device_tasks
 from mmrl.placement.device_shares import all_of
-from mmrl.placement.scheduler import LENT, Scheduler
+from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.task_queue import Task, TaskQueue
+from mmrl.placement.tasks import LENT
 from mmrl.training.step_context import StepContext
 
 _DID = (("rollout", "sampled", "micro-batch", "micro-batches"), ("judge", "judged", "call", "calls"))

@@ -23,8 +23,9 @@ from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject
 from mmrl.placement import adaptive, device_tasks, hindsight, lending
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
-from mmrl.placement.scheduler import as_rows, summed
+from mmrl.placement.step_records import as_line, as_rows, in_one_line, summed
 from mmrl.placement.task_queue import Task, TaskQueue
+from mmrl.placement.tasks import LENT, Event
 from mmrl.report import notices
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
@@ -81,7 +82,7 @@ class MultiDevice:
             context.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
         if self.settings.apart:
             self.state = adaptive.starting(self.settings, self._count, judged=bool(context.rewards.on_device))
-            self._board.apart(self.state.split)
+            self._board.apart(self.state.split, self.state.moves)
         for device in range(self._count):
             thread = Thread(target=self._device, args=(context, device), name=f"mmrl-device-{device}", daemon=True)
             self._threads.append(thread)
@@ -231,16 +232,19 @@ class MultiDevice:
             "gpu": sum(gpus),
             "gpus": len(gpus),
         }
-        decides = self.settings.type == "adaptive" and bool(context.rewards.on_device)
-        tried = hindsight.tried(board.scheduler, self.state) if decides else []
+        decides = self.settings.follows and bool(context.rewards.on_device)
+        work = board.work_of(step)
+        tried = self._tried(work) if decides else []
         found = context.controller.gather((mine, as_rows(board.events, step + 1, context.controller.rank), tried))
         numbers = summed([mine for mine, _, _ in found])
         self._lines = [line for _, lines, _ in found for line in lines]
         split = self.state.split
-        if decides:
-            self._decide(step + 1, hindsight.slowest([tried for _, _, tried in found]))
+        decided = [self._decide(step + 1, hindsight.slowest([tried for _, _, tried in found]))] if decides else []
         if self.settings.lend:
-            self._lines.append(lending.decision(step + 1, self._lines, len(self._trainers), board.scheduler))
+            decided.append(lending.decision(step + 1, self._lines, len(self._trainers), board.scheduler))
+        self._lines += in_one_line(decided)
+        if self.settings.apart and self.settings.split != "fixed":
+            board.apart(self.state.split, self.state.moves)
         wall = numbers["wall"]
         busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
         return {
@@ -274,11 +278,13 @@ class MultiDevice:
             self._cpu_of[device] = answer.result()
 
     def state_dict(self) -> PartState:
-        return PartState(asdict(self.state) if self.settings.type == "adaptive" else {})
+        return PartState(asdict(self.state) if self.settings.follows else {})
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
-        if self.settings.type == "adaptive" and numbers.get("devices") == self._count:
-            self.state = adaptive.State.read(numbers, self.settings)
+        if self.settings.follows:
+            self.state = self.state.read(numbers)
+            if self.settings.apart:
+                self._board.apart(self.state.split, self.state.moves)
 
     def close(self) -> None:
         self._board.close()
@@ -287,22 +293,24 @@ class MultiDevice:
         for thread in self._threads:
             thread.join(1.0)  # idle ones end; one that frees tensors while the interpreter shuts down aborts it
 
-    def _decide(self, step: int, tried: Sequence[float]) -> None:
+    def _tried(self, work: Sequence[Event]) -> list[float]:
+        """The seconds of the last step under each candidate; ``work``: what was done for it, where it was sampled
+        ahead."""
+        scheduler, settings = self._board.scheduler, self.settings
+        if not settings.apart:
+            return hindsight.tried(scheduler, self.state)
+        training = hindsight.training(scheduler.events, len(self._trainers))
+        beside = hindsight.Beside(training, len(self._trainers), settings.staleness or 1, settings.lend)
+        return hindsight.tried_ahead(scheduler, self.state, work, beside)
+
+    def _decide(self, step: int, tried: Sequence[float]) -> JsonObject:
         self.state, decision = adaptive.decide(self.state, tried)
         if problem := adaptive.impossible(self.state):
-            notices.tell(f"placement: {decision.why!r} cannot be: {problem}; the run goes on under colocate")
-            self.settings = Placement(sleep=self.settings.sleep)
+            instead, self.settings = self.settings.where_refused
+            notices.tell(f"placement: {decision.why!r} cannot be: {problem}; the run goes on under {instead}")
             self.state = adaptive.starting(self.settings, self._count)
-            decision = replace(decision, split=self.state.split, why=f"refused, colocate from now on: {problem}")
-        self._lines.append(
-            {
-                "step": step,
-                "decision": decision.why,
-                "rollout": decision.split.rollout,
-                "judge": decision.split.judge,
-                "numbers": {k: round(v, 4) for k, v in decision.numbers.items()},
-            }
-        )
+            decision = replace(decision, split=self.state.split, why=f"refused, {instead} from now on: {problem}")
+        return as_line(step, decision)
 
     def _put(self, devices: Iterable[int], call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Future[Any]]:
         return [self._board.put(Task("train", call, arguments, device=d)) for d in devices]
@@ -320,13 +328,15 @@ class MultiDevice:
         if device == 0 and context.recipe.threads:
             torch.set_num_threads(context.recipe.threads)  # for this thread
         awake: set[str] = set()
+        last: str | None = None
         version, trains = None, self.settings.apart and device in self._trainers
         while (task := self._board.take(device)) is not None:
             shown = task.role if task.name in _SHOWN else None
             returns = task.call is lending.give_back and version is not None
             role = task.arguments[0] if task.call is device_tasks.ready else "train" if returns else shown
             began = turned = time.perf_counter()
-            priced = False
+            priced = moved = self.settings.apart and not trains and shown in LENT and last not in (None, shown)
+            last = shown if shown in LENT else last
             if not task.answer.set_running_or_notify_cancel():
                 self._board.done(device, None, began, turned, turned)
                 continue
@@ -338,7 +348,7 @@ class MultiDevice:
                             context, device, Task(task.role, device_tasks.switch_role, (role, self.settings.sleep))
                         )
                     awake = needed if self.settings.sleep else needed | awake
-                    priced = self.settings.sleep and not once and role != "train"
+                    priced = (self.settings.sleep or moved) and not once and role != "train"
                     turned = time.perf_counter() if self.settings.sleep or once else turned
                 if task.version is not None and task.version is not version:
                     load = lending.borrow if trains else device_tasks.load_version

@@ -7,60 +7,30 @@ the times of the events. Imports no torch.
 
 A device works in one role at a time. It keeps its role while there is work in it; without work it may switch to the
 other role, if the placement allows it. Devices that only train may be lent: while they wait for the samples of a step,
-they do the work of the other roles for it.
+they do the work of the other roles for it. Where the others sample ahead and may switch too, the step that trains next
+goes first: a device without work for it in its role looks at the other role, before it works for a later step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sized
+from itertools import takewhile
+from typing import Any, Generic, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
-
-Role = Literal["rollout", "judge", "train"]
-
-
-class Schedulable(Protocol):
-    """A task of the scheduler."""
-
-    @property
-    def role(self) -> Role: ...
-
-    @property
-    def device(self) -> int | None:
-        """The device that must do it; None for any device of its role."""
-        ...
-
-    @property
-    def updates(self) -> int | None:
-        """The number of updates of the weights that it samples with, if the devices sample for later steps."""
-        ...
-
-    @property
-    def of(self) -> tuple[int, int] | None:
-        """The step and round it belongs to, if devices also work for later steps; None means the current ones."""
-        ...
-
+from mmrl.placement.tasks import (
+    LENT,
+    Event,
+    Role,
+    Schedulable,
+    is_for,
+    needs_newer_weights,
+    trains,
+    trains_later,
+)
 
 T = TypeVar("T", bound=Schedulable)
-
-
-class Event(NamedTuple):
-    """A role of device ``device`` between two moments, in seconds after the start of the step."""
-
-    device: int
-    role: str
-    began: float
-    ended: float
-    round: int = 0
-    """The round of dynamic sampling, or of partial rollout."""
-    of: int | None = None
-    """The step it belongs to, if that may be a later one."""
-    cut: bool = False
-    """Whether it continues in the next step."""
-    priced: bool = True
-    """For a role switch: whether a switch within a phase would take as long."""
 
 
 class Scheduler(Generic[T]):
@@ -91,6 +61,12 @@ class Scheduler(Generic[T]):
         self._to_come = 0
         self._moves: Moves = "after"
         self._round = -1
+        self.ahead = False
+        """Whether some devices train while the others work for later steps."""
+        self._changed = [False] * devices
+        """Whether a device switched its role for its task."""
+        self._worked: dict[int, list[Event]] = {}
+        """What was done for each step that is not trained yet, in seconds of the clock."""
         self._lent_to: int | None = None
         self._lent_awake: list[set[Role]] = [set() for _ in range(devices)]
         """The roles that a device which trains can take again without a switch: it keeps a judge, and the weights to
@@ -103,12 +79,21 @@ class Scheduler(Generic[T]):
         self.events, self.moves, self.lent, self.start = [], 0, 0, self._clock()
         self._round = -1
 
-    def apart(self, split: Split) -> None:
-        """From now on the first devices train, the next ones sample and the last ones judge, whatever the load."""
-        n, judging = len(self.roles), len(self.roles) - split.judge
-        sampling = judging - split.rollout
-        self.roles = ["judge" if d >= judging else "rollout" if d >= sampling else "train" for d in range(n)]
-        self._moves = "never"
+    def apart(self, split: Split, moves: Moves = "never") -> None:
+        """From now on the first devices train, and of the others ``split.judge`` judge: those that have a judge, then
+        the last ones. ``moves``: never, or where that is worth it; without judges the roles then stay as they are."""
+        n, trainers = len(self.roles), len(self.roles) - split.rollout - split.judge
+        if not (self.ahead and moves == "worth" and not split.judge):
+            order = sorted(range(trainers, n), key=lambda device: (self._awake[device] == "judge", device))
+            judging = set(order[len(order) - split.judge :])
+            self.roles = ["train" if d < trainers else "judge" if d in judging else "rollout" for d in range(n)]
+        self._moves, self.ahead = moves, True
+
+    def work_of(self, step: int) -> list[Event]:
+        """What was done for ``step``, which is trained; it is discarded, and what was done for earlier ones."""
+        found = self._worked.get(step, [])
+        self._worked = {later: events for later, events in self._worked.items() if later > step}
+        return found
 
     def lend(self, step: int) -> None:
         """From now on an idle device that trains may do what ``step`` waits for, if that saves time."""
@@ -134,12 +119,12 @@ class Scheduler(Generic[T]):
             self._own[task.device].append(task)
             self._owned += 1
             return
-        tasks = self._tasks[task.role]
-        if tasks and _later(tasks[-1], task):
-            tasks.insert(next(n for n, other in enumerate(tasks) if _later(other, task)), task)
+        tasks, later = self._tasks[task.role], trains_later if self._moves_ahead else needs_newer_weights
+        if tasks and later(tasks[-1], task):
+            tasks.insert(next(n for n, other in enumerate(tasks) if later(other, task)), task)
         else:
             tasks.append(task)
-        if task.role == "rollout":
+        if task.role == "rollout" and not self.ahead:
             self._to_come -= 1
 
     def idle(self, device: int) -> None:
@@ -161,15 +146,17 @@ class Scheduler(Generic[T]):
         None for bookkeeping, for which it switched ``to`` a role. ``priced``: a switch within a phase would take as
         long."""
         self._running[device] = None
+        if priced and (turned_to := role or to) is not None and (turned > began or self._changed[device]):
+            self.prices[turned_to] = _recent(self.prices.get(turned_to, 0.0), turned - began)
         if turned > began:
-            if priced and (turned_to := role or to) is not None:
-                self.prices[turned_to] = _recent(self.prices.get(turned_to, 0.0), turned - began)
             self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
         if role is not None:
             since, (of, number) = max(turned, self.since[device]), self._for(device)  # the cut part is counted
             until = max(ended, since)
             self.events.append(Event(device, role, self._after(since), self._after(until), number, of))
             self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
+            if of is not None and role != "train":
+                self._worked.setdefault(of, []).append(Event(device, role, turned, ended, number, of))
 
     def cut(self) -> None:
         """Count the unfinished work of samplers and judges so far for this step, which ends while they work."""
@@ -207,9 +194,13 @@ class Scheduler(Generic[T]):
             if self._own[device]:
                 self._owned -= 1
                 self._hand(found, device, self._own[device].popleft())
+            elif self._moves_ahead:
+                continue
             elif (role := self.roles[device]) != "train" and self._tasks[role]:
                 self._hand(found, device, self._tasks[role].popleft())
-        if (rollout or judge) and (self._moves != "never" or self._alone()):
+        if self._moves_ahead:
+            self._by_step(found)
+        elif (rollout or judge) and (self._moves != "never" or self._alone()):
             if self._moves == "after" and self._sampling():
                 return found
             for device in sorted(self.waiting, reverse=True):
@@ -234,6 +225,41 @@ class Scheduler(Generic[T]):
         self.moves += 1
         return self._tasks[other].popleft()
 
+    def _by_step(self, found: list[tuple[int, T]]) -> None:
+        """Give tasks of the earliest step, then the others: to devices of their role, then to those that change it."""
+        free = sorted((d for d in self.waiting if self.roles[d] != "train"), key=self._first)
+        steps = sorted({trains(tasks[0]) for tasks in self._tasks.values() if tasks})
+        for step in (*steps[:1], None) if free else ():
+            for device in free:
+                if self._first_for(role := self.roles[device], step):
+                    self._hand(found, device, self._tasks[role].popleft())
+            free = sorted(self.waiting.intersection(free), reverse=True)
+            for device in free:
+                role = self.roles[device]
+                other: Role = "judge" if role == "rollout" else "rollout"
+                if self._first_for(other, step) and self._may_turn(role, other, step):
+                    self.roles[device] = other
+                    self.moves += 1
+                    self._hand(found, device, self._tasks[other].popleft())
+            free = sorted(self.waiting.intersection(free), key=self._first)
+
+    @property
+    def _moves_ahead(self) -> bool:
+        """Whether devices that sample ahead change their roles: all tasks are then in the order of their steps."""
+        return self.ahead and self._moves == "worth"
+
+    def _first_for(self, role: Role, step: int | None) -> bool:
+        """Whether ``step`` (None: any) waits for the first task of a role."""
+        tasks = self._tasks[role]
+        return bool(tasks) and (step is None or is_for(tasks[0], step))
+
+    def _wanted(self, role: Role, step: int | None) -> int:
+        """The number of waiting tasks of a role that ``step`` waits for, where they are in order; None: of all."""
+        tasks = self._tasks[role]
+        if step is None or not tasks or is_for(tasks[-1], step):
+            return len(tasks)
+        return sum(1 for _ in takewhile(lambda task: is_for(task, step), tasks))
+
     def _lend(self, found: list[tuple[int, T]], step: int) -> None:
         """Give idle devices that train the tasks of sampling, else of judging, that ``step`` waits for.
 
@@ -242,7 +268,7 @@ class Scheduler(Generic[T]):
         idle = [device for device in self.waiting if self.roles[device] == "train"]
         if not idle:
             return
-        wanted: dict[Role, deque[T]] = {role: deque(t for t in self._tasks[role] if _for(t, step)) for role in LENT}
+        wanted: dict[Role, deque[T]] = {role: deque(t for t in self._tasks[role] if is_for(t, step)) for role in LENT}
         for role in LENT:
             idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
             while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
@@ -256,7 +282,7 @@ class Scheduler(Generic[T]):
     def _worth_lending(self, device: int, role: Role, step: int, wanted: Mapping[Role, Sized]) -> bool:
         """Whether a device that trains takes a task of a role. ``wanted``: what ``step`` waits for, by role."""
         sampling = [t for t, running in zip(self.taken, self._running, strict=True) if t and running == "rollout"]
-        sampled = len(wanted["rollout"]) + sum(_for(task, step) for task in sampling)  # these are judged too
+        sampled = len(wanted["rollout"]) + sum(is_for(task, step) for task in sampling)  # these are judged too
         left = {"rollout": len(wanted["rollout"]), "judge": len(wanted["judge"]) + sampled}
         seconds = {name: left[name] * self._seconds.get(name, 0.0) for name in LENT}
         lent = [running for own, running in zip(self.roles, self._running, strict=True) if own == "train"]
@@ -274,6 +300,8 @@ class Scheduler(Generic[T]):
     def _hand(self, found: list[tuple[int, T]], device: int, task: T) -> None:
         self.waiting.discard(device)
         self._running[device], self.since[device], self.taken[device] = task.role, self._clock(), task
+        moves = task.role != "train" and self.roles[device] != "train"
+        self._changed[device] = self.ahead and moves and self._awake[device] != task.role
         if task.role != "train":
             self._awake[device] = task.role
         found.append((device, task))
@@ -285,8 +313,9 @@ class Scheduler(Generic[T]):
         """Whether tasks wait for a role that no device has."""
         return any(tasks and role not in self.roles for role, tasks in self._tasks.items())
 
-    def _may_turn(self, role: Role, other: Role) -> bool:
-        """Whether a device without work in its role switches to the other role, which has work."""
+    def _may_turn(self, role: Role, other: Role, step: int | None = None) -> bool:
+        """Whether a device without work in its role switches to the other role, which has work; ``step``: the work that
+        it waits for."""
         sampling = self._sampling()
         if self._moves == "after":
             return not sampling
@@ -295,12 +324,12 @@ class Scheduler(Generic[T]):
             return True
         if self._moves == "never":
             return False
-        left = len(self._tasks[other]) * self._seconds.get(other, 0.0)
+        left = self._wanted(other, step) * self._seconds.get(other, 0.0)
         if other == "rollout":
             left += self._to_come * self._seconds.get(other, 0.0)
         own = 0.0
         if role == "judge" and sampling:
-            own = (self._to_come + len(self._tasks["rollout"])) * self._seconds.get("judge", 0.0)
+            own = (self._to_come + self._wanted("rollout", step)) * self._seconds.get("judge", 0.0)
         here = sum(r == role for r in self.roles) - 1
         return worth_moving(own, left, there, self.price(other), here, back=self.price(role))
 
@@ -349,46 +378,5 @@ class Scheduler(Generic[T]):
         return max(0.0, moment - self.start)
 
 
-LENT: tuple[Role, ...] = ("rollout", "judge")
-"""The roles that a device which trains is lent to, in the order in which it looks for work."""
-LATEST = ("rollout_done", "judge_done", "price", "price_back", "wall")
-"""Numbers of which the largest of all controllers counts; the others are added."""
-
-
-def summed(numbers: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The numbers of all controllers together."""
-    return {k: (max if k in LATEST else sum)(n[k] for n in numbers) for k in numbers[0]}
-
-
-def _for(task: Schedulable, step: int) -> bool:
-    """Whether ``step`` waits for the task."""
-    return task.of is None or task.of[0] <= step
-
-
-def _later(task: Schedulable, other: Schedulable) -> bool:
-    """Whether ``task`` needs newer weights than ``other``, for a step that is trained later."""
-    mine, theirs = task.updates, other.updates
-    return mine is not None and theirs is not None and mine > theirs
-
-
 def _recent(before: float, now: float) -> float:
     return now if not before else 0.7 * before + 0.3 * now
-
-
-def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[str, Any]]:
-    """The lines of placement.jsonl; ``step`` counts from 1."""
-    return [
-        {
-            "step": step,
-            "controller": controller,
-            "device": e.device,
-            "role": e.role,
-            "began": round(e.began, 4),
-            "ended": round(e.ended, 4),
-            **({"of": e.of + 1} if e.of is not None and e.of + 1 != step else {}),
-            **({"round": e.round} if e.round > 0 else {}),
-            **({"cut": True} if e.cut else {}),
-            **({} if e.priced else {"priced": False}),
-        }
-        for e in events
-    ]

@@ -15,7 +15,8 @@ from functools import partial
 from typing import NamedTuple
 
 from mmrl.placement.adaptive import Moves, Split
-from mmrl.placement.scheduler import Role, Scheduler
+from mmrl.placement.scheduler import Scheduler
+from mmrl.placement.tasks import Role
 
 MicroBatch = tuple[float, float]
 Rounds = list[list[MicroBatch]]
@@ -69,14 +70,19 @@ class Times(NamedTuple):
 
 class SimulatedDevices:
     """``price``: seconds in which a device switches to judging, ``back``: to sampling; None: as long. A device that was
-    lent is back for training after ``price``. A subclass may know more about the times (``times``, ``waits``,
-    ``pause``); here nothing but switches and work takes time.
+    lent is back for training after ``home`` (None: ``price``). A subclass may know more about the times (``times``,
+    ``waits``, ``pause``); here nothing but switches and work takes time.
 
     When a step begins, every device is ready to sample: what the end of training takes is part of training.
     """
 
     def __init__(
-        self, devices: int, price: float, time: SimulatedTime | None = None, back: float | None = None
+        self,
+        devices: int,
+        price: float,
+        time: SimulatedTime | None = None,
+        back: float | None = None,
+        home: float | None = None,
     ) -> None:
         self.time = time or SimulatedTime()
         self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
@@ -85,7 +91,7 @@ class SimulatedDevices:
         self._price: dict[Role, float] = {
             "judge": price,
             "rollout": price if back is None else back,
-            "train": price,
+            "train": price if home is None else home,
         }
         self._awake: list[set[Role]] = [{"rollout"} for _ in range(devices)]
         """The roles that a device can take without a switch."""
@@ -123,10 +129,13 @@ class SimulatedDevices:
         self._then(self.pause(0), begin)
         self.time.run()
 
-    def apart(self, split: Split) -> None:
-        """As ``Scheduler.apart``."""
-        self.scheduler.apart(split)
-        self._awake = [{role} for role in self.scheduler.roles]
+    def apart(self, split: Split, moves: Moves = "never") -> None:
+        """As ``Scheduler.apart``; the first time every device has its role."""
+        first = not self.scheduler.ahead
+        self.scheduler.apart(split, moves)
+        if first:
+            self._awake = [{role} for role in self.scheduler.roles]
+        self._decide()
 
     def lend(self, step: int) -> None:
         """As ``Scheduler.lend``."""

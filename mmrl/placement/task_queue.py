@@ -12,7 +12,8 @@ from typing import Any
 
 from mmrl.engines.policy import Version
 from mmrl.placement.adaptive import Moves, Split
-from mmrl.placement.scheduler import Event, Role, Scheduler
+from mmrl.placement.scheduler import Scheduler
+from mmrl.placement.tasks import Event, Role
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +65,16 @@ class TaskQueue:
         with self._changed:
             self.scheduler.new_step()
 
-    def apart(self, split: Split) -> None:
-        """From now on the first devices train, the next ones sample and the last ones judge, whatever the load."""
+    def apart(self, split: Split, moves: Moves = "never") -> None:
+        """As ``Scheduler.apart``."""
         with self._changed:
-            self.scheduler.apart(split)
+            self.scheduler.apart(split, moves)
+            self._decide()
+
+    def work_of(self, step: int) -> list[Event]:
+        """As ``Scheduler.work_of``."""
+        with self._changed:
+            return self.scheduler.work_of(step)
 
     def lend(self, step: int) -> None:
         """As ``Scheduler.lend``."""

@@ -76,10 +76,17 @@ def _all_awake(plan: Plan) -> Iterator[str]:
 def _apart(plan: Plan) -> Iterator[str]:
     recipe, split = plan.recipe, split_of(plan)
     judged = [one.label for one in plan.asked if one.trained_on]
-    if judged and not split.judge:
+    fixed = recipe.placement.split == "fixed"
+    if judged and not split.judge and fixed:
         yield (
             f"placement: disaggregated devices keep their role, and none of {recipe.devices_per_controller} is left "
-            f"for {', '.join(judged)}; set devices_per_controller to 3 or more, or lower placement.trainers"
+            f"for {', '.join(judged)}; set devices_per_controller to 3 or more, or lower placement.trainers, or set "
+            "placement.split to greedy"
+        )
+    if not judged and not fixed:
+        yield (
+            "placement.split: no reward of this recipe runs on a device, so there is nothing to judge beside sampling; "
+            "remove it"
         )
     if judged and has_replicas(recipe) and not recipe.placement.judges:
         yield (
@@ -180,6 +187,10 @@ def _always(plan: Plan, split: Split, worker: int, judge: str, devices: int) -> 
     if worker < trainers:
         return "sample or judge while it waits" if placement.lend else "wait for samples", "train"
     steps = f"{placement.staleness} step{'s' * (placement.staleness != 1)}"
+    if placement.split != "fixed":
+        first = "judge" if worker >= trainers + split.rollout else "sample"
+        role = f"sample {steps} ahead or {judge}; {first} at first"
+        return role, role
     role = f"sample {steps} ahead" if worker < trainers + split.rollout else judge
     role += f", in replicas of {devices} devices" * (devices > 1)
     return role, role
@@ -217,7 +228,8 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
     placement, given = plan.recipe.placement, 0
     trainers = placement.training(plan.recipe.devices_per_controller)
     if placement.apart:  # the controller's own device, the first, has them
-        given = split_of(plan).rollout + (trainers - 1) * placement.lend
+        split = split_of(plan)
+        given = split.rollout + split.judge * (placement.split != "fixed") + (trainers - 1) * placement.lend
     found = {
         "features": m.features * c.prompts * others,
         "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,

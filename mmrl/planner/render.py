@@ -213,10 +213,11 @@ def _placed(plan: Plan, console: Console) -> None:
     console.print(table)
     if recipe.devices_per_controller > 1:
         console.print(f"of a controller: {shares(plan)}", markup=False, highlight=False, soft_wrap=True)
-    if recipe.placement.type == "greedy":
-        text = "each step begins so; within it a device without work switches its role"
+    if recipe.placement.moves and not recipe.placement.follows:
+        begins = "the run" if recipe.placement.apart else "each step"
+        text = f"{begins} begins so; within a step a device without work switches its role"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    if recipe.placement.type == "adaptive":
+    if recipe.placement.follows:
         inside = "a device without work switches its role" if recipe.placement.inside else "roles stay"
         moves = f"between steps the split follows the measured times; within a step {inside}"
         console.print(moves, markup=False, highlight=False, soft_wrap=True)

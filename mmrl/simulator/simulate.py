@@ -8,14 +8,15 @@ assumptions.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 from mmrl.config.placement import Placement
 from mmrl.placement import hindsight
 from mmrl.placement.adaptive import Decision, Split, decide, opening, splits, starting
-from mmrl.placement.scheduler import summed
+from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
+from mmrl.placement.step_records import summed
 from mmrl.simulator.trace import Trace, Work
 
 
@@ -106,7 +107,7 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str) -> Ou
         out.apart += sum(longest - phase for phase in phases) * cluster.devices
         out.moves.append(int(numbers["moves"]) if moves == "worth" else 0)
         out.splits.append(state.split)
-        if settings.type == "adaptive":
+        if settings.follows:
             tried = [hindsight.tried(devices.scheduler, state) for devices in controllers]
             state, decision = decide(state, hindsight.slowest(tried))
             out.decisions.append(decision)
@@ -141,21 +142,58 @@ def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
 def disaggregated(
     trace: Trace, cluster: Cluster, train: int, judge: int, staleness: int, *, lend: bool = False
 ) -> Outcome:
-    """Fixed roles: in every controller ``train`` devices train, ``judge`` judge and the rest sample. Sampling of a step
-    starts when the weights are at most ``staleness`` versions behind. ``lend``: devices that wait to train sample and
-    judge meanwhile.
+    """Fixed roles: in every controller ``train`` devices train, ``judge`` judge and the rest sample. ``lend``: devices
+    that wait to train sample and judge meanwhile."""
+    settings = Placement(type="disaggregated", trainers=train, judges=judge or None, lend=lend)
+    name = f"disaggregated {cluster.devices - train - judge}+{judge}+{train}"
+    return sampled_ahead(trace, cluster, settings, staleness, f"{name}, lent" if lend else name, judged=judge > 0)
 
-    Training time is inversely proportional to its devices, and new weights arrive without delay.
-    """
-    split = Split(cluster.devices - train - judge, judge)
-    name = f"disaggregated {split.rollout}+{judge}+{train}"
-    out = Outcome(f"{name}, lent" if lend else name, cluster.total)
-    run = _Ahead(trace, cluster, split, staleness, lend=lend)
+
+def three_roles(
+    trace: Trace, cluster: Cluster, train: int, staleness: int, how: Literal["greedy", "adaptive"], *, lend: bool = True
+) -> Outcome:
+    """As ``disaggregated``, but the devices that do not train move between sampling and judging (``split``)."""
+    settings = Placement(type="disaggregated", trainers=train, split=how, lend=lend)
+    name = f"three roles {cluster.devices - train}+{train}, {how}"
+    return sampled_ahead(trace, cluster, settings, staleness, name if lend else f"{name}, not lent")
+
+
+def sampled_ahead(
+    trace: Trace, cluster: Cluster, settings: Placement, staleness: int, name: str, *, judged: bool = True
+) -> Outcome:
+    """The steps of a disaggregated placement. Sampling of a step starts when the weights are at most ``staleness``
+    versions behind. Training time is inversely proportional to its devices, and new weights arrive without delay.
+    ``judged``: whether judges are needed."""
+    out, state = Outcome(name, cluster.total), starting(settings, cluster.devices, judged=judged)
+    trainers, time = settings.training(cluster.devices), SimulatedTime()
+    training = [work.train * cluster.devices / trainers for work in trace.steps]
+    price = trace.price if settings.lend or settings.split != "fixed" else 0.0
+    controllers = [SimulatedDevices(cluster.devices, price, time) for _ in range(cluster.controllers)]
+    for devices in controllers:
+        devices.apart(state.split, state.moves)
+
+    def trained(step: int) -> None:
+        nonlocal state
+        out.splits.append(state.split)
+        if settings.follows:
+            beside = hindsight.Beside(training[step], trainers, staleness, settings.lend)
+            work = [devices.scheduler.work_of(step) for devices in controllers]
+            tried = [
+                hindsight.tried_ahead(devices.scheduler, state, done, beside)
+                for devices, done in zip(controllers, work, strict=True)
+            ]
+            state, decision = decide(state, hindsight.slowest(tried))
+            out.decisions.append(decision)
+        if settings.split != "fixed":
+            for devices in controllers:
+                devices.apart(state.split, state.moves)
+
+    shares = [work.shares for work in trace.steps]
+    run = SimulatedAhead(controllers, shares, training, staleness, trained, lend=settings.lend)
     ends = [0.0, *run.trained()]
     out.steps = [after - before for before, after in pairwise(ends)]
     out.work = sum(device_seconds(work, cluster) for work in trace.steps)
     out.moves = [after - before for before, after in pairwise([0, *run.moves])]
-    out.splits = [split] * len(out.steps)
     return out
 
 
@@ -170,6 +208,15 @@ def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1, *, le
     return min(tried, key=lambda outcome: outcome.seconds, default=None)
 
 
+def best_three_roles(trace: Trace, cluster: Cluster, staleness: int = 1, *, lend: bool = True) -> list[Outcome]:
+    """A greedy split beside the number of devices that train with which it is fastest, and an adaptive split beside as
+    many."""
+    tried = [three_roles(trace, cluster, n, staleness, "greedy", lend=lend) for n in range(1, cluster.devices)]
+    greedy = min(tried, key=lambda outcome: outcome.seconds)
+    train = 1 + tried.index(greedy)
+    return [greedy, three_roles(trace, cluster, train, staleness, "adaptive", lend=lend)]
+
+
 @dataclass
 class Comparison:
     """Every placement on one trace; ``bound``: the lower bound on the seconds of all steps, on-policy."""
@@ -182,7 +229,8 @@ class Comparison:
 
 def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
     """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more) without
-    and with lending, greedy, the best split with moves within a step, and adaptive without and with such moves.
+    and with lending, lent ones with a greedy and an adaptive split, greedy, the best split with moves within a step,
+    and adaptive without and with such moves.
 
     Raises ``ValueError`` if a controller has one device.
     """
@@ -196,6 +244,7 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
         colocate,
         fastest,
         *(one for one in apart if one),
+        *best_three_roles(trace, cluster, staleness),
         greedy,
         min(others, key=lambda outcome: outcome.seconds),
         adaptive(trace, cluster, moves=False),
@@ -203,70 +252,3 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
     ]
     best = min(colocate, fastest, key=lambda outcome: outcome.seconds)
     return Comparison(sum(bound(trace, cluster)), outcomes, best)
-
-
-class _Ahead:
-    """Final class: controllers whose devices have fixed roles and sample ahead of training, on one clock.
-
-    ``lend``: while a controller waits for the samples of the step that trains next, its devices that train do work for
-    that step.
-    """
-
-    def __init__(self, trace: Trace, cluster: Cluster, split: Split, staleness: int, *, lend: bool) -> None:
-        self._steps, self._staleness, self._lend = trace.steps, staleness, lend
-        slower = cluster.devices / (cluster.devices - split.rollout - split.judge)
-        self._seconds = [work.train * slower for work in trace.steps]
-        self._time = SimulatedTime()
-        price = trace.price if lend else 0.0
-        self._controllers = [SimulatedDevices(cluster.devices, price, self._time) for _ in range(cluster.controllers)]
-        for devices in self._controllers:
-            devices.apart(split)
-        self._judged: set[tuple[int, int]] = set()
-        """The steps and the controllers that have all their samples of them."""
-        self._ready = 0
-        """Controllers whose devices can train the next step."""
-        self._trained: list[float] = []
-        self.moves: list[int] = []
-        """Changes of roles until the end of each step."""
-
-    def trained(self) -> list[float]:
-        """When each step has been trained."""
-        for step in range(min(self._staleness + 1, len(self._steps))):
-            self._sample(step)
-        self._wait()
-        self._time.run()
-        return self._trained
-
-    def _sample(self, step: int) -> None:
-        for n, (devices, rounds) in enumerate(zip(self._controllers, self._steps[step].shares, strict=True)):
-            devices.rounds_ahead(step, rounds, partial(self._finished, step, n))
-
-    def _finished(self, step: int, controller: int) -> None:
-        self._judged.add((step, controller))
-        if step == len(self._trained):  # for which the controller waits
-            if self._lend:
-                self._controllers[controller].recall(self._can_train)
-            else:
-                self._can_train()
-
-    def _wait(self) -> None:
-        """For the samples of the next step to train."""
-        step, self._ready = len(self._trained), 0
-        for n, devices in enumerate(self._controllers if step < len(self._steps) else ()):
-            if (step, n) in self._judged:
-                self._can_train()
-            elif self._lend:
-                devices.lend(step)
-
-    def _can_train(self) -> None:
-        self._ready += 1
-        if self._ready == len(self._controllers):
-            self._time.after(self._seconds[len(self._trained)], self._updated)
-
-    def _updated(self) -> None:
-        self._trained.append(self._time.now)
-        self.moves.append(sum(devices.scheduler.moves for devices in self._controllers))
-        later = len(self._trained) + self._staleness
-        if later < len(self._steps):
-            self._sample(later)
-        self._wait()

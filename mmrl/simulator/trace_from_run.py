@@ -24,8 +24,8 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.placement.hindsight import rounds
-from mmrl.placement.scheduler import Event
 from mmrl.placement.simulated_devices import Rounds
+from mmrl.placement.tasks import Event
 from mmrl.report.metrics import read
 from mmrl.simulator.trace import Trace, Work
 

@@ -1,0 +1,159 @@
+"""Devices that move between sampling and judging while others train and are lent: equal outcomes, refusals."""
+
+import re
+
+import pytest
+import torch
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.config.placement import Placement
+from mmrl.errors import UserError
+from mmrl.placement import adaptive
+from mmrl.placement.adaptive import Split
+from mmrl.placement.multi_device import MultiDevice
+from mmrl.report.clock import Clock
+from mmrl.run import build
+from mmrl.training.loop import train_step
+from tests.test_lending import SMALL, Slow, Watched
+from tests.tiny_diffusion import two_blocks
+
+allow_cpu_only()  # before transformers imports torchvision
+
+JUDGE = """
+import mmrl
+import time
+
+@mmrl.reward(inputs=("text",), device=True)
+def score(samples, *, context):
+    time.sleep(0.3)
+    return [float(len(sample.text or "") % 2) for sample in samples]
+"""
+THREE = "split: adaptive, lend: true"
+
+
+def opened(tmp_path, name, how):
+    """A run of three devices, of which the first trains."""
+    judge = tmp_path / "judge.py"
+    judge.write_text(JUDGE)
+    words = [*SMALL, "devices_per_controller=3", f"placement={{type: disaggregated, trainers: 1, {how}}}"]
+    if name == "sums":
+        words += ["optim.lr=0.01", "optim.warmup_steps=0", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
+    else:
+        words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=0.01"]
+        words += ["train.prompts_per_step=2"]
+    loaded = load_recipe([name], words)
+    others = [Slow(build(loaded.recipe, loaded.root), 0.1) for _ in range(2)]
+    devices = Watched(others, loaded.recipe.placement)
+    run = build(loaded.recipe, loaded.root, devices=devices)
+    devices.open(run)
+    return run, devices
+
+
+def beginning(run, how):
+    """The devices of a run that begins, as ``how`` says, without anything to do."""
+    words = ["devices_per_controller=3", f"placement={{type: disaggregated, trainers: 1, {how}}}"]
+    devices = MultiDevice([Slow(None, 0.0)] * 2, load_recipe(["sums"], words).recipe.placement)
+    devices.open(run)
+    devices.close()
+    return devices
+
+
+def trained(tmp_path, name, how, steps=3):
+    run, devices = opened(tmp_path, name, how)
+    try:
+        rows = [train_step(run, n, Clock(torch.device("cpu")))[0] for n in range(steps)]
+    finally:
+        devices.close()
+    return run, devices, rows
+
+
+@pytest.mark.parametrize("name", ["sums", pytest.param("shapes-judge", marks=pytest.mark.slow)])
+def test_samples_and_weights_are_those_of_devices_that_keep_their_role(tmp_path, name):
+    if name == "shapes-judge":
+        pytest.importorskip("torchvision")
+    alone, fixed, before = trained(tmp_path, name, "judges: 1")
+    moved, moves, after = trained(tmp_path, name, THREE)
+    did = {d: {e.role for _, e in moves.rows if e.device == d} - {"wake"} for d in range(3)}
+    assert {d: {e.role for _, e in fixed.rows if e.device == d} - {"wake"} for d in range(3)} == {
+        0: {"train"},
+        1: {"rollout"},
+        2: {"judge"},
+    }
+    assert did[0] >= {"train"}
+    assert len(did[0]) > 1
+    assert any(did[d] >= {"rollout", "judge"} for d in (1, 2))
+    assert fixed.drawn.keys() == moves.drawn.keys()
+    for i, mine in moves.drawn.items():
+        for key, value in vars(mine).items():
+            other = getattr(fixed.drawn[i], key)
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other or key == "rows"
+    for key, p in moved.policy.trainable.items():
+        assert torch.equal(p, alone.policy.trainable[key]), key
+    for mine, theirs in zip(after, before, strict=True):
+        for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
+            assert mine.get(key) == theirs.get(key), key
+    assert sum(row["placement/moves"] for row in after) > 0
+    assert not fixed.decided
+    assert len(moves.decided) == 3
+    for line in moves.decided:
+        assert line["rollout"] + line["judge"] == 2
+        assert re.search("(stays|to .*), .*; .* that train", line["decision"])
+        assert {"phase", "greedy", "best", "regret", "sampling", "judging", "price_back"} <= line["numbers"].keys()
+        assert line["numbers"]["greedy"] > 0
+
+
+def test_the_policy_goes_on_where_a_checkpoint_stopped_it(tmp_path):
+    run, devices = opened(tmp_path, "sums", THREE)
+    try:
+        for n in range(2):
+            train_step(run, n, Clock(torch.device("cpu")))
+        kept = devices.state_dict().numbers
+    finally:
+        devices.close()
+    again = beginning(run, THREE)
+    assert again.state != devices.state
+    again.load_state_dict(kept, None)
+    assert again.state == devices.state
+    assert again.state.steps == 2
+    other = beginning(run, "split: adaptive, inside: false")
+    other.load_state_dict(kept, None)
+    assert other.state == adaptive.State(2, Split(1, 1), "never", inside=False, ahead=True)
+
+
+def test_a_decision_that_cannot_be_leaves_a_greedy_split_beside_training(tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr("mmrl.placement.multi_device.notices.tell", heard.append)
+    monkeypatch.setattr(
+        adaptive,
+        "decide",
+        lambda state, tried: (
+            adaptive.State(2, Split(0, 2), "never", ahead=True),
+            adaptive.Decision(Split(0, 2), "so", {}),
+        ),
+    )
+    _, devices, rows = trained(tmp_path, "sums", THREE)
+    assert devices.settings == Placement(
+        type="disaggregated", trainers=1, staleness=1, split="greedy", lend=True, judges=None
+    )
+    assert len(rows) == 3
+    assert len(heard) == 1
+    assert "the run goes on under a greedy split" in heard[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["placement={type: adaptive, split: greedy}"], "placement.split: .*placement.type to disaggregated"),
+        (
+            ["placement={type: disaggregated, split: adaptive}", "rollout.engine=vllm_server"],
+            "split to fixed",
+        ),
+        (["placement={type: disaggregated, split: greedy, inside: false}"], "placement.inside: .*remove it"),
+        (["placement={type: disaggregated, split: adaptive, inside: false}"], "or lower placement.trainers"),
+        (["placement={type: disaggregated, split: adaptive, sleep: true}"], "placement.sleep: .*remove it"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_with_the_edit(changes, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(["sums"], ["devices_per_controller=2", *changes])
