@@ -84,11 +84,9 @@ class ModelParallel:
             chunk.to(device) for chunk in built(module, each * size, settings, recompute=model.gradient_checkpointing)
         ]
         self._by = size if self._by_tokens else 1
-        self._sees = (
-            None
-            if tower(module) is None
-            else vision_tower.VisionTower(body(module), self._chunks[0], divided=self._by_tokens)
-        )
+        self._sees = None
+        if tower(module) is not None:
+            self._sees = vision_tower.VisionTower(body(module), self._chunks[0], divided=self._by_tokens)
         self._call = self._valued if isinstance(module, Critic) else self._forward
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
         first = each * self._group.rank()
