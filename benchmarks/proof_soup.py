@@ -53,7 +53,7 @@ JOBS: Mapping[str, tuple[str, ...]] = {
     ),
     "shapes": (
         "shapes-lora",
-        f"rewards=[{{name: shapes}}, {{name: '{REWARDS}:red'}}]",
+        f"rewards=[{{name: shapes}}, {{name: '{REWARDS}:red', weight: 8}}]",
         "sampling.steps=6",
         "train.prompts_per_step=8",
         "train.group_size=8",
