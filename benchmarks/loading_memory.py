@@ -1,13 +1,14 @@
-"""Peak memory of a rank while a model is loaded for ``fsdp`` and while it trains, beside what ``mmrl plan`` says.
+"""Peak memory of a rank while a model is loaded in parts and while it trains, beside what ``mmrl plan`` says.
 
     OMP_NUM_THREADS=1 python benchmarks/loading_memory.py                     # 1, 2 and 4 CPU ranks
     python benchmarks/loading_memory.py --ranks 2 --layers 32 --json out.json
+    python benchmarks/loading_memory.py --backend megatron                    # parts of layers on 1, 2 and 4 ranks
 
 The model is made here: a Qwen3 of random weights, saved in bfloat16, trained in float32 (about 200 MB of weights with
 the defaults). Two arms, one after the other, each rank in a process of its own:
 
-- rows    as ``mmrl train`` does it: a rank reads its rows of the checkpoint, and gives freed memory back
-- whole   every rank reads the whole model, which is then sharded, and malloc keeps what was freed
+- rows    as ``mmrl train`` does it: a rank reads its rows of the checkpoint; with ``fsdp`` it gives freed memory back
+- whole   every rank reads the whole model, which is then divided, and malloc keeps what was freed
 
 Memory is what a process has for itself (RssAnon of /proc, read every 2 ms) above what it had before the model was
 built: pages of files that processes share do not count. Loading is ``build``, training two steps; the plan is of the
@@ -68,11 +69,15 @@ def model_of(folder: Path, layers: int) -> Path:
     return folder
 
 
-def words_of(path: Path, ranks: int) -> list[str]:
+def words_of(path: Path, ranks: int, backend: str) -> list[str]:
+    backend = backend if ranks > 1 else "fsdp"  # of one rank: the whole model
+    layout = [f"controllers={ranks}"]
+    if backend == "megatron":
+        layout = [f"devices_per_controller={ranks}", f"train.tensor_parallel={ranks}"]
     return [
         f"model.path={path}",
-        f"controllers={ranks}",
-        "train.backend=fsdp",
+        *layout,
+        f"train.backend={backend}",
         "train.prompts_per_step=4",
         "train.group_size=2",
         "train.micro_batch_size=2",
@@ -121,13 +126,16 @@ def serve(chosen: argparse.Namespace) -> None:
     if chosen.arm == "whole":
         local_rows.reading = lambda _: nullcontext()  # type: ignore[assignment]
         sharded.give_back = lambda: None
-    peers = Group(chosen.rank, chosen.of, "127.0.0.1", chosen.port) if chosen.of > 1 else None
-    controller = Controller(0) if peers is None else Controller(0, chosen.rank, chosen.of, peers)
-    small = load_recipe(["sums"], words_of(SHIPPED, chosen.of))
+    devices = chosen.of if chosen.backend == "megatron" else 1
+    peers = Group(chosen.rank, chosen.of, "127.0.0.1", chosen.port, devices=devices) if chosen.of > 1 else None
+    controller = Controller(0)
+    if peers is not None:
+        controller = Controller(0, chosen.rank // devices, chosen.of // devices, peers)
+    small = load_recipe(["sums"], words_of(chosen.small, chosen.of, chosen.backend))
     warm = build(small.recipe, small.root, controller)  # imports, and what torch keeps
     train_step(warm, 0, Clock(torch.device("cpu")))
     del warm
-    loaded, peak = load_recipe(["sums"], words_of(chosen.model, chosen.of)), Peak()
+    loaded, peak = load_recipe(["sums"], words_of(chosen.model, chosen.of, chosen.backend)), Peak()
     began = time.perf_counter()
     with peak.of("load"):
         run = build(loaded.recipe, loaded.root, controller)
@@ -136,7 +144,7 @@ def serve(chosen: argparse.Namespace) -> None:
         for step in range(2):
             train_step(run, step, Clock(torch.device("cpu")))
     trained = time.process_time() - began
-    held = sum(tensor_bytes(p) for p in run.policy.module.parameters()) / MIB
+    held = sum(tensor_bytes(p) for p in run.policy.trainable.values()) / MIB
     print(MARK + json.dumps({**peak.found, "seconds": seconds, "trained": trained, "weights": held}), flush=True)
     if peers is not None:
         peers.close()
@@ -149,11 +157,12 @@ def tensor_bytes(p: Any) -> int:
 # -- all ranks ---------------------------------------------------------------------------------------------------------
 
 
-def measured(arm: str, ranks: int, path: Path) -> dict[str, float]:
+def measured(arm: str, ranks: int, path: Path, small: Path, backend: str) -> dict[str, float]:
     """The most that any rank needed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = [sys.executable, __file__, f"--arm={arm}", f"--of={ranks}", f"--port={port}", f"--model={path}"]
+    given += [f"--small={small}", f"--backend={backend}"]
     processes = [
         subprocess.Popen([*given, f"--rank={rank}"], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
         for rank in range(ranks)
@@ -167,8 +176,8 @@ def measured(arm: str, ranks: int, path: Path) -> dict[str, float]:
     return {name: max(one[name] for one in answers) for name in answers[0]}
 
 
-def planned(path: Path, ranks: int) -> dict[str, float]:
-    made = plan(load_recipe(["sums"], words_of(path, ranks)))
+def planned(path: Path, ranks: int, backend: str) -> dict[str, float]:
+    made = plan(load_recipe(["sums"], words_of(path, ranks, backend)))
     if made.problems:
         raise SystemExit("\n".join(made.problems))
     most = max(made.phases, key=lambda phase: phase.total)
@@ -179,8 +188,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=lambda given: [int(n) for n in given.split(",")], default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--json", type=Path)
-    for name, kind in (("arm", str), ("of", int), ("rank", int), ("port", int), ("model", Path)):
+    for name, kind in (("arm", str), ("of", int), ("rank", int), ("port", int), ("model", Path), ("small", Path)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.arm:
@@ -189,12 +200,14 @@ def main() -> None:
     found: dict[str, Any] = {"environment": environment()}
     with tempfile.TemporaryDirectory() as folder:
         path = model_of(Path(folder) / "model", chosen.layers)
+        # with enough heads for four ranks
+        small = model_of(Path(folder) / "small", 1) if chosen.backend == "megatron" else SHIPPED
         print(f"{(path / 'model.safetensors').stat().st_size / MIB:.0f} MiB in the file, in bfloat16")
         print("ranks arm     weights  loading   plan  training   plan   load s  train s   (MiB, the largest rank's)")
         for ranks in chosen.ranks:
-            said = planned(path, ranks)
-            for arm in ARMS if ranks > 1 else ARMS[:1]:
-                one = measured(arm, ranks, path)
+            said = planned(path, ranks, chosen.backend)
+            for arm in chosen.arms if ranks > 1 else ARMS[:1]:
+                one = measured(arm, ranks, path, small, chosen.backend)
                 found[f"{ranks} {arm}"] = {**one, "planned": said}
                 print(
                     f"{ranks:>5} {arm:<6} {one['weights']:>8.0f} {one['load']:>8.0f} {said['load']:>6.0f} "

@@ -15,6 +15,7 @@ constant learning rate:
 ``gain``: of ``--truth``, a held-out measure that no arm trains on. ``calls``: verdicts of the judge that training used;
 with ``distilling`` those that made the students. ``drift``: how well the student that an arm ended with agrees with the
 judge on ``--drift`` new samples of the trained policy. Every run is resumable: what is finished is not done again.
+Where ``mmrl distill`` refuses its students (none is better than chance) that is printed, and only ``judge`` is run.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ import torch
 
 from mmrl.distill.collection import collect, open_policy
 from mmrl.distill.distilling import judge_of
-from mmrl.distill.folder import load_students
+from mmrl.distill.folder import NAME, load_students
 from mmrl.distill.measuring import agreement
-from mmrl.distill.sides import sides_of
+from mmrl.distill.sides import VERDICTS, sides_of
 from mmrl.distill.training import scores, table_of
 from mmrl.judge.store import TRANSCRIPTS, rows_of
 from mmrl.report.metrics import read
 from mmrl.run import open_run
 
+REFUSED = "refused"
 ARMS = ("judge", "student", "cascade", "refreshed")
 
 
@@ -55,24 +57,38 @@ def command(*words: str, log: Path) -> None:
         )
 
 
-def distilled(given: argparse.Namespace, seed: int) -> Path:
+def distilled(given: argparse.Namespace, seed: int) -> Path | None:
+    """The folder of a seed's students; None where they were refused."""
     folder = given.out / f"students-{seed}"
-    if not folder.exists():
-        words = ["distill", given.recipe, f"seed={seed}", *given.overrides, "--seed", str(seed)]
-        command(*words, "--samples", str(given.samples), "--out", str(folder), log=given.out / f"students-{seed}.log")
-    return folder
+    words = [given.recipe, f"seed={seed}", *given.overrides, "--seed", str(seed), "--samples", str(given.samples)]
+    words += ["--reward", given.reward] if given.reward else []
+    distil(words, folder, given.out / f"students-{seed}.log")
+    return folder if (folder / NAME).exists() else None
 
 
-def train(given: argparse.Namespace, arm: str, seed: int, students: Path) -> Path:
+def distil(words: list[str], folder: Path, log: Path) -> None:
+    """Make ``folder``. Where no student is good enough it has the verdicts, and the reason in the file ``refused``."""
+    if folder.exists():
+        return
+    try:
+        command("distill", *words, "--out", str(folder), log=log)
+    except subprocess.CalledProcessError:
+        if not (folder / VERDICTS).exists():
+            raise
+        (folder / REFUSED).write_text(log.read_text().strip().splitlines()[-1])
+
+
+def train(given: argparse.Namespace, arm: str, seed: int, students: Path | None) -> Path:
     """The finished run of an arm."""
     out = given.out / f"{arm}-{seed}"
     own = given.out / f"{arm}-{seed}-students"
     changes = [f"seed={seed}", "optim.schedule=constant", f"eval.every={given.steps}", f"eval.samples={given.heldout}"]
     changes += [f"checkpoint.every={max(1, given.steps // 2)}", "train.max_cpu_seconds=null", *given.overrides]
     if arm != "judge":
+        assert students is not None
         if not own.exists():
             shutil.copytree(students, own)
-        below = json.loads((own / "distilled.json").read_text())["figures"]["judge_below"][1]["judge_below"]
+        below = json.loads((own / NAME).read_text())["figures"]["judge_below"][1]["judge_below"]
         asks = f", judge_below: {below}" if arm == "cascade" else ""
         changes.append(f"rewards=[{{name: distilled, batch_size: 144, options: {{path: {own}{asks}}}}}]")
 
@@ -85,9 +101,10 @@ def train(given: argparse.Namespace, arm: str, seed: int, students: Path) -> Pat
         steps(given.steps // 2)
         fresh = given.out / f"{arm}-{seed}-fresh"
         shutil.rmtree(fresh, ignore_errors=True)
-        words = ["distill", str(out), "--samples", str(given.samples // 4), "--also", str(students)]
-        command(*words, "--out", str(fresh), log=given.out / f"{arm}-{seed}.log")
-        shutil.copytree(fresh, own, dirs_exist_ok=True)
+        words = [str(out), "--samples", str(given.samples // 4), "--also", str(students)]
+        distil(words, fresh, given.out / f"{arm}-{seed}.log")
+        if (fresh / NAME).exists():  # otherwise it goes on with the students of before
+            shutil.copytree(fresh, own, dirs_exist_ok=True)
         (own / "refreshed").touch()
     steps(given.steps)
     return out
@@ -99,9 +116,14 @@ def drift(given: argparse.Namespace, arm: str, run: Path, students: Path) -> dic
     if kept.exists():
         return json.loads(kept.read_text())
     recipe = open_run(run)[0]
-    judge, _ = judge_of(recipe, run, None)
+    judge, _ = judge_of(recipe, run, given.reward if arm.startswith("judge") else None)
     context = open_policy(recipe, run, judge, run, "latest")
-    made = collect(context, given.drift, given.out / f"{arm}-drift", start=100_000)
+    try:
+        made = collect(context, given.drift, given.out / f"{arm}-drift", start=100_000)
+    finally:
+        context.rewards.close()
+        context.pipeline.close()
+        context.compute.devices.close()
     record, module = load_students(students)
     table = table_of(*sides_of(made.samples), made.values, made.groups, record.shape)
     logits = dict(zip(("dual", "interaction"), scores(module, table), strict=True))[record.student]
@@ -112,8 +134,8 @@ def drift(given: argparse.Namespace, arm: str, run: Path, students: Path) -> dic
     return found
 
 
-def measured(given: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
-    students = distilled(given, seed)
+def measured(given: argparse.Namespace, arm: str, seed: int, students: Path | None) -> dict[str, Any]:
+    """An arm's result; its drift only where there are students."""
     run = train(given, arm, seed, students)
     rows, key = read(run / "heldout.jsonl"), f"reward/{given.truth}"
     calls = sum(1 for row in rows_of(run / TRANSCRIPTS) if int(str(row["step"])) >= 0)
@@ -121,7 +143,7 @@ def measured(given: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     making = 0 if arm == "judge" else given.samples + (given.samples // 4 if arm == "refreshed" else 0)
     result = {"arm": arm, "seed": seed, "before": rows[0][key], "after": rows[-1][key], "calls": calls}
     result |= {"distilling": making, "cpu_seconds": read(run / "metrics.jsonl")[-1]["perf/cpu_seconds"]}
-    return result | {"drift": drift(given, f"{arm}-{seed}", run, own)}
+    return result | {"drift": None if own is None else drift(given, f"{arm}-{seed}", run, own)}
 
 
 def main() -> None:
@@ -129,6 +151,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="a.b=c, after those of the benchmark")
     parser.add_argument("--recipe", default="shapes-judge")
     parser.add_argument("--truth", default="shapes/success")
+    parser.add_argument("--reward", help="label of the judge, where the recipe has several")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--samples", type=int, default=3000, help="verdicts that make the students")
@@ -138,12 +161,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/proof_distill"))
     given = parser.parse_args()
     torch.set_num_threads(1)
+    given.out = given.out.resolve()  # a path in a recipe is seen from the recipe's folder
     given.out.mkdir(parents=True, exist_ok=True)
     for seed in given.seeds:
-        figures = json.loads((distilled(given, seed) / "distilled.json").read_text())["figures"]
-        print(json.dumps({"seed": seed, "distilled": figures["heldout"], "judge_below": figures["judge_below"]}))
+        students = distilled(given, seed)
+        if students is None:
+            refused = (given.out / f"students-{seed}" / REFUSED).read_text()
+            print(json.dumps({"seed": seed, "samples": given.samples, "refused": refused}), flush=True)
+        else:
+            figures = json.loads((students / NAME).read_text())["figures"]
+            said = {name: figures[name] for name in ("student", "heldout", "judge_below")}
+            print(json.dumps({"seed": seed, "samples": given.samples, **said}), flush=True)
         for arm in given.arms:
-            print(json.dumps(measured(given, arm, seed)), flush=True)
+            if arm == "judge" or students is not None:
+                print(json.dumps(measured(given, arm, seed, students)), flush=True)
 
 
 if __name__ == "__main__":

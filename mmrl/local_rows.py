@@ -10,6 +10,7 @@ memory of its own, and its module keeps the rows beside it:
     cut, hold        the same for a loader of our own: which rows to read, and where to put them
     move             ``module.to(device)`` of a module with placeholders, which then are on the meta device
     fill             the rows become the parameters of the sharded module
+    Lifted           the rows taken out of a module whose weights another layout divides: whole tensors, one at a time
 
 The placeholder's values are nan: what computes with it by mistake is not silently wrong. Imports torch late.
 """
@@ -155,6 +156,81 @@ def fill(module: nn.Module) -> None:
         owner._parameters[name] = made[id(p)]
     for owner in module.modules():
         owner.__dict__.pop(_ROWS, None)
+
+
+class Lifted:
+    """Final class: the rows of ``module``, taken out of it. Its parameters have no elements then, and lie where the
+    rows do. Does nothing where the module has no rows.
+
+    ``ranks``: those that read the rows. All of them ask for the same tensors, in the same order.
+    """
+
+    def __init__(self, module: nn.Module, ranks: dist.ProcessGroup) -> None:
+        from torch.nn import Parameter
+
+        self._module, self._ranks = module, ranks
+        self._rows: dict[int, tuple[Tensor, torch.Size]] = {}
+        """By the identity of the parameter that is now in the module."""
+        made: dict[int, Parameter] = {}
+        for owner, name, rows in list(_kept(module)):
+            p = owner._parameters[name]
+            assert p is not None
+            if id(p) not in made:
+                made[id(p)] = Parameter(rows.new_empty(0), requires_grad=p.requires_grad)
+                self._rows[id(made[id(p)])] = rows, p.shape
+            owner._parameters[name] = made[id(p)]
+        for owner in module.modules():
+            owner.__dict__.pop(_ROWS, None)
+
+    def shape(self, p: nn.Parameter) -> torch.Size:
+        """Of the whole tensor."""
+        return self._rows[id(p)][1] if id(p) in self._rows else p.shape
+
+    def whole(self, p: nn.Parameter) -> Tensor:
+        """The whole tensor, of all ranks' rows."""
+        import torch.distributed as dist
+
+        if id(p) not in self._rows:
+            return p.detach()
+        rows, shape = self._rows[id(p)]
+        each = -(-shape[0] // self._ranks.size())
+        mine = rows
+        if len(rows) < each:
+            mine = rows.new_zeros(each, *shape[1:])
+            mine[: len(rows)] = rows
+        every = rows.new_empty(each * self._ranks.size(), *shape[1:])
+        dist.all_gather(list(every.split(each)), mine, group=self._ranks)
+        return every[: shape[0]]
+
+    def put_back(self, p: nn.Parameter) -> None:
+        """Give the module the whole tensor, for good."""
+        if id(p) in self._rows:
+            p.data = self.whole(p)
+            del self._rows[id(p)]
+
+    @contextmanager
+    def on_demand(self) -> Generator[None]:
+        """While a submodule computes, it has its own weights whole."""
+        hooks = []
+        for owner in self._module.modules():
+            own = [p for p in owner._parameters.values() if p is not None and id(p) in self._rows]
+            if own:
+                hooks.append(owner.register_forward_pre_hook(lambda *_, own=own: self._give(own)))
+                hooks.append(owner.register_forward_hook(lambda *_, own=own: _empty(own), always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _give(self, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            p.data = self.whole(p)
+
+
+def _empty(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.data = p.new_empty(0)
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

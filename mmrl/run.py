@@ -197,16 +197,16 @@ def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller, ra
     if backend == "megatron":
         from mmrl.engines.megatron.weights import ModelParallel
 
-        return ModelParallel(module, recipe.train, recipe.model, controller.peers.sent)
+        return ModelParallel(module, recipe.train, recipe.model, controller.peers.sent, controller.peers.ranks)
     shards, replicas = ranks or (controller.peers.ranks, None)
     return Sharded(module, shards, controller.peers.sent, getattr(torch, recipe.performance.gather_dtype), replicas)
 
 
 def _sharded_over(recipe: Recipe, controller: Controller) -> Ranks | None:
-    """The ranks that will have some rows of the weights each (FSDP), and those with the same rows as this one where
-    there are several groups of them; None for another layout."""
+    """The ranks that will read some rows of the weights each (FSDP keeps them so, Megatron-Core divides them anew), and
+    those with the same rows as this one where there are several groups of them; None for another layout."""
     size, every = recipe.train.shard_size, controller.peers.ranks
-    if recipe.train.backend != "fsdp" or every is None or controller.size * recipe.devices_per_controller == 1:
+    if recipe.train.backend == "replicated" or every is None or controller.size * recipe.devices_per_controller == 1:
         return None
     return (every, None) if size is None or size == every.size() else controller.peers.divided(size)
 

@@ -17,9 +17,11 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
+from mmrl.distill.distilling import check
 from mmrl.distill.folder import load_students
 from mmrl.distill.formulas import calibrated, losses, maxsim, platt, sureness, threshold_of
 from mmrl.distill.measuring import agreement, askings
+from mmrl.distill.sides import Pairs
 from mmrl.distill.students import Shape, Side, Students, inputs_of, words_of
 from mmrl.distill.training import Settings, Table, scores, split, table_of, train
 from mmrl.errors import UserError
@@ -359,6 +361,17 @@ def test_verdicts_that_teach_nothing_are_refused(
     assert mmrl(*words, "--reward", "mine") == 2
     assert REFUSED[name] in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_one_question_about_many_pictures_is_many_prompts() -> None:
+    def pairs(shades: int) -> Pairs:
+        pictures = [Image.new("L", (4, 4), n % shades) for n in range(16)]
+        sides = [Side("What is it?", (picture,)) for picture in pictures]
+        return Pairs(sides, [Side("yes") for _ in sides], [n % 2 for n in range(16)], list(range(16)))
+
+    check(pairs(8))
+    with pytest.raises(UserError, match="are about 7 prompts, and 8 are needed"):
+        check(pairs(7))
 
 
 def test_students_at_chance_are_not_written(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,13 @@ def test_another_value_is_another_recipe(older, change):
         same_run(older, load_recipe(["shapes-nft"], ["algorithm.guidance=sampling", change]))
 
 
+def test_how_long_a_reward_may_take_may_change(older):
+    words = ["algorithm.guidance=sampling"]
+    same_run(older, load_recipe(["shapes-nft"], [*words, "rewards=[{name: shapes, timeout: 5, retries: 2}]"]))
+    with pytest.raises(UserError, match="--resume: rewards differ"):
+        same_run(older, load_recipe(["shapes-nft"], [*words, "rewards=[{name: shapes, timeout: 5, weight: 2}]"]))
+
+
 def test_a_run_of_a_shipped_model_goes_on_with_another_installation(older):
     loaded = load_recipe(["shapes-nft"], ["algorithm.guidance=sampling"])
     stored, path = json.loads(older.resolved.read_text()), loaded.recipe.model.path

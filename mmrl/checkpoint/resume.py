@@ -11,7 +11,7 @@ from mmrl.config.older_keys import renamed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_object
-from mmrl.judge.usage import without_budgets
+from mmrl.judge.usage import without_limits
 from mmrl.report.rundir import RunDir
 from mmrl.secrets import masked
 from mmrl.training.divergence import CHANGEABLE, diverged
@@ -52,8 +52,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     if loaded.recipe.optim.schedule != "constant":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     stored = moved(renamed(json.loads(directory.resolved.read_text())))
-    before, now = (flatten(masked(without_budgets(recipe))) for recipe in (stored, moved(loaded.resolved())))
-    filled = flatten(masked(without_budgets(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
+    before, now = (flatten(masked(without_limits(recipe))) for recipe in (stored, moved(loaded.resolved())))
+    filled = flatten(masked(without_limits(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
     new = {key: filled.get(key) for key in sorted(now.keys() - before.keys()) if not {key, key.split(".")[0]} & free}
     before |= new
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]

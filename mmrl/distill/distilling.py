@@ -148,7 +148,7 @@ def check(pairs: Pairs) -> None:
             f"all {len(pairs)} verdicts are equal ({low:.3g}), so they teach nothing; look at the judge with mmrl "
             "judge, or take a policy whose samples are good and bad"
         )
-    prompts = len({side.text for side in pairs.prompts})
+    prompts = len({(side.text, *(one.tobytes() for one in side.pictures)) for side in pairs.prompts})
     if prompts < _LEAST_PROMPTS:
         raise UserError(
             f"the verdicts are about {prompts} prompts, and {_LEAST_PROMPTS} are needed, so that some can be held out; "

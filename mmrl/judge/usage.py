@@ -127,17 +127,21 @@ class Spending:
         return None
 
 
-def without_budgets(recipe: JsonObject) -> dict[str, Json]:
-    """A resolved recipe without the budgets of its rewards, which a run that is resumed may change."""
+_LIMITS = ("budget", "timeout", "retries")
+
+
+def without_limits(recipe: JsonObject) -> dict[str, Json]:
+    """A resolved recipe without how long its rewards may take and how much they may cost, which a run that is resumed
+    may change."""
     rewards = recipe.get("rewards")
-    kept = [_without_budget(one) for one in rewards if isinstance(one, Mapping)] if isinstance(rewards, list) else []
+    kept = [_without_limits(one) for one in rewards if isinstance(one, Mapping)] if isinstance(rewards, list) else []
     return {**recipe, "rewards": kept}
 
 
-def _without_budget(reward: JsonObject) -> JsonObject:
+def _without_limits(reward: JsonObject) -> JsonObject:
     options = reward.get("options")
-    kept = {k: v for k, v in options.items() if k != "budget"} if isinstance(options, Mapping) else {}
-    return {**reward, "options": kept}
+    kept = {k: v for k, v in options.items() if k not in _LIMITS} if isinstance(options, Mapping) else {}
+    return {k: v for k, v in reward.items() if k not in _LIMITS} | {"options": kept}
 
 
 def _count(value: Json) -> int | None:

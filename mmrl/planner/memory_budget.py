@@ -185,23 +185,31 @@ def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> Pha
     """What a device holds while a run is loaded.
 
     Every rank puts the whole model on its device, in the dtypes of training, before it keeps only its part; or it reads
-    only its part (``Plan.by_rows``). Judge models and the engine beside the trainer are loaded before, unless
-    they sleep.
+    only some rows of it (``Plan.by_rows``). With Megatron-Core these are gathered tensor by tensor into its part. Judge
+    models and the engine beside the trainer are loaded before, unless they sleep.
     """
-    train, n, asleep = made.recipe.train, made.recipe.devices_per_controller, sleeps(made.recipe)
+    recipe, n, asleep = made.recipe, made.recipe.devices_per_controller, sleeps(made.recipe)
+    megatron, ranks = recipe.train.backend == "megatron", recipe.controllers * recipe.placement.training(n)
     weights: dict[str, int] = {}
     for component in description.components:
         if not offloads(made) or "train" in component.needed:
             size = sizes[id(component)]
-            once = size.total if made.by_rows else size.whole or size.total
+            whole = size.whole or size.total
+            once = whole if not made.by_rows else -(-whole // ranks) if megatron else size.total
             weights[component.role] = weights.get(component.role, 0) + once
     parts = {
         **weights,
-        "this device's part of the model": sum(s.total for s in sizes.values()) if train.backend == "megatron" else 0,
+        "this device's part of the model": sum(s.total for s in sizes.values()) if megatron else 0,
+        "a tensor being gathered": _largest(description) if megatron and made.by_rows else 0,
         **{one.role: 0 if asleep else _held(made, one) for one in description.beside},
         "rewards' models": sum(one.bytes for one in made.asked if one.trained_on) if n == 1 and not asleep else 0,
     }
     return PhaseMemory("load", {name: size for name, size in parts.items() if size})
+
+
+def _largest(description: Description) -> int:
+    """The bytes of the largest trained tensor."""
+    return max((p.nbytes for c in description.components for p in c.module.parameters() if p.requires_grad), default=0)
 
 
 def phases_of(

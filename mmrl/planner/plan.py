@@ -263,8 +263,9 @@ def _account(
     features = measured.features * kept
     made.roles = list(roles_of(made, description, sizes, objective, features))
     made.phases = list(phases_of(made, description, sizes, objective, features, inputs, pathwise=pathwise))
-    made.by_rows = recipe.train.backend == "fsdp" and shards > 1 and description.by_rows
-    if made.device != "cpu" or (recipe.train.backend == "fsdp" and shards > 1):
+    in_parts = recipe.train.backend != "replicated" and trainers > 1
+    made.by_rows = in_parts and description.by_rows
+    if made.device != "cpu" or in_parts:
         made.load = load_of(made, description, sizes)
     if offloads(made):
         moved = (c for c in description.components if len(c.needed) < len(PHASES))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.datasets.loading import load_prompts
@@ -82,44 +83,57 @@ def report(folder: Path, points: int = 5, samples: int | None = None, checkpoint
         )
     if not 2 <= points <= MOST:
         raise UserError(f"--points {points}: give 2 to {MOST}")
-    recipe, saved = found(soup, checkpoint)
-    merged = opened(soup, recipe, saved)
-    root = soup.backbones[0]
-    count = samples or recipe.eval.samples
-    try:
-        heldout = Evaluator(merged.context, load_prompts(merged.context.recipe, root, "heldout"), root)
-        bone, direct = _measured(soup, merged, heldout, points, count)
-    finally:
-        merged.context.pipeline.close()
-        merged.context.compute.devices.close()
+    grid = [(k / (points - 1), 1 - k / (points - 1)) for k in range(points)]
+    with measuring(soup, samples, checkpoint) as measure:
+        bone = [measure(mu, merging_weights(soup.matrix, mu)) for mu in grid]
+        direct = [measure(mu, mu) for mu in grid]
     both = [_in_units(soup, one.rewards) for one in (*bone, *direct)]
     reference = min(p[0] for p in both), min(p[1] for p in both)
-    made = SoupReport(
-        soup, merged.steps, count, reference, _front(soup, bone, reference), _front(soup, direct, reference)
-    )
+    fronts = [_front(soup, of, reference) for of in (bone, direct)]
+    made = SoupReport(soup, measure.merged.steps, measure.samples, reference, *fronts)
     write_atomic(folder / NAME, json.dumps(made.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return made
 
 
-def _measured(
-    soup: Soup, merged: Merged, heldout: Evaluator, points: int, samples: int
-) -> tuple[list[Measured], list[Measured]]:
-    """The models of both ways to merge; one that both have (equal weights) is measured once."""
-    known: dict[tuple[float, ...], Point] = {}
+@dataclass(frozen=True)
+class Measuring:
+    """Measures merges of a soup of two rewards; one that was measured before (equal weights) is not measured again."""
 
-    def measure(mu: Point, weights: Sequence[float]) -> Measured:
+    soup: Soup
+    merged: Merged
+    heldout: Evaluator
+    samples: int
+    known: dict[tuple[float, ...], Point] = field(default_factory=dict)
+
+    def __call__(self, mu: Point, weights: Sequence[float]) -> Measured:
+        """The model that counts each backbone with its number of ``weights``. Raises ``UserError``."""
         key = tuple(round(w, 9) for w in weights)
-        if key not in known:
-            merged.weigh(weights)
-            row, _, failures = heldout.score(samples)
-            if failures:
-                print(f"warning: {summary(row, failures)}", file=sys.stderr)
-            known[key] = _reward(row, soup.rewards[0]), _reward(row, soup.rewards[1])
-        return Measured(mu, tuple(weights), known[key])
+        if key not in self.known:
+            self.merged.weigh(weights)
+            self.known[key] = rewards_of(self.heldout, self.soup.rewards, self.samples)
+        return Measured(mu, tuple(weights), self.known[key])
 
-    grid = [(k / (points - 1), 1 - k / (points - 1)) for k in range(points)]
-    bone = [measure(mu, merging_weights(soup.matrix, mu)) for mu in grid]
-    return bone, [measure(mu, mu) for mu in grid]
+
+@contextmanager
+def measuring(soup: Soup, samples: int | None = None, checkpoint: str = "latest") -> Generator[Measuring]:
+    """Open a soup to measure merges of it, all with the same held-out prompts and noise. Raises ``UserError``."""
+    recipe, saved = found(soup, checkpoint)
+    merged = opened(soup, recipe, saved)
+    root = soup.backbones[0]
+    try:
+        heldout = Evaluator(merged.context, load_prompts(merged.context.recipe, root, "heldout"), root)
+        yield Measuring(soup, merged, heldout, samples or recipe.eval.samples)
+    finally:
+        merged.context.pipeline.close()
+        merged.context.compute.devices.close()
+
+
+def rewards_of(heldout: Evaluator, labels: Sequence[str], samples: int) -> Point:
+    """The mean rewards of two labels of the model as it is now. Raises ``UserError`` where one has no score."""
+    row, _, failures = heldout.score(samples)
+    if failures:
+        print(f"warning: {summary(row, failures)}", file=sys.stderr)
+    return _reward(row, labels[0]), _reward(row, labels[1])
 
 
 def _reward(row: dict[str, float], label: str) -> float:

@@ -29,8 +29,10 @@ from mmrl.engines.megatron.mapping import apart, body, parts, places, refusals, 
 from mmrl.engines.megatron.model import all_tokens, arrange, built, named
 from mmrl.engines.megatron.rows import Packed, packed
 from mmrl.engines.megatron.stages import Pipeline
+from mmrl.engines.sharded import give_back
 from mmrl.engines.weights import Passed, exchange, outermost, probe
 from mmrl.errors import UserError
+from mmrl.local_rows import Lifted
 from mmrl.text.critic import Critic
 from mmrl.text.likelihood import Vocabulary, token_log_probs
 
@@ -45,7 +47,8 @@ class Logits(NamedTuple):
 class ModelParallel:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place.
 
-    All ranks must construct it together, from equal weights. ``settings``: how many share a model (neighbours do), and
+    All ranks must construct it together, from equal weights or from their own rows of them (``mmrl.local_rows``), which
+    ``ranks`` have read. ``settings``: how many share a model (neighbours do), and
     how; those of ``context_parallel`` have the same weights, and other tokens of a row. In half precision
     (``model.dtype``) the model computes with rounded copies of weights that are float32, and gradients are added in
     float32. With ``distributed_optimizer`` ranks with the same weights divide what their optimizers step on, tensor by
@@ -56,7 +59,9 @@ class ModelParallel:
 
     in_shards = True
 
-    def __init__(self, module: Any, settings: Train, model: Model, sent: Counter[str]) -> None:
+    def __init__(
+        self, module: Any, settings: Train, model: Model, sent: Counter[str], ranks: dist.ProcessGroup
+    ) -> None:
         if problems := list(refusals(module, settings)):
             raise UserError("\n".join(problems))
         size = self._size = settings.tensor_parallel
@@ -68,23 +73,20 @@ class ModelParallel:
         self.lockstep = bool(settings.tensor_parallel * settings.context_parallel % settings.expert_parallel)
         self._cut = None if self._groups.rows is None else Rows(self._groups.rows)
         self._module, self._whole_forward = module, module.forward
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.names = trained.keys()
-        self._shapes = {name: p.shape for name, p in trained.items()}
-        self._apart = {name: p for name, p in trained.items() if name.startswith(apart(module))}
-        self._theirs = {name: p for name, p in trained.items() if name not in self._apart}
+        lifted = Lifted(module, ranks)
+        self._name_all(module, lifted)
         rows = text_config(module).vocab_size
         each = -(-rows // size)
         device = next(module.parameters()).device
+        if device.type == "cpu":
+            give_back()
         self._chunks = [
             chunk.to(device) for chunk in built(module, each * size, settings, recompute=model.gradient_checkpointing)
         ]
         self._by = size if self._by_tokens else 1
-        self._sees = (
-            None
-            if tower(module) is None
-            else vision_tower.VisionTower(body(module), self._chunks[0], divided=self._by_tokens)
-        )
+        self._sees = None
+        if tower(module) is not None:
+            self._sees = vision_tower.VisionTower(body(module), self._chunks[0], divided=self._by_tokens)
         self._call = self._valued if isinstance(module, Critic) else self._forward
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
         first = each * self._group.rank()
@@ -106,15 +108,27 @@ class ModelParallel:
         )
         others = {name for place in self._ours if not self._gradients.steps(place) for name in place.tensors}
         self.stepped = [name for name in self.mine if name not in others]
-        self._take_over()
+        self._take_over(lifted)
         self._vocabulary = self._module.vocabulary = Vocabulary(first, self._group)
-        self._check()
+        with lifted.on_demand():
+            self._check()
         if model.dtype != "float32":  # weights to compute with
             for chunk in self._chunks:
                 chunk.to(getattr(torch, model.dtype))
                 chunk.config.pipeline_dtype = getattr(torch, model.dtype)  # of what stages send
             self._gradients.add_in_float32()
         self._empty()
+
+    def _name_all(self, module: Any, lifted: Lifted) -> None:
+        """Find what trains, and give ``module`` the weights that no layer of Megatron-Core takes."""
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.names = trained.keys()
+        self._shapes = {name: lifted.shape(p) for name, p in trained.items()}
+        self._apart = {name: p for name, p in trained.items() if name.startswith(apart(module))}
+        self._theirs = {name: p for name, p in trained.items() if name not in self._apart}
+        for name, p in module.named_parameters():
+            if name not in self._theirs:
+                lifted.put_back(p)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -187,8 +201,9 @@ class ModelParallel:
         return (hidden.index_select(0, index.flatten()).unflatten(0, index.shape), *rest)
 
     @torch.no_grad()
-    def _take_over(self) -> None:
-        for name, whole in self._theirs.items():
+    def _take_over(self, lifted: Lifted) -> None:
+        for name, p in self._theirs.items():
+            whole = lifted.whole(p)  # of all ranks together, whoever has a part of it
             if (mine := self.mine.get(name)) is not None:
                 mine.copy_(self._share(name, whole).view_as(mine))
         for place, exact in self._exact.items():
