@@ -40,9 +40,9 @@ def opened(tmp_path, name, how):
     judge.write_text(JUDGE)
     words = [*SMALL, "devices_per_controller=3", f"placement={{type: disaggregated, trainers: 1, {how}}}"]
     if name == "sums":
-        words += ["optim.lr=0.01", "optim.warmup_steps=0", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
+        words += ["optim.lr=1e-4", "optim.warmup_steps=0", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
     else:
-        words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=0.01"]
+        words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=1e-4"]
         words += ["train.prompts_per_step=2"]
     loaded = load_recipe([name], words)
     others = [Slow(build(loaded.recipe, loaded.root), 0.1) for _ in range(2)]
@@ -168,7 +168,7 @@ def test_two_controllers_learn_as_without_moves_though_a_device_is_killed(tmp_pa
     judge = tmp_path / "judge.py"
     judge.write_text(JUDGE)
     words = ["controllers=2", "devices_per_controller=3", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
-    words += [*SMALL, "train.steps=5", "checkpoint.every=1", "eval.every=null", "optim.lr=0.01", "optim.warmup_steps=0"]
+    words += [*SMALL, "train.steps=5", "checkpoint.every=1", "eval.every=null", "optim.lr=1e-4", "optim.warmup_steps=0"]
     for name, how in (("fixed", "judges: 1"), ("lent", "judges: 1, lend: true")):
         ray_runs.run("sums", tmp_path / name, *words, f"placement={{type: disaggregated, trainers: 1, {how}}}")
     out = tmp_path / "moved"
