@@ -12,9 +12,11 @@ from mmrl.errors import UserError
 from mmrl.placement import adaptive
 from mmrl.placement.adaptive import Split
 from mmrl.placement.multi_device import MultiDevice
+from mmrl.placement.tasks import LENT
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.training.loop import train_step
+from tests import ray_runs
 from tests.test_lending import SMALL, Slow, Watched
 from tests.tiny_diffusion import two_blocks
 
@@ -38,9 +40,9 @@ def opened(tmp_path, name, how):
     judge.write_text(JUDGE)
     words = [*SMALL, "devices_per_controller=3", f"placement={{type: disaggregated, trainers: 1, {how}}}"]
     if name == "sums":
-        words += ["optim.lr=0.01", "optim.warmup_steps=0", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
+        words += ["optim.lr=1e-4", "optim.warmup_steps=0", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
     else:
-        words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=0.01"]
+        words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=1e-4"]
         words += ["train.prompts_per_step=2"]
     loaded = load_recipe([name], words)
     others = [Slow(build(loaded.recipe, loaded.root), 0.1) for _ in range(2)]
@@ -157,3 +159,33 @@ def test_a_decision_that_cannot_be_leaves_a_greedy_split_beside_training(tmp_pat
 def test_a_split_that_cannot_be_is_refused_with_the_edit(changes, message):
     with pytest.raises(UserError, match=message):
         load_recipe(["sums"], ["devices_per_controller=2", *changes])
+
+
+@pytest.mark.slow
+@pytest.mark.long  # in short: threads in one process, above
+def test_two_controllers_learn_as_without_moves_though_a_device_is_killed(tmp_path):
+    pytest.importorskip("ray")
+    judge = tmp_path / "judge.py"
+    judge.write_text(JUDGE)
+    words = ["controllers=2", "devices_per_controller=3", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
+    words += [*SMALL, "train.steps=5", "checkpoint.every=1", "eval.every=null", "optim.lr=1e-4", "optim.warmup_steps=0"]
+    for name, how in (("fixed", "judges: 1"), ("lent", "judges: 1, lend: true")):
+        ray_runs.run("sums", tmp_path / name, *words, f"placement={{type: disaggregated, trainers: 1, {how}}}")
+    out = tmp_path / "moved"
+    process = ray_runs.train("sums", out, *words, f"placement={{type: disaggregated, trainers: 1, {THREE}}}")
+    ray_runs.wait_for(process, out, 2)
+    ray_runs.actors(process)[-1].kill()  # one that samples and judges
+    code, said = ray_runs.ended(process)
+    assert code == 0, said
+    assert "all controllers start again after step" in said
+    for other in ("lent", "moved"):
+        for mine, theirs in zip(ray_runs.rows(tmp_path / other), ray_runs.rows(tmp_path / "fixed"), strict=True):
+            for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
+                assert mine[key] == theirs[key], (other, mine["step"], key)
+        for file in ("weights", "optimizer", "ahead"):
+            whole = [tmp_path / n / "checkpoints" / "step_000005" / f"{file}.safetensors" for n in ("fixed", other)]
+            assert whole[0].read_bytes() == whole[1].read_bytes(), (other, file)
+    lines = ray_runs.placed(out)
+    assert {line["controller"] for line in lines if line.get("device") == 0 and line["role"] in LENT} == {0, 1}
+    assert {line["role"] for line in lines if line.get("device") == 2} >= {"rollout", "judge"}
+    assert [line["step"] for line in lines if "decision" in line] == [1, 2, 3, 4, 5]
