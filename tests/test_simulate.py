@@ -176,7 +176,7 @@ def test_nothing_is_faster_than_the_bound(name):
     least = bound(trace, cluster)
     assert all(b > 0 for b in least)
     for outcome in compare(trace, cluster).outcomes:
-        if outcome.name.startswith("disaggregated"):  # trains on stale samples, so that only the work bounds it
+        if outcome.name.startswith(("disaggregated", "three roles")):  # on stale samples: only the work bounds it
             work = sum(device_seconds(work, cluster) for work in trace.steps)
             assert outcome.seconds >= work / cluster.total
         else:
