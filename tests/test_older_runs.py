@@ -47,6 +47,8 @@ def test_another_value_is_another_recipe(older, change):
 def test_how_long_a_reward_may_take_may_change(older):
     words = ["algorithm.guidance=sampling"]
     same_run(older, load_recipe(["shapes-nft"], [*words, "rewards=[{name: shapes, timeout: 5, retries: 2}]"]))
+    with pytest.raises(UserError, match="--resume: rewards differ"):  # what an option means is the reward's own affair
+        same_run(older, load_recipe(["shapes-nft"], [*words, "rewards=[{name: shapes, options: {timeout: 5}}]"]))
     with pytest.raises(UserError, match="--resume: rewards differ"):
         same_run(older, load_recipe(["shapes-nft"], [*words, "rewards=[{name: shapes, timeout: 5, weight: 2}]"]))
 

@@ -127,12 +127,9 @@ class Spending:
         return None
 
 
-_LIMITS = ("budget", "timeout", "retries")
-
-
 def without_limits(recipe: JsonObject) -> dict[str, Json]:
-    """A resolved recipe without how long its rewards may take and how much they may cost, which a run that is resumed
-    may change."""
+    """A resolved recipe without how long calls of its rewards may take, how often they are repeated, and the budgets of
+    its judges, which a run that is resumed may change."""
     rewards = recipe.get("rewards")
     kept = [_without_limits(one) for one in rewards if isinstance(one, Mapping)] if isinstance(rewards, list) else []
     return {**recipe, "rewards": kept}
@@ -140,8 +137,8 @@ def without_limits(recipe: JsonObject) -> dict[str, Json]:
 
 def _without_limits(reward: JsonObject) -> JsonObject:
     options = reward.get("options")
-    kept = {k: v for k, v in options.items() if k not in _LIMITS} if isinstance(options, Mapping) else {}
-    return {k: v for k, v in reward.items() if k not in _LIMITS} | {"options": kept}
+    kept = {k: v for k, v in options.items() if k != "budget"} if isinstance(options, Mapping) else {}
+    return {k: v for k, v in reward.items() if k not in ("timeout", "retries")} | {"options": kept}
 
 
 def _count(value: Json) -> int | None:
