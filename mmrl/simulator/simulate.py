@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from mmrl.config.placement import Placement
-from mmrl.placement import hindsight
+from mmrl.placement import hindsight, simulated_moving
 from mmrl.placement.adaptive import Decision, Split, decide, opening, splits, starting
 from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
@@ -48,6 +48,8 @@ class Outcome:
     """Device-seconds in which controllers waited for the slowest one."""
     moves: list[int] = field(default_factory=list)
     """Number of role switches of devices within the step."""
+    moved: list[int] = field(default_factory=list)
+    """Number of micro-batches that another controller took."""
     splits: list[Split] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
 
@@ -86,18 +88,22 @@ def bound(trace: Trace, cluster: Cluster) -> list[float]:
     return found
 
 
-def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str) -> Outcome:
+def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, prompts_move: bool = False) -> Outcome:
     """The steps of a run whose recipe has this section ``placement``, with the scheduler and the policy of the run.
 
-    Each controller has its own devices; they wait for the slowest controller before they train.
+    Each controller has its own devices; they wait for the slowest controller before they train. ``prompts_move``: with
+    ``train.balance: moving``, between controllers.
     """
-    out = Outcome(name, cluster.total)
+    out, time = Outcome(name, cluster.total), SimulatedTime()
     state = starting(settings, cluster.devices)
-    controllers = [SimulatedDevices(cluster.devices, trace.price) for _ in range(cluster.controllers)]
+    controllers = [SimulatedDevices(cluster.devices, trace.price, time) for _ in range(cluster.controllers)]
     for work in trace.steps:
         split, moves = opening(state, judged=True)
-        for devices, rounds in zip(controllers, work.shares, strict=True):
-            devices.step(rounds, split, moves)
+        if prompts_move:
+            out.moved.append(simulated_moving.step(controllers, work.shares, split, moves))
+        else:
+            for devices, rounds in zip(controllers, work.shares, strict=True):
+                devices.step(rounds, split, moves)
         found = [devices.scheduler.numbers() for devices in controllers]
         phases = [max(numbers["rollout_done"], numbers["judge_done"]) for numbers in found]
         longest, numbers = max(phases), summed(found)
@@ -133,10 +139,11 @@ def moving(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
     return placed(trace, cluster, Placement(type="greedy", judges=split.judge or None), name)
 
 
-def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
-    """The split follows the load between steps; with ``moves``, devices also switch roles within a step."""
-    name = "adaptive" if moves else "adaptive, split alone"
-    return placed(trace, cluster, Placement(type="adaptive", inside=moves), name)
+def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True, prompts_move: bool = False) -> Outcome:
+    """The split follows the load between steps; with ``moves``, devices also switch roles within a step, with
+    ``prompts_move`` prompts move between controllers."""
+    name = ("adaptive" if moves else "adaptive, split alone") + ", prompts move" * prompts_move
+    return placed(trace, cluster, Placement(type="adaptive", inside=moves), name, prompts_move=prompts_move)
 
 
 def disaggregated(
