@@ -52,7 +52,7 @@ def serve(name, rank, size, port, out):
     run = make(name, Controller(0, rank, size, peers), *MOVING)
     done = [out.with_name(f"done-{other}") for other in range(1, size)]
     if rank:
-        following = Claims.next
+        following = Claims.other
 
         def told(self):
             found = following(self)
@@ -60,7 +60,7 @@ def serve(name, rank, size, port, out):
                 done[rank - 1].touch()
             return found
 
-        Claims.next = told
+        Claims.other = told
     else:
         sample = run.pipeline.sample
 

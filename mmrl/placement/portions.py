@@ -66,13 +66,15 @@ def slowest(mine: Progress, others: Mapping[int, Progress], devices: int) -> int
     earlier here. ``devices``: of each controller.
 
     A portion that is taken begins when what is open here is done; there it would begin when also those before it are.
+    A controller with open work takes it only if that saves half a portion's time: what others told is older than that.
     """
     here = mine.open / devices + mine.each
     ends: dict[int, float] = {}
     for rank, other in others.items():
         each = other.each or mine.each
         end = ((other.left - 1) * each + other.open) / devices + each
-        if other.left and here <= end:
+        margin = each / 2 if mine.open else 0.0
+        if other.left and here + margin <= end:
             ends[rank] = end
     return max(ends, key=lambda rank: (ends[rank], -rank), default=None)
 
@@ -105,7 +107,7 @@ class Claims:
             return 0
         if not self.left:
             return None
-        told = round(self._mine.each / UNIT) * EACH + round(self._mine.open / UNIT)
+        told = round(self._mine.each / UNIT) * EACH + round((self._mine.open + self._mine.each / 2) / UNIT)
         if told != self._told:
             self._counters.add(len(self._lengths) + self._rank, told - self._told)
             self._told = told

@@ -82,8 +82,8 @@ class Times(NamedTuple):
 
 class SimulatedDevices:
     """``price``: seconds in which a device switches to judging, ``back``: to sampling; None: as long. A device that was
-    lent is back for training after ``home`` (None: ``price``). A subclass may know more about the times (``times``,
-    ``waits``, ``pause``); here nothing but switches and work takes time.
+    lent is back for training after ``home`` (None: ``price``). ``slow``: tasks take so many times as long. A subclass
+    may know more about the times (``times``, ``waits``, ``pause``); here nothing but switches and work takes time.
 
     When a step begins, every device is ready to sample: what the end of training takes is part of training.
     """
@@ -95,8 +95,9 @@ class SimulatedDevices:
         time: SimulatedTime | None = None,
         back: float | None = None,
         home: float | None = None,
+        slow: float = 1.0,
     ) -> None:
-        self.time = time or SimulatedTime()
+        self.time, self._slow = time or SimulatedTime(), slow
         self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
         self.decisions: list[tuple[int, Role, tuple[int, int]]] = []
         """Of the step so far: the device, and the role and ``at`` of the task that it got."""
@@ -112,7 +113,7 @@ class SimulatedDevices:
 
     def times(self, device: int, task: SimulatedTask, turn: float) -> Times:
         """Of a task, for which the device switches its role in ``turn`` seconds (0: it has the role)."""
-        return Times(0.0, turn, task.seconds, 0.0, 0.0)
+        return Times(0.0, turn, task.seconds * self._slow, 0.0, 0.0)
 
     def waits(self, task: SimulatedTask) -> float:
         """Seconds until a task is in the queue: after the round began, or for judging after its sampling ended."""

@@ -22,14 +22,20 @@ from mmrl.simulator.trace import Trace, Work
 
 @dataclass(frozen=True)
 class Cluster:
-    """``controllers`` with ``devices`` each."""
+    """``controllers`` with ``devices`` each. ``slow``: the devices of the first controller take so many times as long
+    to sample and to judge as the others'."""
 
     controllers: int
     devices: int
+    slow: float = 1.0
 
     @property
     def total(self) -> int:
         return self.controllers * self.devices
+
+    def slows(self) -> list[float]:
+        """Of each controller, how many times as long it takes."""
+        return [self.slow] + [1.0] * (self.controllers - 1)
 
 
 @dataclass
@@ -96,7 +102,7 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, pr
     """
     out, time = Outcome(name, cluster.total), SimulatedTime()
     state = starting(settings, cluster.devices)
-    controllers = [SimulatedDevices(cluster.devices, trace.price, time) for _ in range(cluster.controllers)]
+    controllers = [SimulatedDevices(cluster.devices, trace.price, time, slow=slow) for slow in cluster.slows()]
     for work in trace.steps:
         split, moves = opening(state, judged=True)
         if prompts_move:
@@ -237,7 +243,7 @@ class Comparison:
 def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
     """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more) without
     and with lending, lent ones with a greedy and an adaptive split, greedy, the best split with moves within a step,
-    and adaptive without and with such moves.
+    and adaptive without and with such moves, and, of several controllers, with prompts that move between them.
 
     Raises ``ValueError`` if a controller has one device.
     """
@@ -255,6 +261,7 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
         greedy,
         min(others, key=lambda outcome: outcome.seconds),
         adaptive(trace, cluster, moves=False),
+        *([adaptive(trace, cluster, prompts_move=True)] if cluster.controllers > 1 else []),
         adaptive(trace, cluster),
     ]
     best = min(colocate, fastest, key=lambda outcome: outcome.seconds)
