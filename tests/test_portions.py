@@ -2,18 +2,23 @@
 
 import random
 import threading
+import time
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.placement import claimed
 from mmrl.placement.adaptive import Split
-from mmrl.placement.portions import Claims, Numbers, Progress, slowest
+from mmrl.placement.portions import Claims, Numbers, Progress, ahead, slowest
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
 from mmrl.placement.simulated_moving import step
+from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.simulator.simulate import Cluster, adaptive
 from mmrl.simulator.trace import LOADS, Trace, Work, synthetic
+from mmrl.training.step_context import Chunk, ComingChunks
 
 
 class Locked(Numbers):
@@ -130,3 +135,67 @@ def test_nobody_waits_long_for_a_slow_controller_where_prompts_move():
 def test_what_cannot_move_is_refused_with_the_edit(name, changes, message):
     with pytest.raises(UserError, match=f"train.balance: .*{message}"):
         load_recipe([name], [*changes, "train.balance=moving"])
+
+
+class Listed(ComingChunks):
+    """The micro-batches of a list."""
+
+    over = True
+
+    def __init__(self, chunks):
+        self.chunks, self.told = list(chunks), []
+
+    @property
+    def left(self):
+        return len(self.chunks)
+
+    def tell(self, open, each):
+        self.told.append((open, each))
+
+    def __next__(self):
+        if not self.chunks:
+            raise StopIteration
+        return self.chunks.pop(0)
+
+
+def test_devices_claim_only_what_they_can_begin(monkeypatch):
+    """Two threads are the devices, whose judging is as long as sampling; all is drawn and nothing is claimed early."""
+    monkeypatch.setattr("mmrl.placement.claimed.features_of", lambda context, slots: {})
+    board, coming = TaskQueue(2), Listed(Chunk([], [], n) for n in range(9))
+    board.new_step()
+    board.begin(Split(2, 0), "worth", coming.left)
+    drawing, judged = [], []
+
+    def device(number):
+        while (task := board.take(number)) is not None:
+            began = time.perf_counter()
+            if task.role == "rollout":
+                drawing.append(9 - coming.left - len(drawing))
+            board.done(number, task.role, began, began, time.perf_counter() + 0.01)
+            task.answer.set_result((task.arguments[0].begun, []))
+
+    threads = [threading.Thread(target=device, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    found = []
+    for n, begun, _ in claimed.drawn(board, None, coming, None, lambda name: nullcontext()):
+        found.append((n, begun))
+        judged.append(board.put(Task("judge", print, (Chunk([], [], -n),))))
+    for answer in judged:
+        answer.result(timeout=30)
+    board.close()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [(n, n) for n in range(9)]
+    assert max(drawing) <= ahead(2)
+    assert any(each > 0 for _, each in coming.told)
+    assert not board.at_work
+
+
+def test_an_error_on_a_device_reaches_who_waits_for_samples(monkeypatch):
+    monkeypatch.setattr("mmrl.placement.claimed.features_of", lambda context, slots: {})
+    board, coming = TaskQueue(2), Listed(Chunk([], [], n) for n in range(9))
+    board.begin(Split(2, 0), "worth", coming.left)
+    threading.Timer(0.2, board.fail, (0, RuntimeError("lost"))).start()
+    with pytest.raises(RuntimeError, match="lost"):
+        list(claimed.drawn(board, None, coming, None, lambda name: nullcontext()))
