@@ -206,12 +206,14 @@ def lending(rows: Sequence[Row]) -> str:
     return "".join(said)
 
 
-def moved(cluster: Cluster, prices: Sequence[float], steps: int, seed: int, names: Sequence[str]) -> Iterator[Row]:
+def moved(cluster: Cluster, arguments: argparse.Namespace) -> Iterator[Row]:
     """``adaptive`` on every load and price, with prompts that stay and with prompts that move between controllers."""
+    steps, seed, each = arguments.steps, arguments.seed, arguments.micro_batches
     for slow in (1.0, 2.0):
-        for name in names:
-            for price in prices:
-                trace, of = placement_loads.trace_of(name, price, cluster, steps, seed), replace(cluster, slow=slow)
+        for name in arguments.loads:
+            for price in arguments.prices:
+                trace = placement_loads.trace_of(name, price, cluster, steps, seed, each)
+                of = replace(cluster, slow=slow)
                 stays, moves = (adaptive(trace, of, prompts_move=move) for move in (False, True))
                 count = sum(len(rounds[0]) for work in trace.steps for rounds in work.shares)
                 yield {
@@ -324,7 +326,7 @@ def benchmark(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict
     for devices in arguments.devices:
         cluster = Cluster(devices // DEVICES, DEVICES)
         if arguments.moving:
-            rows = list(moved(cluster, arguments.prices, arguments.steps, arguments.seed, arguments.loads))
+            rows = list(moved(cluster, arguments))
             say(f"\n## {devices} devices: adaptive, prompts stay and move between controllers\n\n{moved_table(rows)}")
             result[str(devices)] = {"moving": rows}
             continue
@@ -348,7 +350,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--regret", action="store_true", help="print the table of regret instead")
     parser.add_argument("--moving", action="store_true", help="print the table of prompts that move instead")
     names = placement_loads.NAMES
-    parser.add_argument("--loads", nargs="+", default=names, choices=names, help="of that table", metavar="LOAD")
+    parser.add_argument("--loads", nargs="+", default=names, choices=names, help="of this table", metavar="LOAD")
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, help="of this table: a device's in a step, for the same work"
+    )
     parser.add_argument(
         "--prices", type=float, nargs="+", default=LOAD_PRICES, help="of the tables of regret and of prompts that move"
     )

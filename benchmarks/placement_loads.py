@@ -14,11 +14,13 @@ MICRO_BATCHES = 8
 """Of a device in a step."""
 
 
-def made(load: Load, price: float, cluster: Cluster, steps: int, seed: int) -> Trace:
-    """The trace of a load whose ``price`` is a share of the first step's even generate phase."""
-    count = cluster.total * MICRO_BATCHES
+def made(load: Load, price: float, cluster: Cluster, steps: int, seed: int, each: int = MICRO_BATCHES) -> Trace:
+    """The trace of a load whose ``price`` is a share of the first step's even generate phase. ``each``: the
+    micro-batches of a device in a step, which make the same work together."""
+    load = load if each == MICRO_BATCHES else replace(load, sample=load.sample * MICRO_BATCHES / each)
+    count = cluster.total * each
     trace = synthetic(load, steps, cluster.controllers, cluster.total, count, seed)
-    return replace(trace, price=price * load.sample * MICRO_BATCHES * (1 + load.judge(0.0)))
+    return replace(trace, price=price * load.sample * each * (1 + load.judge(0.0)))
 
 
 def _judging(trace: Trace, times: Callable[[int], float]) -> Trace:
@@ -48,15 +50,15 @@ def _growing(trace: Trace, seed: int) -> Trace:
     return replace(trace, steps=[work(n, one) for n, one in enumerate(trace.steps)])
 
 
-def trace_of(name: str, price: float, cluster: Cluster, steps: int, seed: int) -> Trace:
-    """The trace of a load of ``NAMES``."""
+def trace_of(name: str, price: float, cluster: Cluster, steps: int, seed: int, each: int = MICRO_BATCHES) -> Trace:
+    """The trace of a load of ``NAMES``; ``each`` as in ``made``."""
     if name in LOADS:
-        return made(LOADS[name], price, cluster, steps, seed)
+        return made(LOADS[name], price, cluster, steps, seed, each)
     if name == "growing":
-        return _growing(made(Load("", lambda at: 0.5, tail=0.1), price, cluster, steps, seed), seed)
+        return _growing(made(Load("", lambda at: 0.5, tail=0.1), price, cluster, steps, seed, each), seed)
     if name == "constant":
-        return made(Load("", lambda at: 2.0, tail=0.0, judge_tail=0.6), price, cluster, steps, seed)
-    even = made(Load("", lambda at: 0.5), price, cluster, steps, seed)
+        return made(Load("", lambda at: 2.0, tail=0.0, judge_tail=0.6), price, cluster, steps, seed, each)
+    even = made(Load("", lambda at: 0.5), price, cluster, steps, seed, each)
     middle = range(steps // 2, steps // 2 + 3)
     times: dict[str, Callable[[int], float]] = {
         "slow judge": lambda step: 12.0 if step in middle else 1.0,

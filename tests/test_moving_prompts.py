@@ -12,6 +12,7 @@ from mmrl.controller.peers import Group
 from mmrl.placement.portions import Claims
 from mmrl.rollout.moving import portions
 from mmrl.training.step_context import StepPart
+from tests import ray_runs
 from tests.ranks import launched
 from tests.test_controllers import make, work
 
@@ -114,6 +115,53 @@ def test_portions_are_micro_batches_and_the_short_one_stays():
     assert portions([0, 2, 4, 6, 8], 2, None) == [[8], [0, 2], [4, 6]]
     assert portions([0, 2, 4, 6], 2, None) == [[0, 2], [4, 6]]
     assert portions([0, 2, 4, 6], 1, [1.0, 0.0, 3.0, 0.0, 2.0, 0.0, 5.0]) == [[6], [2], [4], [0]]
+
+
+LATE = """
+import functools
+import time
+
+import mmrl
+from mmrl.placement import device_tasks
+
+
+@mmrl.reward(inputs=("text",), device=True)
+def score(samples, *, context):
+    return [float(len(sample.text or "") % 2) for sample in samples]
+
+
+if not hasattr(device_tasks.sample, "__wrapped__"):
+    sample = device_tasks.sample
+
+    @functools.wraps(sample)
+    def late(context, *given):
+        time.sleep(1.5 * (context.controller.rank == 1))
+        return sample(context, *given)
+
+    device_tasks.sample = late
+"""
+"""A reward whose file has the devices of controller 1 sleep before each micro-batch."""
+
+
+@pytest.mark.slow
+def test_controllers_of_several_devices_move_prompts_and_judge_them(tmp_path):
+    pytest.importorskip("ray")
+    (tmp_path / "late.py").write_text(LATE)
+    words = [
+        *("train.steps=2", "train.prompts_per_step=16", "train.group_size=4", "train.micro_batch_size=4"),
+        *("sampling.batch_size=4", "eval.every=null", "checkpoint.every=2", MOVING[0], "model.dtype=float32"),
+        f'rewards=[{{name: "{tmp_path / "late.py"}:score", batch_size: 4}}]',
+    ]
+    both = ["controllers=2", "devices_per_controller=2", "placement=greedy"]
+    found = []
+    for name, more in (("alone", []), ("several", both)):
+        code, said = ray_runs.ended(ray_runs.train("sums", tmp_path / name, *words, *more), 600)
+        assert code == 0, said
+        found.append(ray_runs.rows(tmp_path / name))
+    for alone, several in zip(*found, strict=True):
+        assert several["balance/moved"] > 0
+        for key in ("reward/mean", "reward/std", "text/length", "optim/grad_norm", "policy/loss"):
+            assert several[key] == pytest.approx(alone[key], rel=1e-5, abs=1e-6), key
 
 
 if __name__ == "__main__":

@@ -447,3 +447,23 @@ def test_the_table_of_regret_has_every_policy(capsys, monkeypatch):
     assert head[2:9] == named
     assert len(row) == len(head)
     assert "regret of adaptive: median" in out
+
+
+def test_the_table_of_prompts_that_move(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    placement = importlib.import_module("placement")
+    words = ["--devices", "16", "--steps", "2", "--prices", "0.1", "--loads", "steady", "--micro-batches", "4"]
+    placement.main(["--moving", *words])
+    out = capsys.readouterr().out
+    head, _, alike, slower = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
+    assert head[2:5] == ["one controller", "waiting", "prompts move"]
+    assert [alike[2], slower[2]] == ["as fast", "half as fast"]
+    stays, moves = (float(share.rstrip("%")) for share in slower[3:5])
+    assert 0 < moves < stays
+
+
+def test_several_controllers_show_prompts_that_move_beside_the_others():
+    trace = synthetic(LOADS["steady"], 3, 2, 4, 32)
+    found = [outcome.name for outcome in compare(trace, Cluster(2, 2)).outcomes]
+    assert found[-2:] == ["adaptive, prompts move", "adaptive"]
+    assert "adaptive, prompts move" not in [one.name for one in compare(trace, Cluster(1, 4)).outcomes]
