@@ -108,6 +108,8 @@ class SleepingDevices(MultiDevice):
         self._training = 0.0
         self.slept: dict[tuple[str, int, tuple[int, int]], float] = {}
         """Of ``run_ahead``: the seconds of each task, by its role, step, and round and micro-batch."""
+        self.decided: list[float] = []
+        """Of ``run_ahead``: the seconds from the end of each step's training until the next step may train."""
         self._lent: set[int] = set()
         self._latest: dict[int, Key] = {}
         self.context: Any = SimpleNamespace(
@@ -171,6 +173,7 @@ class SleepingDevices(MultiDevice):
                 self.run_on_trainers(self.context, device_tasks.apply, 0.0)
                 ends.append(time.perf_counter() - start)
                 self.end_step(self.context, step)
+                self.decided.append(time.perf_counter() - start - ends[-1])
         return ends
 
     def _submitted(self, step: int, number: int, batches: Any, staleness: int) -> Any:

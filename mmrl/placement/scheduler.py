@@ -13,9 +13,9 @@ goes first: a device without work for it in its role looks at the other role, be
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sized
-from itertools import takewhile
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
@@ -254,11 +254,13 @@ class Scheduler(Generic[T]):
         return bool(tasks) and (step is None or is_for(tasks[0], step))
 
     def _wanted(self, role: Role, step: int | None) -> int:
-        """The number of waiting tasks of a role that ``step`` waits for, where they are in order; None: of all."""
+        """The number of waiting tasks of a role that ``step`` waits for; None: of all."""
         tasks = self._tasks[role]
-        if step is None or not tasks or is_for(tasks[-1], step):
+        if step is None or not tasks:
             return len(tasks)
-        return sum(1 for _ in takewhile(lambda task: is_for(task, step), tasks))
+        if self._moves_ahead:  # they are in the order of their steps
+            return bisect_right(tasks, step, key=trains)
+        return sum(is_for(task, step) for task in tasks)
 
     def _lend(self, found: list[tuple[int, T]], step: int) -> None:
         """Give idle devices that train the tasks of sampling, else of judging, that ``step`` waits for.
@@ -266,24 +268,25 @@ class Scheduler(Generic[T]):
         Only the step that trains next counts: a task of a later step could still be running when that one is ready.
         """
         idle = [device for device in self.waiting if self.roles[device] == "train"]
-        if not idle:
+        if not idle or not any(self._tasks.values()):
             return
-        wanted: dict[Role, deque[T]] = {role: deque(t for t in self._tasks[role] if is_for(t, step)) for role in LENT}
-        for role in LENT:
+        wanted = {role: self._wanted(role, step) for role in LENT}
+        for role in LENT if any(wanted.values()) else ():
             idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
             while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
-                device, task = idle.pop(0), wanted[role].popleft()
+                device, task = idle.pop(0), next(t for t in self._tasks[role] if is_for(t, step))
                 self._tasks[role].remove(task)
+                wanted[role] -= 1
                 self.lent += 1
                 self.moves += role not in self._lent_awake[device]
                 self._lent_awake[device].add(role)
                 self._hand(found, device, task)
 
-    def _worth_lending(self, device: int, role: Role, step: int, wanted: Mapping[Role, Sized]) -> bool:
+    def _worth_lending(self, device: int, role: Role, step: int, wanted: Mapping[Role, int]) -> bool:
         """Whether a device that trains takes a task of a role. ``wanted``: what ``step`` waits for, by role."""
         sampling = [t for t, running in zip(self.taken, self._running, strict=True) if t and running == "rollout"]
-        sampled = len(wanted["rollout"]) + sum(is_for(task, step) for task in sampling)  # these are judged too
-        left = {"rollout": len(wanted["rollout"]), "judge": len(wanted["judge"]) + sampled}
+        sampled = wanted["rollout"] + sum(is_for(task, step) for task in sampling)  # these are judged too
+        left = {"rollout": wanted["rollout"], "judge": wanted["judge"] + sampled}
         seconds = {name: left[name] * self._seconds.get(name, 0.0) for name in LENT}
         lent = [running for own, running in zip(self.roles, self._running, strict=True) if own == "train"]
         there = {name: self.roles.count(name) + lent.count(name) for name in LENT}
