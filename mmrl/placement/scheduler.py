@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
@@ -105,9 +105,12 @@ class Scheduler(Generic[T]):
         for awake in self._lent_awake:
             awake.discard("rollout")
 
-    def begin(self, split: Split, moves: Moves, to_come: int) -> None:
-        """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge."""
+    def begin(self, split: Split, moves: Moves, to_come: int, members: Collection[int] = ()) -> None:
+        """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge; the
+        ``members`` of a server that another device asks get no task of the phase."""
         self.roles = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
+        for device in members:
+            self.roles[device] = "train"
         self._moves, self._to_come = moves, to_come
         self._round += 1
 
@@ -270,7 +273,7 @@ class Scheduler(Generic[T]):
         idle = [device for device in self.waiting if self.roles[device] == "train"]
         if not idle or not any(self._tasks.values()):
             return
-        wanted = {role: self._wanted(role, step) for role in LENT}
+        wanted: dict[Role, int] = {role: self._wanted(role, step) for role in LENT}
         for role in LENT if any(wanted.values()) else ():
             idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
             while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
