@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/judge.py --json out.json
 
-The loop's own rollout (``mmrl.rollout.collect.sample_and_score``) of the recipe ``sums`` with the shipped policy. The
+The loop's own rollout (``mmrl.rollout.rounds.sample_and_score``) of the recipe ``sums`` with the shipped policy. The
 judge is the reward ``judge`` with the shipped critic, whose weights write each verdict, served in a process of its own
 (as by ``mmrl serve``). Policy and judge have a core each, and one thread, in both arms. Nothing is trained. Two arms in
 turn, on the same samples:
@@ -41,8 +41,9 @@ from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
 from mmrl.rewards.scoring import RewardSet, Scores, Scoring
 from mmrl.rewards.subprocess_server import started_elsewhere
-from mmrl.rollout.collect import Round, sample_and_score
+from mmrl.rollout.rounds import sample_and_score
 from mmrl.run import build
+from mmrl.training.batch import Round
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Sample
 

@@ -15,6 +15,9 @@ micro-batches of sampling a device and step. Three tables for each number of dev
 ``--regret`` prints another table instead: every policy over the bound, and how much longer ``adaptive`` took than the
 best of all static splits, colocate and ``greedy`` in hindsight (its regret), over the loads of ``placement_loads``.
 
+``--moving`` prints a third: ``adaptive`` with and without prompts that move between controllers (``train.balance:
+moving``), all controllers alike and one of them half as fast.
+
 ``price`` is a device's move between the roles as a share of the generate phase with all work shared evenly.
 """
 
@@ -26,6 +29,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +38,16 @@ import placement_loads
 from placement_loads import made
 
 from mmrl.placement.adaptive import splits
-from mmrl.simulator.simulate import Cluster, Outcome, adaptive, best_disaggregated, bound, moving, static
+from mmrl.simulator.simulate import (
+    Cluster,
+    Outcome,
+    adaptive,
+    best_disaggregated,
+    bound,
+    device_seconds,
+    moving,
+    static,
+)
 from mmrl.simulator.trace import LOADS, Load, Trace
 
 DEVICES = 8
@@ -193,6 +206,51 @@ def lending(rows: Sequence[Row]) -> str:
     return "".join(said)
 
 
+def moved(cluster: Cluster, prices: Sequence[float], steps: int, seed: int, names: Sequence[str]) -> Iterator[Row]:
+    """``adaptive`` on every load and price, with prompts that stay and with prompts that move between controllers."""
+    for slow in (1.0, 2.0):
+        for name in names:
+            for price in prices:
+                trace, of = placement_loads.trace_of(name, price, cluster, steps, seed), replace(cluster, slow=slow)
+                stays, moves = (adaptive(trace, of, prompts_move=move) for move in (False, True))
+                count = sum(len(rounds[0]) for work in trace.steps for rounds in work.shares)
+                yield {
+                    "load": name,
+                    "price": price,
+                    "slow": slow,
+                    "waiting": [one.apart / one.seconds / one.devices for one in (stays, moves)],
+                    "least": least_waiting(trace, cluster),
+                    "moved": sum(moves.moved) / count,
+                    "shorter": shorter(moves.steps, stays.steps),
+                    "steps": [stays.steps, moves.steps],
+                }
+
+
+def least_waiting(trace: Trace, cluster: Cluster) -> float:
+    """The share of time in which devices have no work where every step takes as long as its bound: because one chain of
+    micro-batches is longer than an even share of all work."""
+    limits = bound(trace, cluster)
+    even = [device_seconds(work, cluster) / cluster.total for work in trace.steps]
+    return 1 - sum(even) / sum(limits)
+
+
+def moved_table(rows: Sequence[Row]) -> str:
+    head = ["load", "price", "one controller", "waiting", "prompts move", "no work in the bound", "moved", "step time"]
+    lines = [
+        [
+            row["load"],
+            f"{row['price']:.0%}",
+            "as fast" if row["slow"] == 1 else "half as fast",
+            *(f"{share:.1%}" for share in row["waiting"]),
+            f"{row['least']:.1%}" if row["slow"] == 1 else "",
+            f"{row['moved']:.1%}",
+            f"{-row['shorter']:+.1%}",
+        ]
+        for row in rows
+    ]
+    return table(head, lines)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -265,6 +323,11 @@ def benchmark(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict
     result: dict[str, Any] = {}
     for devices in arguments.devices:
         cluster = Cluster(devices // DEVICES, DEVICES)
+        if arguments.moving:
+            rows = list(moved(cluster, arguments.prices, arguments.steps, arguments.seed, arguments.loads))
+            say(f"\n## {devices} devices: adaptive, prompts stay and move between controllers\n\n{moved_table(rows)}")
+            result[str(devices)] = {"moving": rows}
+            continue
         if arguments.regret:
             rows = list(regrets(cluster, arguments.prices, arguments.steps, arguments.seed))
             say(f"\n## {devices} devices: every policy over the bound, and the regret\n\n{regret_table(rows)}")
@@ -283,7 +346,12 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 512], help="of all controllers, 8 each")
     parser.add_argument("--regret", action="store_true", help="print the table of regret instead")
-    parser.add_argument("--prices", type=float, nargs="+", default=LOAD_PRICES, help="of the table of regret")
+    parser.add_argument("--moving", action="store_true", help="print the table of prompts that move instead")
+    names = placement_loads.NAMES
+    parser.add_argument("--loads", nargs="+", default=names, choices=names, help="of that table", metavar="LOAD")
+    parser.add_argument(
+        "--prices", type=float, nargs="+", default=LOAD_PRICES, help="of the tables of regret and of prompts that move"
+    )
     parser.add_argument("--steps", type=int, default=40, help="of the loads")
     parser.add_argument("--grid-steps", type=int, default=20, help="of a cell of the grid")
     parser.add_argument("--seed", type=int, default=0)

@@ -6,7 +6,7 @@ import torch
 
 from mmrl.config.loader import load_recipe
 from mmrl.report.clock import Clock
-from mmrl.rollout.collect import sample_and_score
+from mmrl.rollout.rounds import sample_and_score
 from mmrl.run import build
 from mmrl.trajectory import SampleId, Slot
 from tests import tiny

@@ -14,8 +14,9 @@ from mmrl.controller import Controller
 from mmrl.errors import BadPromptError
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Scores
-from mmrl.rollout.collect import collect_batch, encode
+from mmrl.rollout.collect import collect_batch
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
+from mmrl.rollout.encoding import encode
 from mmrl.run import build
 from mmrl.training.batch import Round
 from mmrl.training.loop import train_step

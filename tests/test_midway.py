@@ -16,8 +16,9 @@ from mmrl.planner.plan import plan
 from mmrl.planner.render import render
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import RewardError
-from mmrl.rollout.collect import collect_batch, sample_and_score
+from mmrl.rollout.collect import collect_batch
 from mmrl.rollout.midway import chosen
+from mmrl.rollout.rounds import sample_and_score
 from mmrl.run import build
 from mmrl.training.batch import rows_of_update
 from mmrl.training.loop import train_step

@@ -13,7 +13,7 @@ from mmrl.planner.counts import count
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
 from mmrl.report.clock import Clock
-from mmrl.rollout.collect import sample_and_score
+from mmrl.rollout.rounds import sample_and_score
 from mmrl.run import build
 from mmrl.trajectory import AskedSize, SampleId, Slot, Trajectory
 from tests.tiny_diffusion import two_blocks

@@ -10,7 +10,7 @@ from mmrl.placement import device_tasks
 from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
-from mmrl.rollout.collect import encode
+from mmrl.rollout.encoding import encode
 from mmrl.run import load_prompts
 from mmrl.training.batch import chunks, samples_of
 from mmrl.training.evaluation import Evaluator

@@ -9,6 +9,7 @@ from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import of_data
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
+from mmrl.config.moving_checks import of_moving
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
@@ -40,6 +41,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_normalize(recipe),
             *of_midway(recipe),
             *of_placement(recipe),
+            *of_moving(recipe),
             *_labels(recipe),
             *_weights(recipe),
             *of_evaluation(recipe),
@@ -61,6 +63,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_performance(recipe),
         *of_midway(recipe),
         *of_placement(recipe),
+        *of_moving(recipe),
         *_labels(recipe),
         *_weights(recipe),
         *of_evaluation(recipe),

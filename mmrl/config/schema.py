@@ -124,9 +124,11 @@ class Train(Section):
     memory (docs/speed.md)."""
     updates_per_step: Many = 1
     """Optimizer updates that a step's samples are divided into."""
-    balance: Literal["predicted", "measured"] = "predicted"
-    """Text, several controllers: how the cost of a prompt is estimated to balance the load, by a fixed table or fitted
-    to measured seconds. With ``measured`` two equal runs divide prompts differently, and differ in the last bits."""
+    balance: Literal["predicted", "measured", "moving"] = "predicted"
+    """Several controllers: how prompts are divided to balance the load. Text: by a cost that is estimated by a fixed
+    table, or fitted to measured seconds. ``moving`` (text and pictures): as ``predicted``, and a controller without
+    work begins prompts that another has not begun. With ``measured`` and ``moving`` two equal runs divide prompts
+    differently, and differ in the last bits."""
     backend: Literal["replicated", "fsdp", "megatron"] = "replicated"
     """With several devices each holds all weights, gradients and optimizer state; a shard of them (FSDP2); or a part of
     every layer (Megatron-Core), where ``tensor_parallel`` devices of a controller compute a row together."""

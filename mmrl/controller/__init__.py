@@ -36,6 +36,15 @@ class Ordered(Protocol):
 
 
 @dataclass(frozen=True)
+class Division:
+    """The slots of each controller in a step, by index. ``costs``: the predicted work of each slot, if it was
+    predicted."""
+
+    shares: list[list[int]]
+    costs: list[float] | None = None
+
+
+@dataclass(frozen=True)
 class Controller:
     """Controller ``rank`` of ``size``; it communicates with the others through ``peers``."""
 
@@ -44,6 +53,7 @@ class Controller:
     size: int = 1
     peers: Peers = field(default_factory=Alone, compare=False)
     _reading: Lock = field(default_factory=Lock, compare=False, repr=False)
+    _divisions: dict[int, Division] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def leads(self) -> bool:
@@ -84,13 +94,24 @@ class Controller:
         own = range(self.rank, per_step, self.size)
         found = dict(zip(own, self.slots_at(own, step, prompts, per_step), strict=True))
         if cost is None or self.size == 1:
+            self._keep(step, Division([list(range(rank, per_step, self.size)) for rank in range(self.size)]))
             return list(found.values())
         everyone = self.gather([cost(s.prompt) for s in found.values()])
         costs = [everyone[index % self.size][index // self.size] for index in range(per_step)]
-        given = divide(costs, self.size)[self.rank]
+        shares = divide(costs, self.size)
+        self._keep(step, Division(shares, costs))
+        given = shares[self.rank]
         others = [index for index in given if index not in found]
         found |= dict(zip(others, self.slots_at(others, step, prompts, per_step), strict=True))
         return [found[index] for index in given]
+
+    def division(self, step: int) -> Division:
+        """How ``slots`` has divided ``step``, the last one that it has divided: the same on every controller."""
+        return self._divisions[step]
+
+    def _keep(self, step: int, division: Division) -> None:
+        self._divisions.clear()
+        self._divisions[step] = division
 
     def slots_at(self, indices: Iterable[int], step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:
         """The slots ``indices`` of the ``per_step`` slots of ``step``, of any controller."""

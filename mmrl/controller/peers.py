@@ -23,6 +23,8 @@ importlib.import_module("torch.distributed.nn")
 """Imported before a group exists: otherwise its functions keep the group as a default argument after ``close``."""
 _PATIENCE = timedelta(days=1)
 """Controllers may wait long for each other (a slow reward); the launcher finds dead and frozen processes."""
+_REQUEST = 26
+"""Bytes of a request to a counter and its answer, beside its name: its kind, the lengths, and two numbers."""
 
 
 class Peers(Protocol):
@@ -52,6 +54,28 @@ class Peers(Protocol):
         place in theirs. None with a single controller."""
         ...
 
+    def counters(self, name: str) -> Counters:
+        """Counters that all controllers share. A ``name`` is used once, by all controllers, and only after all are done
+        with the counters before."""
+        ...
+
+
+class Counters:
+    """Final class: numbered counters that all controllers see, in the process group's store; all begin at 0."""
+
+    def __init__(self, store: dist.Store, name: str, sent: Counter[str]) -> None:
+        self._store, self._name, self._sent = store, name, sent
+
+    def add(self, number: int, value: int) -> int:
+        """Add to counter ``number`` and return its sum, as one step; 0 reads it. Does not wait for a controller."""
+        key = f"{self._name}/{number}"
+        self._sent["claims"] += len(key) + _REQUEST
+        return self._store.add(key, value)
+
+    def drop(self, number: int) -> None:
+        """Have the store forget counter ``number``."""
+        self._store.delete_key(f"{self._name}/{number}")
+
 
 class Alone:
     """Final class: the ``Peers`` of a single controller."""
@@ -72,6 +96,9 @@ class Alone:
 
     def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
         return None
+
+    def counters(self, name: str) -> Counters:
+        return Counters(dist.HashStore(), name, self.sent)
 
 
 class Group:
@@ -100,6 +127,8 @@ class Group:
         self.sent: Counter[str] = Counter()
         self.waited = 0.0
         self._devices, self._size, self._waiting = size, size // devices, waiting
+        self._per_controller = devices
+        self._counters: Counters | None = None
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if name := interface_to(host):  # their default is the interface of the host's own name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -108,6 +137,7 @@ class Group:
             handle = None if listening is None else listening.detach()
             wait = timedelta(minutes=3)
             store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, master_listen_fd=handle)
+        self._store = store
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
         self.ranks: dist.ProcessGroup | None = dist.group.WORLD
@@ -141,6 +171,12 @@ class Group:
         assert isinstance(shards, dist.ProcessGroup)
         assert isinstance(replicas, dist.ProcessGroup)
         return shards, replicas
+
+    def counters(self, name: str) -> Counters:
+        if self._counters is not None:
+            self._counters.drop(dist.get_rank() // self._per_controller)
+        self._counters = Counters(self._store, f"counters/{name}", self.sent)
+        return self._counters
 
     @contextmanager
     def _wait(self, on_gpu: bool = False) -> Generator[None]:

@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 from mmrl.pipelines.protocol import recorded_steps
 from mmrl.report.clock import Clock
 from mmrl.report.progress import Progress
-from mmrl.rollout.collect import encode
+from mmrl.rollout.encoding import encode
 from mmrl.rollout.midway import chunked
 from mmrl.run import build, find_checkpoint, open_run
 from mmrl.training.batch import samples_of

@@ -21,7 +21,7 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.placement import Placement
 from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject
-from mmrl.placement import adaptive, device_tasks, hindsight, lending
+from mmrl.placement import adaptive, claimed, device_tasks, hindsight, lending
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.replicas import Replicas
 from mmrl.placement.step_records import as_line, as_rows, in_one_line, summed
@@ -32,7 +32,7 @@ from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.rewards.contract import Context
 from mmrl.training.batch import MicroBatch
-from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
+from mmrl.training.step_context import Chunk, ComingChunks, Drawn, R, SamplingSpec, StepContext, Ts
 from mmrl.trajectory import Sample, Trajectory
 
 _SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
@@ -113,6 +113,9 @@ class MultiDevice:
         clock: Clock,
         version: Version | None = None,
     ) -> Iterator[Drawn]:
+        if isinstance(chunks, ComingChunks):
+            self._begin(context, how.evaluate, chunks.left)
+            return claimed.drawn(self._board, context, chunks, how, clock)
         asked = [(chunk, features_of(context, chunk.slots)) for chunk in chunks]
         if self.settings.apart:
             version = version or self.version(context, how.weights)

@@ -130,6 +130,10 @@ class Scheduler(Generic[T]):
         if task.role == "rollout" and not self.ahead:
             self._to_come -= 1
 
+    def comes(self, count: int) -> None:
+        """So many micro-batches of this phase are still to come."""
+        self._to_come = count
+
     def idle(self, device: int) -> None:
         """The device asks for its next task."""
         self.waiting.add(device)
@@ -342,6 +346,19 @@ class Scheduler(Generic[T]):
     def expect(self, other: Scheduler[Any]) -> None:
         """Expect what ``other`` has measured: the mean seconds of a task, and the prices."""
         self._seconds, self.prices = dict(other._seconds), dict(other.prices)
+
+    def open_work(self) -> tuple[float, float]:
+        """Device-seconds of work on the micro-batches that wait or are in work, and of one micro-batch. What is in work
+        is half done."""
+        sampling, judging = self._seconds.get("rollout", 0.0), self._seconds.get("judge", 0.0)
+        running = self._running.count("rollout"), self._running.count("judge")
+        left = len(self._tasks["rollout"]) * (sampling + judging) + len(self._tasks["judge"]) * judging
+        return left + running[0] * (sampling / 2 + judging) + running[1] * judging / 2, sampling + judging
+
+    @property
+    def at_work(self) -> bool:
+        """Whether samples are drawn or judged, or wait for it."""
+        return bool(self._tasks["rollout"] or self._tasks["judge"]) or any(role in LENT for role in self._running)
 
     def price(self, role: Role) -> float:
         """Seconds of a switch to a role: as measured, else as the other way, else 0."""

@@ -2,7 +2,7 @@
 
 The work comes in rounds of micro-batches, each (seconds of sampling, seconds of judging) on a device. A micro-batch is
 judged after it is sampled; the next round (replacements of dynamic sampling) begins after all micro-batches of a round
-are judged, as in ``mmrl.rollout.collect``. Imports no torch.
+are judged, as in ``mmrl.rollout.rounds``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mmrl.placement.adaptive import Moves, Split
+from mmrl.placement.portions import ahead
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.tasks import Role
 
@@ -39,6 +40,17 @@ class SimulatedTime:
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
+
+
+class Coming(Protocol):
+    """Micro-batches that are claimed one after another, as ``ComingChunks`` of a run."""
+
+    @property
+    def left(self) -> int: ...
+
+    def tell(self, open: float, each: float) -> None: ...
+
+    def next(self) -> MicroBatch | None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -70,8 +82,8 @@ class Times(NamedTuple):
 
 class SimulatedDevices:
     """``price``: seconds in which a device switches to judging, ``back``: to sampling; None: as long. A device that was
-    lent is back for training after ``home`` (None: ``price``). A subclass may know more about the times (``times``,
-    ``waits``, ``pause``); here nothing but switches and work takes time.
+    lent is back for training after ``home`` (None: ``price``). ``slow``: tasks take so many times as long. A subclass
+    may know more about the times (``times``, ``waits``, ``pause``); here nothing but switches and work takes time.
 
     When a step begins, every device is ready to sample: what the end of training takes is part of training.
     """
@@ -83,8 +95,9 @@ class SimulatedDevices:
         time: SimulatedTime | None = None,
         back: float | None = None,
         home: float | None = None,
+        slow: float = 1.0,
     ) -> None:
-        self.time = time or SimulatedTime()
+        self.time, self._slow = time or SimulatedTime(), slow
         self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
         self.decisions: list[tuple[int, Role, tuple[int, int]]] = []
         """Of the step so far: the device, and the role and ``at`` of the task that it got."""
@@ -100,7 +113,7 @@ class SimulatedDevices:
 
     def times(self, device: int, task: SimulatedTask, turn: float) -> Times:
         """Of a task, for which the device switches its role in ``turn`` seconds (0: it has the role)."""
-        return Times(0.0, turn, task.seconds, 0.0, 0.0)
+        return Times(0.0, turn, task.seconds * self._slow, 0.0, 0.0)
 
     def waits(self, task: SimulatedTask) -> float:
         """Seconds until a task is in the queue: after the round began, or for judging after its sampling ended."""
@@ -112,6 +125,12 @@ class SimulatedDevices:
 
     def step(self, rounds: Rounds, split: Split, moves: Moves) -> None:
         """Simulate the generate phase of a step; ``scheduler`` has what happened."""
+        self.begin(rounds, split, moves)
+        self.time.run()
+
+    def begin(self, rounds: Rounds, split: Split, moves: Moves, coming: Coming | None = None) -> None:
+        """Begin the generate phase of a step, which happens when ``time`` runs. ``coming``: claims the micro-batches of
+        the first round, in place of those of ``rounds``."""
         self._awake = [{"rollout"} for _ in self._awake]
         self.decisions = []
         self.scheduler.new_step()
@@ -124,10 +143,16 @@ class SimulatedDevices:
                 self._decide()
                 for device in range(split.rollout, split.rollout + split.judge):  # judges wake while others sample
                     self._put(SimulatedTask("train", 0.0, _nothing, device, to="judge", at=(number, device)))
-                self._round(batches, lambda: self._then(self.pause(number + 1), begin), number)
+
+                def then() -> None:
+                    self._then(self.pause(number + 1), begin)
+
+                if coming is None or number:
+                    self._round(batches, then, number)
+                else:
+                    self._claimed(coming, then)
 
         self._then(self.pause(0), begin)
-        self.time.run()
 
     def apart(self, split: Split, moves: Moves = "never") -> None:
         """As ``Scheduler.apart``; the first time every device has its role."""
@@ -172,6 +197,41 @@ class SimulatedDevices:
             judge = SimulatedTask("judge", judging, judged, of=of, at=(number, n))
             sampled = partial(self._put, judge) if judging else judged
             self._put(SimulatedTask("rollout", sampling, sampled, updates=ahead, of=of, at=(number, n)))
+
+    def _claimed(self, coming: Coming, then: Callable[[], None]) -> None:
+        """As ``mmrl.placement.claimed.drawn``; ``then`` is called when all are judged."""
+        number, sampling, working = 0, 0, 0
+
+        def refill() -> None:
+            nonlocal number, sampling, working
+            coming.tell(*self.scheduler.open_work())
+            while sampling < ahead(len(self.scheduler.roles)) and (batch := coming.next()) is not None:
+                sampling, working = sampling + 1, working + 1
+                judge = SimulatedTask("judge", batch[1], judged, at=(0, number))
+                self._put(SimulatedTask("rollout", batch[0], partial(sampled, judge), at=(0, number)))
+                number += 1
+                self.scheduler.comes(coming.left)
+                coming.tell(*self.scheduler.open_work())
+            self.scheduler.comes(coming.left)
+            self._decide()
+
+        def sampled(judge: SimulatedTask) -> None:
+            nonlocal sampling
+            sampling -= 1
+            refill()
+            if judge.seconds:
+                self._put(judge)
+            else:
+                judged()
+
+        def judged() -> None:
+            nonlocal working
+            working -= 1
+            refill()
+            if not working:
+                then()
+
+        refill()
 
     def _put(self, task: SimulatedTask) -> None:
         self._then(self.waits(task), partial(self._ready, task))

@@ -50,6 +50,8 @@ class TaskQueue:
         self._failed: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
+        self.finished = 0
+        """Counts what has finished, for ``wait``."""
 
     @property
     def events(self) -> list[Event]:
@@ -98,6 +100,17 @@ class TaskQueue:
             self.scheduler.begin(split, moves, to_come, members)
             self._decide()
 
+    def comes(self, count: int) -> None:
+        """As ``Scheduler.comes``."""
+        with self._changed:
+            self.scheduler.comes(count)
+            self._decide()
+
+    def open_work(self) -> tuple[float, float]:
+        """As ``Scheduler.open_work``."""
+        with self._changed:
+            return self.scheduler.open_work()
+
     def put(self, task: Task) -> Future[Any]:
         with self._changed:
             if self._failed is not None:
@@ -138,6 +151,24 @@ class TaskQueue:
         with self._changed:
             self.scheduler.done(device, role, began, turned, ended, priced=priced, to=to)
             self._decide()
+        self.hear()
+
+    def hear(self) -> None:
+        """Something has finished."""
+        with self._changed:
+            self.finished += 1
+            self._changed.notify_all()
+
+    def wait(self, seen: int) -> None:
+        """Wait until something has finished after ``finished`` was ``seen``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.finished != seen)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether samples are drawn or judged, or wait for it."""
+        with self._changed:
+            return self.scheduler.at_work
 
     def fail(self, device: int, error: BaseException) -> None:
         """The device takes no more tasks because of ``error``; all waiting and future answers raise it."""

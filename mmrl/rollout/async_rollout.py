@@ -36,9 +36,10 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject, as_integer, as_number, as_object
 from mmrl.report.clock import Clock
-from mmrl.rollout.collect import Sampling, groups_of, sample_and_score
+from mmrl.rollout.collect import groups_of
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
 from mmrl.rollout.partial_rollout import PartialRollout, PartialRound
+from mmrl.rollout.rounds import Sampling, sample_and_score
 from mmrl.training.batch import Groups, Round
 from mmrl.training.step_context import StepContext, StepPart
 from mmrl.training.step_metrics import StepMetrics, Sums

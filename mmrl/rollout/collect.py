@@ -19,35 +19,34 @@ from mmrl.algorithms.objective import Scored, advantages_of, compares_batch, pre
 from mmrl.algorithms.settings import AdvantageAggregation
 from mmrl.config.evaluation_checks import label_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
-from mmrl.engines.policy import Version
-from mmrl.errors import BadPromptError
-from mmrl.out_of_memory import in_phase
-from mmrl.pipelines.protocol import entries_of, of_text, recorded_steps
+from mmrl.pipelines.protocol import entries_of, of_text
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.rollout.branches import with_credit
+from mmrl.rollout.encoding import encode
 from mmrl.rollout.importance import SCALE, mean_weight, normalizes
-from mmrl.rollout.midway import Beginning, Pruned, chunked, measures
 from mmrl.rollout.mismatched import mismatched, of_batch, prompt_of_step
+from mmrl.rollout.moving import moves, whole_first
+from mmrl.rollout.rounds import sample_and_score
 from mmrl.training.batch import Batch, Groups, Round, rows_of_update, samples_of
 from mmrl.training.micro_batches import split_micro_batches
-from mmrl.training.step_context import SamplingSpec, StepContext
+from mmrl.training.step_context import StepContext
 from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import SampleId, Slot, Trajectory
-
-MOST_REPLACED = 4
-"""A step fails after this many unusable prompts per slot: the data set does not fit the recipe."""
+from mmrl.trajectory import Slot, Trajectory
 
 
 def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
     """Sample a group for every slot, score it, and compute the advantages. Raises ``RewardError`` and ``UserError``."""
     with context.compute.devices.sampling_phase(context, sampler(context.objective, step)):
         rounds, groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
+    if moves(context, 0):
+        metrics.weigh(len(rounds[0].slots))
     first = replace(rounds[0].scores, total=rewards_of(context, rounds, groups_of(rounds[0])))
     metrics.merge([r.measured for r in rounds if r.measured is not None])
     metrics.set(reward_metrics(first, context.controller.gather, rows_by_source(context, rounds[0].slots)))
     batch, scored = assemble(context, rounds, groups)
+    batch.slots = rounds[0].slots if moves(context, 0) else slots
     if batch.micro_batches[0].mask is not None or context.recomputes_old_log_probs:
         with clock("prepare"):
             scored = prepare(context, batch, scored)
@@ -92,104 +91,7 @@ class SynchronousRollout:
         self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         whole = sample_and_score(context, slots, step, clock)
-        return [whole], groups_of(whole)
-
-
-def sample_and_score(
-    context: StepContext, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
-) -> Round:
-    """Sample a group for every slot, in micro-batches, and score it, as round ``number`` of the step."""
-    sampling = Sampling(context, slots, step, clock, clock, version, number)
-    sampling.collect()
-    return sampling.finish(clock)
-
-
-class Sampling:
-    """Final class: a round in progress. The constructor submits it; ``collect`` may run in another thread.
-
-    ``clock``: the caller's clock; ``inside``: that of the collecting thread. ``version``: see ``Devices.sample``.
-    """
-
-    def __init__(
-        self,
-        context: StepContext,
-        slots: list[Slot],
-        step: int,
-        clock: Clock,
-        inside: Clock,
-        version: Version | None = None,
-        number: int = 0,
-    ) -> None:
-        with clock("encode"):
-            self._slots, self._keys, self._bad = encode(context, slots)
-        self._size = context.recipe.train.group_size
-        actions = recorded_steps(context.pipeline, step) if "log_probs" in context.objective.needs else []
-        inputs = context.rewards.inputs
-        weights = sampler(context.objective, step) if version is None else version.name
-        how = SamplingSpec(actions, weights, context.recipe.seed, inputs, step=step, round=number)
-        self._context, self._how, self._inside, self._version = context, how, inside, version
-        self._beginning: Beginning | None = None
-        self._pruned: Pruned | None = None
-        self._scoring = context.rewards.start(
-            step, self._size, scale=not context.rollout.strategy.replaces_groups, round=number
-        )
-        self._micro_batches: dict[int, Trajectory] = {}
-        if context.recipe.midway is None:
-            asked, self._rows = chunked(context, samples_of(self._slots, self._size))
-            self._drawn = context.compute.devices.sample(context, asked, how, inside, version)
-        else:
-            self._beginning = Beginning(context, self._slots, how, inside, version)
-
-    def collect(self) -> None:
-        """Submit each micro-batch to the rewards as soon as it is sampled. With ``midway`` first prune the groups."""
-        if self._beginning is not None:
-            self._pruned = self._beginning.prune()
-            self._rows, asked = self._pruned.rows, self._pruned.chunks
-            self._drawn = self._context.compute.devices.sample(
-                self._context, asked, self._how, self._inside, self._version
-            )
-        for n, trajectory, samples in self._drawn:
-            self._micro_batches[n] = trajectory
-            self._scoring.add(samples, self._rows[n])
-
-    def finish(self, clock: Clock) -> Round:
-        """Wait for the rewards; returns the round. Raises ``RewardError``."""
-        size, n = self._size, len(self._slots) * self._size
-        with clock("reward"):
-            scores = self._scoring.finish([list(range(first, first + size)) for first in range(0, n, size)])
-        scores.failures.extend(self._bad)
-        micro_batches = [self._micro_batches[i] for i in sorted(self._micro_batches)]
-        measured = None
-        if self._pruned is not None:
-            scores.failures.extend(self._pruned.failures)
-            measured = measures(self._pruned, scores.total.view(-1, size), micro_batches)
-        return Round(self._slots, self._keys, micro_batches, scores, [n for of in self._rows for n in of], measured)
-
-
-def encode(
-    context: StepContext, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
-) -> tuple[list[Slot], list[str], list[Failure]]:
-    """Encode the prompts. An unusable prompt is recorded as a failure and replaced.
-
-    ``other``: returns the slot with the prompt of attempt ``n``; None takes it from the training prompts. Returns the
-    slots, the keys of their features, and the failures. Raises ``UserError`` after too many.
-    """
-    bad: list[Failure] = []
-    other = other or (lambda slot, attempt: context.controller.replacement(slot, attempt, context.prompts))
-    while True:
-        try:
-            with in_phase("encode"):
-                return slots, context.pipeline.encode(slots), bad
-        except BadPromptError as error:
-            places = [n for n, slot in enumerate(slots) if slot.prompt.id == error.prompt]
-            if not places or len(bad) >= MOST_REPLACED * len(slots):
-                raise
-            for n in places:
-                slot = slots[n]
-                name = SampleId(slot.step, slot.index, slot.attempt, 0)
-                bad.append(Failure(name, slot.prompt.text, "prompt", error.reason))
-                last = max(s.attempt for s in slots if (s.step, s.index) == (slot.step, slot.index))
-                slots = [*slots[:n], other(slot, last + 1), *slots[n + 1 :]]
+        return [whole], whole_first(context, whole) if moves(context, 0) else groups_of(whole)
 
 
 def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:

@@ -24,7 +24,7 @@ from mmrl.algorithms.advantages import flat_groups
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.json_types import JsonObject, as_number
 from mmrl.report.clock import Clock
-from mmrl.rollout.collect import sample_and_score
+from mmrl.rollout.rounds import sample_and_score
 from mmrl.training.batch import Groups, Round
 from mmrl.training.step_context import FinishedStep, StepContext, StepPart
 from mmrl.training.step_metrics import StepMetrics

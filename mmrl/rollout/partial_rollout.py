@@ -38,7 +38,8 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_integer, as_list, as_text
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scoring
-from mmrl.rollout.collect import encode, groups_of
+from mmrl.rollout.collect import groups_of
+from mmrl.rollout.encoding import encode
 from mmrl.training.batch import Groups, Round, chunks, samples_of
 from mmrl.training.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
 from mmrl.training.step_metrics import StepMetrics

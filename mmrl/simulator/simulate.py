@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from mmrl.config.placement import Placement
-from mmrl.placement import hindsight
+from mmrl.placement import hindsight, simulated_moving
 from mmrl.placement.adaptive import Decision, Split, decide, opening, splits, starting
 from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
@@ -22,14 +22,20 @@ from mmrl.simulator.trace import Trace, Work
 
 @dataclass(frozen=True)
 class Cluster:
-    """``controllers`` with ``devices`` each."""
+    """``controllers`` with ``devices`` each. ``slow``: the devices of the first controller take so many times as long
+    to sample and to judge as the others'."""
 
     controllers: int
     devices: int
+    slow: float = 1.0
 
     @property
     def total(self) -> int:
         return self.controllers * self.devices
+
+    def slows(self) -> list[float]:
+        """Of each controller, how many times as long it takes."""
+        return [self.slow] + [1.0] * (self.controllers - 1)
 
 
 @dataclass
@@ -48,6 +54,8 @@ class Outcome:
     """Device-seconds in which controllers waited for the slowest one."""
     moves: list[int] = field(default_factory=list)
     """Number of role switches of devices within the step."""
+    moved: list[int] = field(default_factory=list)
+    """Number of micro-batches that another controller took."""
     splits: list[Split] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
 
@@ -86,18 +94,22 @@ def bound(trace: Trace, cluster: Cluster) -> list[float]:
     return found
 
 
-def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str) -> Outcome:
+def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, prompts_move: bool = False) -> Outcome:
     """The steps of a run whose recipe has this section ``placement``, with the scheduler and the policy of the run.
 
-    Each controller has its own devices; they wait for the slowest controller before they train.
+    Each controller has its own devices; they wait for the slowest controller before they train. ``prompts_move``: with
+    ``train.balance: moving``, between controllers.
     """
-    out = Outcome(name, cluster.total)
+    out, time = Outcome(name, cluster.total), SimulatedTime()
     state = starting(settings, cluster.devices)
-    controllers = [SimulatedDevices(cluster.devices, trace.price) for _ in range(cluster.controllers)]
+    controllers = [SimulatedDevices(cluster.devices, trace.price, time, slow=slow) for slow in cluster.slows()]
     for work in trace.steps:
         split, moves = opening(state, judged=True)
-        for devices, rounds in zip(controllers, work.shares, strict=True):
-            devices.step(rounds, split, moves)
+        if prompts_move:
+            out.moved.append(simulated_moving.step(controllers, work.shares, split, moves))
+        else:
+            for devices, rounds in zip(controllers, work.shares, strict=True):
+                devices.step(rounds, split, moves)
         found = [devices.scheduler.numbers() for devices in controllers]
         phases = [max(numbers["rollout_done"], numbers["judge_done"]) for numbers in found]
         longest, numbers = max(phases), summed(found)
@@ -133,10 +145,11 @@ def moving(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
     return placed(trace, cluster, Placement(type="greedy", judges=split.judge or None), name)
 
 
-def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
-    """The split follows the load between steps; with ``moves``, devices also switch roles within a step."""
-    name = "adaptive" if moves else "adaptive, split alone"
-    return placed(trace, cluster, Placement(type="adaptive", inside=moves), name)
+def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True, prompts_move: bool = False) -> Outcome:
+    """The split follows the load between steps; with ``moves``, devices also switch roles within a step, with
+    ``prompts_move`` prompts move between controllers."""
+    name = ("adaptive" if moves else "adaptive, split alone") + ", prompts move" * prompts_move
+    return placed(trace, cluster, Placement(type="adaptive", inside=moves), name, prompts_move=prompts_move)
 
 
 def disaggregated(
@@ -230,7 +243,7 @@ class Comparison:
 def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
     """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more) without
     and with lending, lent ones with a greedy and an adaptive split, greedy, the best split with moves within a step,
-    and adaptive without and with such moves.
+    and adaptive without and with such moves, and, of several controllers, with prompts that move between them.
 
     Raises ``ValueError`` if a controller has one device.
     """
@@ -248,6 +261,7 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
         greedy,
         min(others, key=lambda outcome: outcome.seconds),
         adaptive(trace, cluster, moves=False),
+        *([adaptive(trace, cluster, prompts_move=True)] if cluster.controllers > 1 else []),
         adaptive(trace, cluster),
     ]
     best = min(colocate, fastest, key=lambda outcome: outcome.seconds)

@@ -66,6 +66,8 @@ class Batch:
     failures: list[Failure] = field(default_factory=list)
     rewards: Mapping[str, Tensor] = field(default_factory=dict)
     """The raw rewards by label, ``[B]``; NaN if a sample has none."""
+    slots: Sequence[Slot] = ()
+    """This controller's first slots, without replacements."""
 
     @property
     def ids(self) -> list[SampleId]:

@@ -28,7 +28,8 @@ from mmrl.report.texts import write_texts
 from mmrl.rewards.loading import NOBODY_VOTES
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
-from mmrl.rollout.collect import encode, prompts_only
+from mmrl.rollout.collect import prompts_only
+from mmrl.rollout.encoding import encode
 from mmrl.rollout.mismatched import mismatched
 from mmrl.training import guards, per_sample
 from mmrl.training.batch import chunks, chunks_of_a_size

@@ -61,7 +61,7 @@ def train_step(
     row = metrics.means(context.controller.gather)
     seconds = busy_seconds(context) - began
     for part in context.rollout.parts.values():
-        row |= part.end_step(context, FinishedStep(step, batch, slots, seconds, row))
+        row |= part.end_step(context, FinishedStep(step, batch, batch.slots or slots, seconds, row))
     return row, batch.failures
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -34,6 +35,24 @@ class Chunk(NamedTuple):
     ids: Sequence[SampleId]
     begun: Trajectory | None = None
     """Its rows after the first denoising steps or tokens, to be finished (``midway``); None: from the start."""
+
+
+class ComingChunks(ABC, Iterator[Chunk]):
+    """Micro-batches that are claimed one after another, each when a device can begin it."""
+
+    @property
+    @abstractmethod
+    def left(self) -> int:
+        """About how many are still to come."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether none can come any more. If not, there may be one after the next that was drawn or judged."""
+
+    @abstractmethod
+    def tell(self, open: float, each: float) -> None:
+        """Tell the others the device-seconds of what was begun here and is not done, and of a micro-batch."""
 
 
 Drawn = tuple[int, Trajectory, list[Sample]]

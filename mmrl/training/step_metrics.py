@@ -64,6 +64,10 @@ class StepMetrics:
         self._values: defaultdict[str, list[tuple[Number, float]]] = defaultdict(list)
         self._merged: list[Sums] = []
 
+    def weigh(self, weight: float) -> None:
+        """Use another weight for what is set from now on."""
+        self._weight = weight
+
     def add(self, loss: Loss, total: float, *, first_update: bool) -> None:
         """Add a slice's sums and maxima. ``first_update``: no weight has changed in this step, so the ratio is 1."""
         for name, value in loss.sums.items():

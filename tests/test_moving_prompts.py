@@ -1,0 +1,120 @@
+"""Prompts move from a slow controller to another (``train.balance: moving``), over a real gloo process group."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.placement.portions import Claims
+from mmrl.rollout.moving import portions
+from mmrl.training.step_context import StepPart
+from tests.ranks import launched
+from tests.test_controllers import make, work
+
+MOVING = ["train.balance=moving", "sampling.batch_size=null"]
+
+
+class Seen(StepPart):
+    """Keeps the rewards and the advantages of a step, by sample."""
+
+    def end_step(self, context, done):
+        self.rewards, self.advantages = {}, {}
+        for n, one in enumerate(done.batch.ids):
+            name = f"{one.slot}/{one.attempt}/{one.sample}"
+            self.rewards[name] = {label: values[n].item() for label, values in done.batch.rewards.items()}
+            self.advantages[name] = done.batch.advantages[n].flatten()[0].item()
+        self.slots = sorted(slot.index for slot in done.slots)
+        return {}
+
+
+def stepped(run):
+    """One step of ``run``, as plain values."""
+    run.rollout.parts["seen"] = seen = Seen()
+    sampled, gradient, row = work(run)
+    return {"sampled": sampled, "gradient": gradient, "row": row, **vars(seen)}
+
+
+def until(path, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def serve(name, rank, size, port, out):
+    """Controller ``rank`` in this process. The first one does not sample before no other finds anything to begin."""
+    torch.set_num_threads(1)
+    peers = Group(rank, size, "127.0.0.1", port)
+    run = make(name, Controller(0, rank, size, peers), *MOVING)
+    done = [out.with_name(f"done-{other}") for other in range(1, size)]
+    if rank:
+        following = Claims.other
+
+        def told(self):
+            found = following(self)
+            if found is None:
+                done[rank - 1].touch()
+            return found
+
+        Claims.other = told
+    else:
+        sample = run.pipeline.sample
+
+        def late(*args, **named):
+            for path in done:
+                until(path)
+            return sample(*args, **named)
+
+        run.pipeline.sample = late
+    found = stepped(run)
+    torch.save({**found, "sent": dict(peers.sent)}, out)
+    peers.close()
+
+
+def check(name, folder, size=2):
+    if name == "vision":
+        pytest.importorskip("torchvision")
+    alone = stepped(make(name, None, *MOVING))
+    outs = [folder / f"{rank}.pt" for rank in range(size)]
+    found = launched(__file__, outs, lambda rank, port, out: [name, rank, size, port, out])
+    assert len(found[0]["slots"]) == 1  # all others of its prompts have moved
+    assert sorted(slot for one in found for slot in one["slots"]) == list(range(5))
+    for what in ("sampled", "rewards"):
+        assert {key: value for one in found for key, value in one[what].items()} == alone[what]  # to the bit
+    advantages = {key: value for one in found for key, value in one["advantages"].items()}
+    assert advantages == pytest.approx(alone["advantages"], rel=1e-9, abs=1e-12)
+    for one in found:
+        assert (one["gradient"] - alone["gradient"]).norm() <= 1e-5 * alone["gradient"].norm()
+        assert torch.equal(one["gradient"], found[0]["gradient"])
+        assert one["row"]["balance/moved"] == len(range(0, 5, size)) - 1
+        assert one["row"]["balance/moved"] > 0
+        assert one["sent"]["claims"] > 0
+        for key, value in alone["row"].items():
+            if key.startswith(("reward/", "advantage/", "text/", "sampling/groups", "policy/ratio")):
+                assert one["row"][key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
+
+
+def test_another_controller_begins_what_a_slow_one_has_not(tmp_path):
+    check("text", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"), [("diffusion", 2), ("vision", 2), ("resampled", 2), ("critic", 3), ("normalized", 2)]
+)
+def test_the_same_for_other_recipes(name, size, tmp_path):
+    check(name, tmp_path, size)
+
+
+def test_portions_are_micro_batches_and_the_short_one_stays():
+    assert portions([0, 2, 4, 6, 8], 2, None) == [[8], [0, 2], [4, 6]]
+    assert portions([0, 2, 4, 6], 2, None) == [[0, 2], [4, 6]]
+    assert portions([0, 2, 4, 6], 1, [1.0, 0.0, 3.0, 0.0, 2.0, 0.0, 5.0]) == [[6], [2], [4], [0]]
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
