@@ -209,8 +209,7 @@ class MultiDevice:
     def run_on_other_trainers(
         self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> None:
-        with self.running_on_other_trainers(context, task, *arguments):
-            pass
+        all_of(self._put(self._trainers[1:], task, arguments))
 
     @contextmanager
     def running_on_other_trainers(

@@ -26,6 +26,7 @@ from mmrl.placement.tasks import (
     Schedulable,
     is_for,
     needs_newer_weights,
+    recent,
     trains,
     trains_later,
 )
@@ -108,9 +109,8 @@ class Scheduler(Generic[T]):
     def begin(self, split: Split, moves: Moves, to_come: int, members: Collection[int] = ()) -> None:
         """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge; the
         ``members`` of a server that another device asks get no task of the phase."""
-        self.roles = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
-        for device in members:
-            self.roles[device] = "train"
+        roles: list[Role] = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
+        self.roles = ["train" if d in members else role for d, role in enumerate(roles)]
         self._moves, self._to_come = moves, to_come
         self._round += 1
 
@@ -154,14 +154,14 @@ class Scheduler(Generic[T]):
         long."""
         self._running[device] = None
         if priced and (turned_to := role or to) is not None and (turned > began or self._changed[device]):
-            self.prices[turned_to] = _recent(self.prices.get(turned_to, 0.0), turned - began)
+            self.prices[turned_to] = recent(self.prices.get(turned_to, 0.0), turned - began)
         if turned > began:
             self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
         if role is not None:
             since, (of, number) = max(turned, self.since[device]), self._for(device)  # the cut part is counted
             until = max(ended, since)
             self.events.append(Event(device, role, self._after(since), self._after(until), number, of))
-            self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
+            self._seconds[role] = recent(self._seconds.get(role, 0.0), ended - turned)
             if of is not None and role != "train":
                 self._worked.setdefault(of, []).append(Event(device, role, turned, ended, number, of))
 
@@ -265,9 +265,8 @@ class Scheduler(Generic[T]):
         tasks = self._tasks[role]
         if step is None or not tasks:
             return len(tasks)
-        if self._moves_ahead:  # they are in the order of their steps
-            return bisect_right(tasks, step, key=trains)
-        return sum(is_for(task, step) for task in tasks)
+        ordered = self._moves_ahead
+        return bisect_right(tasks, step, key=trains) if ordered else sum(is_for(task, step) for task in tasks)
 
     def _lend(self, found: list[tuple[int, T]], step: int) -> None:
         """Give idle devices that train the tasks of sampling, else of judging, that ``step`` waits for.
@@ -399,7 +398,3 @@ class Scheduler(Generic[T]):
     def _after(self, moment: float) -> float:
         """Seconds after the start of the step; 0 for an earlier moment."""
         return max(0.0, moment - self.start)
-
-
-def _recent(before: float, now: float) -> float:
-    return now if not before else 0.7 * before + 0.3 * now
