@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -98,16 +98,24 @@ class Log:
 
 
 class SleepingDevices(MultiDevice):
-    """``devices`` of one controller; a switch of roles takes ``price`` seconds."""
+    """``devices`` of one controller; a switch of roles takes ``price`` seconds. ``leaders``: those that ask a server on
+    several devices, and on how many."""
 
-    def __init__(self, devices: int, settings: Placement, price: float) -> None:
-        super().__init__([SimpleNamespace(close=lambda: None)] * (devices - 1), settings)  # type: ignore[list-item]
+    def __init__(
+        self, devices: int, settings: Placement, price: float, leaders: Mapping[int, int] | None = None
+    ) -> None:
+        others: Any = [SimpleNamespace(close=lambda: None)] * (devices - 1)
+        super().__init__(others, settings, leaders=leaders)
+        self.performed: list[tuple[int, str, str]] = []
+        """Of every task: the device, its name, and the role that it switches to."""
         self._price, self._client = price, None
         self.record = Record()
         self._number = 0
         self._training = 0.0
         self.slept: dict[tuple[str, int, tuple[int, int]], float] = {}
         """Of ``run_ahead``: the seconds of each task, by its role, step, and round and micro-batch."""
+        self.decided: list[float] = []
+        """Of ``run_ahead``: the seconds from the end of each step's training until the next step may train."""
         self._lent: set[int] = set()
         self._latest: dict[int, Key] = {}
         self.context: Any = SimpleNamespace(
@@ -115,6 +123,7 @@ class SleepingDevices(MultiDevice):
             recipe=SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers")),
             pipeline=SimpleNamespace(encode=lambda slots: [], features=SimpleNamespace(release=lambda keys: None)),
             controller=SimpleNamespace(gather=lambda mine: [mine], rank=0),
+            policy=SimpleNamespace(weights=SimpleNamespace(width=1, stages=None, lockstep=False)),
         )
         self.log = Log(self._board.scheduler)
         self._listen()
@@ -140,6 +149,7 @@ class SleepingDevices(MultiDevice):
                     judged.append(self._client.submit([chunk], context))  # type: ignore[attr-defined]
             for answer in judged:
                 answer.result()
+        self.map_micro_batches(self.context, device_tasks.gpu, [])  # an update without slices
         self.run_on_trainers(self.context, device_tasks.apply, 0.0)
         seconds = max(self._board.scheduler.done_after(role) for role in ("rollout", "judge"))
         self.end_step(self.context, step)
@@ -171,6 +181,7 @@ class SleepingDevices(MultiDevice):
                 self.run_on_trainers(self.context, device_tasks.apply, 0.0)
                 ends.append(time.perf_counter() - start)
                 self.end_step(self.context, step)
+                self.decided.append(time.perf_counter() - start - ends[-1])
         return ends
 
     def _submitted(self, step: int, number: int, batches: Any, staleness: int) -> Any:
@@ -195,6 +206,7 @@ class SleepingDevices(MultiDevice):
         self._client = made("judge")
 
     def _perform(self, context: Any, device: int, task: Task) -> Any:
+        self.performed.append((device, task.name, task.arguments[0] if task.call is device_tasks.switch_role else ""))
         if task.call is lending.lent:
             task = Task(task.role, *task.arguments)
         if task.call is lending.borrow:

@@ -166,12 +166,11 @@ def test_a_judge_in_a_server_counts_with_what_the_server_takes():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_judge_over_several_devices_is_refused_beside_others_and_taken_alone(devices):
     served = f"rewards.0.options.model={{vllm: {JUDGE}, args: {{tensor_parallel_size: 2}}}}"
-    for layout in (f"devices_per_controller={devices}", f"controllers={devices}"):
-        problems = " ".join(planned_in_short(served, layout).problems)
-        assert ("rewards (judge): its server needs 2 devices, and each of this run's 2 devices" in problems) == (
-            devices == 2
-        )
-        assert ("remove tensor_parallel_size" in problems) == (devices == 2)
+    problems = " ".join(planned_in_short(served, f"controllers={devices}").problems)
+    assert ("rewards (judge): its server needs 2 devices, and each of this run's 2 devices" in problems) == (
+        devices == 2
+    )
+    assert ("remove tensor_parallel_size" in problems) == (devices == 2)
 
 
 def test_a_judge_that_has_no_room_in_its_share_is_refused():

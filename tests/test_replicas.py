@@ -79,7 +79,14 @@ def test_workers_are_devices_that_train_and_replicas(words, workers, devices):
             ["devices_per_controller=3", "placement={type: disaggregated, lend: true}", TWO],
             r"placement\.lend: a device that trains cannot start a server of several devices",
         ),
-        (["devices_per_controller=2", TWO], "set placement to disaggregated, whose devices that sample are divided"),
+        (
+            ["devices_per_controller=3", TWO],
+            r"an engine takes 2 devices, and 3 of 3 .* set devices_per_controller to 2",
+        ),
+        (["devices_per_controller=4", "placement=adaptive", TWO], "set placement.type to partial, or to disaggregated"),
+        (["devices_per_controller=16", JUDGE], r"set placement to \{type: partial, judges: 8\}"),
+        (["devices_per_controller=16", "placement={type: partial, judges: 4}", JUDGE], "4 of 16 .* set it to 8"),
+        (["devices_per_controller=16", "placement={type: partial, judges: 9}", TWO], "7 of 16 .* sample; set"),
         (["controllers=2", TWO], "an engine of 2 devices does not fit beside a controller of one"),
     ],
 )
@@ -89,7 +96,7 @@ def test_replicas_that_do_not_divide_are_refused(words, said):
 
 
 def test_the_plan_draws_replicas():
-    """The sources' own example: sampling on replicas of two, a judge on eight devices."""
+    """Devices that only train, sampling on replicas of two, a judge on eight devices."""
     words = ["devices_per_controller=28", "placement={type: disaggregated, trainers: 16, judges: 8}"]
     made = planned_in_short("sums", *words, TWO, JUDGE)
     assert rows(made) == [
@@ -97,8 +104,8 @@ def test_the_plan_draws_replicas():
         ("16 to 19", *["sample 1 step ahead, in replicas of 2 devices"] * 2),
         ("20 to 27", *["judge, in replicas of 8 devices"] * 2),
     ]
-    alone = planned_in_short("sums", "devices_per_controller=2", JUDGE)
-    assert "set placement to disaggregated, whose devices that judge are divided" in "\n".join(alone.problems)
+    alone = planned_in_short("sums", "controllers=2", JUDGE)
+    assert "set placement to partial or disaggregated, whose devices that judge" in "\n".join(alone.problems)
 
 
 def metrics(out):

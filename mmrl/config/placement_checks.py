@@ -7,7 +7,7 @@ from math import lcm
 
 from mmrl.algorithms.settings import CriticSettings, GivenSettings
 from mmrl.config.megatron_layouts import untested
-from mmrl.config.replicas import PARALLEL, has_replicas, of_replicas, spread
+from mmrl.config.replicas import has_replicas, of_replicas, spread
 from mmrl.config.schema import Recipe
 
 
@@ -94,12 +94,6 @@ def _engine_devices(recipe: Recipe) -> Iterator[str]:
         yield (
             f"rollout.options: environment puts the engines of {devices} on the same GPU; remove CUDA_VISIBLE_DEVICES, "
             "so that each uses its own, or set devices_per_controller to 1"
-        )
-    if (size := spread(rollout.options)) > 1 and not recipe.placement.apart:
-        yield (
-            f"rollout.options: an engine of {size} devices does not fit beside each of {devices}; set placement to "
-            "disaggregated, whose devices that sample are divided into engines, or devices_per_controller to 1, or "
-            f"remove {', '.join(name for name in PARALLEL if name in rollout.options)}"
         )
 
 

@@ -98,6 +98,37 @@ class LazyEngine:
         return self._engine
 
 
+class NoEngine:
+    """Final class. The ``RolloutEngine`` of a device that never samples: another one asks the server on it.
+
+    Where weights are in shards it takes part in gathering them, and drops them.
+    """
+
+    sleeps = True
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+
+    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        raise RuntimeError("a device that never samples was asked for samples")
+
+    def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for _ in weights:
+            pass
+
+    def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
+        """Drop the adapter."""
+
+    def sleep(self) -> None:
+        """There is nothing to free."""
+
+    def wake(self) -> None:
+        """There is nothing to wake."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
 def metrics_of(engine: RolloutEngine) -> dict[str, float]:
     """What ``engine`` reports, as ``engine/<name>``; nothing where it has no ``metrics``. Raises ``UserError``."""
     if not isinstance(engine, ReportsMetrics):

@@ -32,7 +32,7 @@ import httpx
 import psutil
 from PIL.Image import Image
 
-from mmrl.engines import process_guard
+from mmrl.engines import process_guard, server_devices
 from mmrl.engines.server_watchdog import watch_server
 from mmrl.errors import LostServerError, UserError
 from mmrl.json_types import Json, JsonObject
@@ -71,9 +71,10 @@ class Process:
         self.up = self.closed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         kept = [sys.executable, "-I", "-S", str(Path(process_guard.__file__)), str(folder), *command]
+        variables = {**environment, **server_devices.environment()}
         with open(log, "ab") as out:
             self._process = subprocess.Popen(
-                kept, stdin=subprocess.PIPE, stdout=out, stderr=out, env={**environment}, start_new_session=True
+                kept, stdin=subprocess.PIPE, stdout=out, stderr=out, env=variables, start_new_session=True
             )
         watch_server(self)
 

@@ -241,11 +241,16 @@ def switch_role(context: StepContext, role: str, sleep: bool) -> bool:
             context.rewards.sleep()
         if role != "rollout":
             context.pipeline.sleep()
-        if context.compute.device.type == "cuda":
-            torch.cuda.empty_cache()  # woken models get memory from the driver, not from torch's cache
+        free(context)  # woken models get memory from the driver, not from torch's cache
     if role == "judge":
         return context.rewards.wake()
     return role == "rollout" and context.pipeline.makes == "text" and context.pipeline.wake()
+
+
+def free(context: StepContext) -> None:
+    """Give memory that torch keeps without using it back to the driver, from which other processes get it."""
+    if context.compute.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def ready(context: StepContext, role: str) -> None:

@@ -23,6 +23,7 @@ from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject
 from mmrl.placement import adaptive, claimed, device_tasks, hindsight, lending
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
+from mmrl.placement.replicas import Replicas
 from mmrl.placement.step_records import as_line, as_rows, in_one_line, summed
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.tasks import LENT, Event
@@ -64,9 +65,11 @@ class MultiDevice:
         workers: Sequence[RemoteDevice],
         settings: Placement,
         starting_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+        leaders: Mapping[int, int] | None = None,
     ) -> None:
         self._workers, self.settings, self._starting_up = workers, settings, starting_up
         self._count = 1 + len(workers)
+        self._replicas = Replicas(leaders or {}, self._count)
         self._trainers = range(settings.training(self._count))
         self._board = TaskQueue(self._count)
         self._threads: list[Thread] = []
@@ -131,10 +134,10 @@ class MultiDevice:
     def _begin(self, context: StepContext, evaluate: bool, to_come: int) -> None:
         """Divide the devices for a generate phase."""
         judged = bool(context.rewards.on_device) and not evaluate
-        split, moves = adaptive.opening(self.state, judged=judged)
-        self._board.begin(split, moves, to_come)
+        split, moves = self._replicas.make_room(self._put, self.state) or adaptive.opening(self.state, judged=judged)
+        self._board.begin(split, moves, to_come, members := self._replicas.members)
         if split.judge:  # judges wake while the others sample
-            self._put(range(split.rollout, self._count), device_tasks.ready, ("judge",))
+            self._put(set(range(split.rollout, self._count)).difference(members), device_tasks.ready, ("judge",))
 
     def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
         done = as_completed(numbers)
@@ -190,6 +193,7 @@ class MultiDevice:
         micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
     ) -> list[R]:
+        self._replicas.rest(self._put)
         answers, width = [], context.policy.weights.width
         for n, mine in enumerate(split_among(list(micro_batches), context, len(self._trainers) // width)):
             if mine:
@@ -205,8 +209,7 @@ class MultiDevice:
     def run_on_other_trainers(
         self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> None:
-        with self.running_on_other_trainers(context, task, *arguments):
-            pass
+        all_of(self._put(self._trainers[1:], task, arguments))
 
     @contextmanager
     def running_on_other_trainers(
@@ -229,7 +232,7 @@ class MultiDevice:
         board.cut()
         gpus = [share for share in all_of(self._put(self._trainers, device_tasks.gpu, ())) if share is not None]
         mine = {
-            **board.scheduler.numbers(),
+            **self._replicas.busy(board.scheduler.numbers(), self.state.split),
             "wall": board.elapsed,
             "cpu": self.cpu_seconds(context) - self._step_began,
             "gpu": sum(gpus),

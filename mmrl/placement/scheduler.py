@@ -13,9 +13,9 @@ goes first: a device without work for it in its role looks at the other role, be
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sized
-from itertools import takewhile
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
@@ -26,6 +26,7 @@ from mmrl.placement.tasks import (
     Schedulable,
     is_for,
     needs_newer_weights,
+    recent,
     trains,
     trains_later,
 )
@@ -105,9 +106,11 @@ class Scheduler(Generic[T]):
         for awake in self._lent_awake:
             awake.discard("rollout")
 
-    def begin(self, split: Split, moves: Moves, to_come: int) -> None:
-        """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge."""
-        self.roles = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
+    def begin(self, split: Split, moves: Moves, to_come: int, members: Collection[int] = ()) -> None:
+        """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge; the
+        ``members`` of a server that another device asks get no task of the phase."""
+        roles: list[Role] = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
+        self.roles = ["train" if d in members else role for d, role in enumerate(roles)]
         self._moves, self._to_come = moves, to_come
         self._round += 1
 
@@ -151,14 +154,14 @@ class Scheduler(Generic[T]):
         long."""
         self._running[device] = None
         if priced and (turned_to := role or to) is not None and (turned > began or self._changed[device]):
-            self.prices[turned_to] = _recent(self.prices.get(turned_to, 0.0), turned - began)
+            self.prices[turned_to] = recent(self.prices.get(turned_to, 0.0), turned - began)
         if turned > began:
             self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
         if role is not None:
             since, (of, number) = max(turned, self.since[device]), self._for(device)  # the cut part is counted
             until = max(ended, since)
             self.events.append(Event(device, role, self._after(since), self._after(until), number, of))
-            self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
+            self._seconds[role] = recent(self._seconds.get(role, 0.0), ended - turned)
             if of is not None and role != "train":
                 self._worked.setdefault(of, []).append(Event(device, role, turned, ended, number, of))
 
@@ -258,11 +261,12 @@ class Scheduler(Generic[T]):
         return bool(tasks) and (step is None or is_for(tasks[0], step))
 
     def _wanted(self, role: Role, step: int | None) -> int:
-        """The number of waiting tasks of a role that ``step`` waits for, where they are in order; None: of all."""
+        """The number of waiting tasks of a role that ``step`` waits for; None: of all."""
         tasks = self._tasks[role]
-        if step is None or not tasks or is_for(tasks[-1], step):
+        if step is None or not tasks:
             return len(tasks)
-        return sum(1 for _ in takewhile(lambda task: is_for(task, step), tasks))
+        ordered = self._moves_ahead
+        return bisect_right(tasks, step, key=trains) if ordered else sum(is_for(task, step) for task in tasks)
 
     def _lend(self, found: list[tuple[int, T]], step: int) -> None:
         """Give idle devices that train the tasks of sampling, else of judging, that ``step`` waits for.
@@ -270,24 +274,25 @@ class Scheduler(Generic[T]):
         Only the step that trains next counts: a task of a later step could still be running when that one is ready.
         """
         idle = [device for device in self.waiting if self.roles[device] == "train"]
-        if not idle:
+        if not idle or not any(self._tasks.values()):
             return
-        wanted: dict[Role, deque[T]] = {role: deque(t for t in self._tasks[role] if is_for(t, step)) for role in LENT}
-        for role in LENT:
+        wanted: dict[Role, int] = {role: self._wanted(role, step) for role in LENT}
+        for role in LENT if any(wanted.values()) else ():
             idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
             while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
-                device, task = idle.pop(0), wanted[role].popleft()
+                device, task = idle.pop(0), next(t for t in self._tasks[role] if is_for(t, step))
                 self._tasks[role].remove(task)
+                wanted[role] -= 1
                 self.lent += 1
                 self.moves += role not in self._lent_awake[device]
                 self._lent_awake[device].add(role)
                 self._hand(found, device, task)
 
-    def _worth_lending(self, device: int, role: Role, step: int, wanted: Mapping[Role, Sized]) -> bool:
+    def _worth_lending(self, device: int, role: Role, step: int, wanted: Mapping[Role, int]) -> bool:
         """Whether a device that trains takes a task of a role. ``wanted``: what ``step`` waits for, by role."""
         sampling = [t for t, running in zip(self.taken, self._running, strict=True) if t and running == "rollout"]
-        sampled = len(wanted["rollout"]) + sum(is_for(task, step) for task in sampling)  # these are judged too
-        left = {"rollout": len(wanted["rollout"]), "judge": len(wanted["judge"]) + sampled}
+        sampled = wanted["rollout"] + sum(is_for(task, step) for task in sampling)  # these are judged too
+        left = {"rollout": wanted["rollout"], "judge": wanted["judge"] + sampled}
         seconds = {name: left[name] * self._seconds.get(name, 0.0) for name in LENT}
         lent = [running for own, running in zip(self.roles, self._running, strict=True) if own == "train"]
         there = {name: self.roles.count(name) + lent.count(name) for name in LENT}
@@ -393,7 +398,3 @@ class Scheduler(Generic[T]):
     def _after(self, moment: float) -> float:
         """Seconds after the start of the step; 0 for an earlier moment."""
         return max(0.0, moment - self.start)
-
-
-def _recent(before: float, now: float) -> float:
-    return now if not before else 0.7 * before + 0.3 * now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -94,10 +94,10 @@ class TaskQueue:
         with self._changed:
             self.scheduler.cut()
 
-    def begin(self, split: Split, moves: Moves, to_come: int) -> None:
-        """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge."""
+    def begin(self, split: Split, moves: Moves, to_come: int, members: Collection[int] = ()) -> None:
+        """As ``Scheduler.begin``."""
         with self._changed:
-            self.scheduler.begin(split, moves, to_come)
+            self.scheduler.begin(split, moves, to_come, members)
             self._decide()
 
     def comes(self, count: int) -> None:

@@ -50,6 +50,11 @@ LENT: tuple[Role, ...] = ("rollout", "judge")
 """The roles that a device which trains is lent to, in the order in which it looks for work."""
 
 
+def recent(before: float, now: float) -> float:
+    """A mean in which the latest value counts most; ``before`` 0: there is none yet."""
+    return now if not before else 0.7 * before + 0.3 * now
+
+
 def is_for(task: Schedulable, step: int) -> bool:
     """Whether ``step`` waits for the task."""
     return task.of is None or task.of[0] <= step

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from mmrl.algorithms.objective import Objective, prepared_by
-from mmrl.config.replicas import devices_of_workers, has_replicas, in_workers
+from mmrl.config.replicas import devices_of_workers, has_replicas, in_workers, leaders, of_engine, of_judges
 from mmrl.config.schema import Recipe
 from mmrl.placement.adaptive import Split, starting
 from mmrl.planner.counts import Counts
@@ -24,6 +24,15 @@ def split_of(plan: Plan) -> Split:
     ).split
 
 
+def servers_of(plan: Plan) -> Split:
+    """The devices that sample and those that judge at the start of a run, a replica of several as one."""
+    split, led = split_of(plan), leaders(plan.recipe)
+    if not led:
+        return split
+    sampling = sum(device < split.rollout for device in led)
+    return Split(sampling, len(led) - sampling)
+
+
 def sleeps(recipe: Recipe) -> bool:
     """Whether judge models, and an engine, free their memory while they are idle."""
     return recipe.placement.sleep
@@ -37,6 +46,13 @@ def judges_beside_sampling(recipe: Recipe) -> bool:
 def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
     """Errors, with the edit, about a placement that has nothing to place or to put to sleep."""
     kind = plan.recipe.placement.type
+    judged = [one.label for one in plan.asked if one.trained_on]
+    if kind == "colocate" and judged and has_replicas(plan.recipe):
+        yield (
+            f"placement: with colocate every device samples and then judges ({', '.join(judged)}), and an engine takes "
+            f"{of_engine(plan.recipe)} devices; set placement.type to partial, whose first devices sample and whose "
+            "last judge before all train, or to disaggregated"
+        )
     if sleeps(plan.recipe) and plan.recipe.devices_per_controller == 1:
         yield from _all_awake(plan)
     if kind == "colocate":
@@ -50,7 +66,7 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
             f"placement: {kind} has some devices judge while others sample, and {plan.recipe.algorithm.type} does not "
             f"sample before its updates; {mend}"
         )
-    elif not any(one.trained_on for one in plan.asked):
+    elif not judged:
         yield (
             f"placement: {kind} has some devices judge while others sample, and no reward of this recipe runs on a "
             f"device (as a judge with a local model or @mmrl.reward(device=True) does); {mend}"
@@ -102,7 +118,7 @@ def idle(plan: Plan) -> Iterator[str]:
     c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
     if c is None or devices == 1:
         return
-    split, trainers = split_of(plan), models_of(recipe)
+    split, trainers = servers_of(plan), models_of(recipe)
     if 0 < c.micro_batches < split.rollout:
         edit = _fewer_rows("sampling.batch_size", c.samples, split.rollout)
         yield (
@@ -158,6 +174,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     resting = ", ".join(one.label for one in plan.asked if one.sleeps)
     asleep = _asleep(recipe, resting)
     at_first = ", at first" * (recipe.placement.type in ("greedy", "adaptive"))
+    engines, judges = (f", in replicas of {n} devices" * (n > 1) for n in (of_engine(recipe), of_judges(recipe)))
     done = []
     for worker, devices in enumerate(devices_of_workers(recipe) if recipe.placement.apart else ()):
         done += [_always(plan, split, worker, judge, devices)] * devices
@@ -165,13 +182,13 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         if not sampled:
             generate = "-"
         elif not judging:
-            generate = "sample"
+            generate = f"sample{engines}"
         elif not split.judge:
             generate = f"sample, then {judge}{at_first}"
         elif device < split.rollout:
-            generate = f"sample{at_first}{asleep}"
+            generate = f"sample{at_first}{engines}{asleep}"
         else:
-            generate = f"{judge}{at_first}{_asleep(recipe, engine)}"
+            generate = f"{judge}{at_first}{judges}{_asleep(recipe, engine)}"
         done.append((generate, f"train{_asleep(recipe, resting, engine)}"))
     out, first = [], 0
     for (generate, train), same in groupby(done):
@@ -205,7 +222,7 @@ def shares(plan: Plan) -> str:
     """How the counts of a step are divided among a controller's devices."""
     c, recipe = plan.counts, plan.recipe
     assert c is not None
-    split, parts = split_of(plan), []
+    split, parts = servers_of(plan), []
     if c.micro_batches:
         parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")
         for one in plan.asked:

@@ -9,6 +9,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from mmrl.algorithms.objective import Objective, prepared_by
+from mmrl.config.replicas import of_engine
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
@@ -45,8 +46,8 @@ _TRAINING = ("prepare", "train", "optimizer")
 
 @dataclass(frozen=True)
 class Step:
-    """The work of a controller's devices: ``samplers`` of them sample, ``models`` slices are computed at once, and the
-    device with the largest judges reads ``judged`` bytes of weights."""
+    """The work of a controller's devices: ``samplers`` of them, or of its engines, sample, ``models`` slices are
+    computed at once, and the device with the largest judges reads ``judged`` bytes of weights."""
 
     recipe: Recipe
     counts: Counts
@@ -94,9 +95,10 @@ def _prepared(objective: Objective, updates: int) -> frozenset[str]:
 
 def _tokens(step: Step, description: Description, rate: float, bandwidth: float) -> float:
     """Seconds of sampling a step's responses, all of the greatest length: the prompts' forwards, then for every token
-    the operations of the active rows, or reading the weights and the rows' caches, whichever takes longer."""
+    the operations of the active rows, or reading the weights and the rows' caches, whichever takes longer. The devices
+    of an engine divide both."""
     c, recipe = step.counts, step.recipe
-    own = recipe.rollout.engine == "transformers"
+    own, devices = recipe.rollout.engine == "transformers", of_engine(recipe)
     mine = ceil(c.samples / step.samplers)
     rows, new = min(c.batch if own else _AT_ONCE, mine), recipe.decoding.max_new_tokens
     each = step.operations.forward / (c.slice_rows * c.row_tokens)
@@ -104,9 +106,10 @@ def _tokens(step: Step, description: Description, rate: float, bandwidth: float)
     width = {"float32": 4}.get(recipe.model.dtype, 2)
     weights = sum(p.numel() * (p.element_size() if own else width) for p in policy.parameters())
     read = weights + rows * width * description.cache_numbers * (c.row_tokens - new / 2)
-    return mine * each * (c.row_tokens - new) / rate + ceil(mine / rows) * new * max(
+    alone = mine * each * (c.row_tokens - new) / rate + ceil(mine / rows) * new * max(
         rows * each / rate, read / bandwidth
     )
+    return alone / devices
 
 
 def assumptions(gpu: Gpu, dtype: str) -> str:

@@ -92,11 +92,12 @@ def on_devices(
 def _refused(recipe: Recipe, one: Asked, models: Sequence[Weights], device: str, memory: int | None) -> Iterator[str]:
     """Errors, with the edit, about model servers that do not fit on the devices that judge."""
     several, spread = recipe.controllers * recipe.devices_per_controller, max(model.devices for model in models)
-    apart = recipe.placement.apart and one.trained_on
-    if several > 1 and spread > 1 and not apart:
+    divided = recipe.placement.type in ("partial", "disaggregated") and one.trained_on
+    if several > 1 and spread > 1 and not divided:
         yield (
             f"its server needs {spread} devices, and each of this run's {several} devices starts its own server when "
-            "it judges; set placement to disaggregated, whose devices that judge are divided into such servers, remove "
+            "it judges; set placement to partial or disaggregated, whose devices that judge are divided into such "
+            "servers, remove "
             "tensor_parallel_size and similar options from options.model.args, take a smaller or quantised judge, or "
             "run a separate server and name it as options.model: {url, name}"
         )

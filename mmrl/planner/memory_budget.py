@@ -248,6 +248,8 @@ def phases_of(
         judges = {"rewards' models": always["rewards' models"] + sleeping}
         awake = {"encode": engine} | dict.fromkeys(awake, engine | judges)
     own = _own_of_phases(made, sizes, inputs, always["rewards' models"] + sleeping)
+    for phase in ("encode", "sample", "decode", "judge"):
+        own[phase] |= _gathered_to_sample(made, description, sizes)
     for phase in (*PHASES[:3], "judge", *PHASES[3:]):
         if phase in ("sample", "decode", "judge") and not counts.micro_batches:
             continue
@@ -269,6 +271,15 @@ def phases_of(
         }
         parts["copies of the trained weights"] += visiting.get(phase, 0)
         yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
+
+
+def _gathered_to_sample(made: Plan, description: Description, sizes: dict[int, Size]) -> dict[str, int]:
+    """Of weights in shards: all of them where the device itself samples; one tensor at a time where an engine gets
+    them, in a placement in which every device trains."""
+    whole, recipe = sum(size.gathered for size in sizes.values()), made.recipe
+    if whole and recipe.rollout.engine != "transformers" and not recipe.placement.apart:
+        return {"a tensor being gathered": _largest(description)}
+    return {"weights gathered for the phase": whole}
 
 
 def _own_of_phases(
@@ -303,10 +314,8 @@ def _own_of_phases(
         "train": {**trajectories, "gradients": trained, "working memory": measured.train},
         "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
     }
-    gathered = {name: sum(getattr(size, name) for size in sizes.values()) for name in ("gathered", "gathered_blocks")}
-    for phase in ("encode", "sample", "decode", "judge"):
-        own[phase]["weights gathered for the phase"] = gathered["gathered"]
-    own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
+    blocks_gathered = sum(size.gathered_blocks for size in sizes.values())
+    own["train"]["blocks being gathered, and their gradients"] = blocks_gathered
     if made.recipe.controllers * made.recipe.devices_per_controller > 1 and made.recipe.train.backend == "replicated":
         own["optimizer"]["gradients being summed"] = trained
     return own

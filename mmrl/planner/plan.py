@@ -28,7 +28,7 @@ from mmrl.pipelines.description import Description
 from mmrl.pipelines.protocol import Pipeline, entries_of, recorded_steps
 from mmrl.planner import buckets
 from mmrl.planner.counts import count
-from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
+from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, servers_of, sleeps
 from mmrl.planner.estimate import Estimate, Step, estimated
 from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.gpus import Gpu
@@ -110,7 +110,7 @@ def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
 
 def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
     """The estimated time of a step on the planned GPU."""
-    c, m, split = made.counts, made.measured, split_of(made)
+    c, m, split = made.counts, made.measured, servers_of(made)
     if made.gpu is None or c is None or m is None:
         return None
     asked = [one for one in made.asked if one.trained_on and c.micro_batches]

@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
+from mmrl.config.replicas import leaders
+from mmrl.engines import server_devices
+from mmrl.engines.server_devices import ServerDevices
 from mmrl.errors import UserError
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.report import notices
@@ -86,6 +89,14 @@ class Actor:
     def lacks(self, paths: Sequence[str]) -> tuple[str, list[str]]:
         """This node's name, and those of ``paths`` that it does not see."""
         return platform.node(), [path for path in paths if not Path(path).exists()]
+
+    def visible(self) -> str:
+        """The GPU of this process, as in ``CUDA_VISIBLE_DEVICES``; empty on a CPU."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def start_servers_on(self, devices: ServerDevices) -> None:
+        """Start engines and judges that are servers on ``devices``."""
+        server_devices.settle(devices)
 
     def take(self, given: Bundle) -> None:
         """Take the recipe's files, which this node does not see."""
@@ -164,4 +175,4 @@ class Actor:
             return None
         connections = self._listener.accept(loaded.recipe.devices_per_controller - 1)
         workers = [RemoteWorker(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
-        return MultiDevice(workers, loaded.recipe.placement, self.starting)
+        return MultiDevice(workers, loaded.recipe.placement, self.starting, leaders(loaded.recipe))

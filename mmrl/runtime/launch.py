@@ -20,6 +20,7 @@ from mmrl.config.replicas import devices_of_workers, in_workers
 from mmrl.errors import UnscoredError, UserError
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
+from mmrl.runtime import replica_devices
 from mmrl.runtime.actor import Actor, Beat
 from mmrl.runtime.cluster import (
     START_S,
@@ -145,7 +146,7 @@ class Watch:
         recipe, taken = loaded.recipe, devices_of_workers(given)
         self.cluster, self.ray, self.directory, self.size = there, ray, directory, recipe.controllers
         gpus = 1 if on_gpu(recipe.device) else 0
-        self._kind = "GPU" if gpus else "CPU"
+        self._kind, self._gpus = "GPU" if gpus else "CPU", gpus
         self.actors: dict[Place, Any] = {}
         workers = recipe.devices_per_controller
         self._rooms = [reserve_host(there, recipe, taken, gpus) for _ in range(self.size)] if workers > 1 else []
@@ -193,6 +194,7 @@ class Watch:
         running = {}
         try:
             self._check_nodes()
+            replica_devices.settle(self._arguments[0].recipe, self.actors, self._get, self._gpus)
             where = self._get(self.actors[0, 0].listen.remote())
             listening = {}
             for (rank, device), actor in self.actors.items():

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import seed_of
-from mmrl.engines import own_class
-from mmrl.engines.lazy_engine import LazyEngine
+from mmrl.engines import own_class, server_devices
+from mmrl.engines.lazy_engine import LazyEngine, NoEngine
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.server_process import Timeouts
@@ -44,13 +44,15 @@ def open_engine(
 
     When it starts: on one device at once; then it sleeps until it samples, if it can and ``placement.sleep`` is set. If
     a controller has several devices, when this device samples for the first time. With sharded weights at once, because
-    all ranks together send the weights to all engines.
+    all ranks together send the weights to all engines. On a device that never samples: never.
     """
     rollout = recipe.rollout
     if rollout.engine == "transformers":
         if rollout.options:
             raise UserError("rollout.options: sampling in process has none; remove them, or set rollout.engine")
         return None
+    if not server_devices.here().samples:
+        return NoEngine(engine_context(recipe, context) or 0)
     options = dict(rollout.options)
     given: Arguments = {
         "max_model_len": options.pop("max_model_len", engine_context(recipe, context)),
