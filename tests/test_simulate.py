@@ -463,7 +463,6 @@ def test_the_table_of_prompts_that_move(capsys, monkeypatch):
 
 
 def test_several_controllers_show_prompts_that_move_beside_the_others():
-    trace = synthetic(LOADS["steady"], 3, 2, 4, 32)
-    found = [outcome.name for outcome in compare(trace, Cluster(2, 2)).outcomes]
-    assert found[-2:] == ["adaptive, prompts move", "adaptive"]
-    assert "adaptive, prompts move" not in [one.name for one in compare(trace, Cluster(1, 4)).outcomes]
+    of = {n: compare(synthetic(LOADS["steady"], 3, n, 4, 32), Cluster(n, 4 // n)).outcomes for n in (1, 2)}
+    assert [one.name for one in of[2]][-2:] == ["adaptive, prompts move", "adaptive"]
+    assert "adaptive, prompts move" not in [one.name for one in of[1]]
