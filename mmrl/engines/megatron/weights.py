@@ -43,6 +43,9 @@ _TOLERANCE = 1e-3
 class Logits(NamedTuple):
     logits: Tensor
 
+_SMALL = 1 << 16
+"""Bytes from which a tensor has a block of its own on a CPU: parts of layers are smaller than shards of whole models."""
+
 
 class ModelParallel:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place.
@@ -79,7 +82,7 @@ class ModelParallel:
         each = -(-rows // size)
         device = next(module.parameters()).device
         if device.type == "cpu":
-            give_back()
+            give_back(_SMALL)
         self._chunks = [
             chunk.to(device) for chunk in built(module, each * size, settings, recompute=model.gradient_checkpointing)
         ]
