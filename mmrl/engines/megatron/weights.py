@@ -43,8 +43,9 @@ _TOLERANCE = 1e-3
 class Logits(NamedTuple):
     logits: Tensor
 
+
 _SMALL = 1 << 16
-"""Bytes from which a tensor has a block of its own on a CPU: parts of layers are smaller than shards of whole models."""
+"""Bytes from which a tensor on the CPU has a block of its own: a part of a layer is smaller than a shard of a model."""
 
 
 class ModelParallel:
