@@ -143,25 +143,62 @@ if not hasattr(device_tasks.sample, "__wrapped__"):
 """A reward whose file has the devices of controller 1 sleep before each micro-batch."""
 
 
-@pytest.mark.slow
-def test_controllers_of_several_devices_move_prompts_and_judge_them(tmp_path):
-    pytest.importorskip("ray")
-    (tmp_path / "late.py").write_text(LATE)
-    words = [
+def moving(folder):
+    """The words of a run whose controller 1 is slow."""
+    (folder / "late.py").write_text(LATE)
+    return [
         *("train.steps=2", "train.prompts_per_step=16", "train.group_size=4", "train.micro_batch_size=4"),
-        *("sampling.batch_size=4", "eval.every=null", "checkpoint.every=2", MOVING[0], "model.dtype=float32"),
-        f'rewards=[{{name: "{tmp_path / "late.py"}:score", batch_size: 4}}]',
+        *("sampling.batch_size=4", "eval.every=null", "checkpoint.every=1", MOVING[0], "model.dtype=float32"),
+        f'rewards=[{{name: "{folder / "late.py"}:score", batch_size: 4}}]',
     ]
-    both = ["controllers=2", "devices_per_controller=2", "placement=greedy"]
-    found = []
-    for name, more in (("alone", []), ("several", both)):
+
+
+def same(out, alone):
+    """Whether prompts moved and all else is as in the run ``alone``."""
+    assert len(ray_runs.rows(out)) == 2
+    for one, row in zip(ray_runs.rows(alone), ray_runs.rows(out), strict=True):
+        assert row["balance/moved"] > 0
+        for key in ("reward/mean", "reward/std", "text/length", "optim/grad_norm", "policy/loss"):
+            assert row[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["devices_per_controller=2", "placement=greedy"],
+        pytest.param(["train.backend=fsdp"], marks=pytest.mark.long),
+    ],
+    ids=lambda how: how[-1],
+)
+def test_controllers_of_several_devices_and_of_shards_move_prompts(how, tmp_path):
+    pytest.importorskip("ray")
+    words = moving(tmp_path)
+    for name, more in (("alone", []), ("several", ["controllers=2", *how])):
         code, said = ray_runs.ended(ray_runs.train("sums", tmp_path / name, *words, *more), 600)
         assert code == 0, said
-        found.append(ray_runs.rows(tmp_path / name))
-    for alone, several in zip(*found, strict=True):
-        assert several["balance/moved"] > 0
-        for key in ("reward/mean", "reward/std", "text/length", "optim/grad_norm", "policy/loss"):
-            assert several[key] == pytest.approx(alone[key], rel=1e-5, abs=1e-6), key
+    same(tmp_path / "several", tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_controller_that_dies_while_prompts_move_leaves_no_claim(tmp_path):
+    pytest.importorskip("ray")
+    words = moving(tmp_path)
+    code, said = ray_runs.ended(ray_runs.train("sums", tmp_path / "alone", *words), 600)
+    assert code == 0, said
+    process = ray_runs.train("sums", tmp_path / "killed", *words, "controllers=2")
+    deadline = time.monotonic() + 300
+    while not ray_runs.rows(tmp_path / "killed"):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(2.0)  # in the phase of sampling of the second step
+    ray_runs.actors(process)[0].kill()
+    code, said = ray_runs.ended(process, 600)
+    assert code == 0, said
+    assert "start" in said
+    same(tmp_path / "killed", tmp_path / "alone")
 
 
 if __name__ == "__main__":
