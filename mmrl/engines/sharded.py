@@ -25,7 +25,7 @@ from mmrl.engines.weights import exchange, gradients, outermost
 
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of glibc's malloc.h."""
-_LARGE = 1 << 20
+LARGE = 1 << 20
 """Bytes from which a tensor on the CPU has a block of its own. Smaller ones lie in the heap: a block costs time."""
 
 
@@ -166,12 +166,12 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if type(m).__name__ in names and m is not module]
 
 
-def give_back() -> None:
+def give_back(size: int = LARGE) -> None:
     """Have this process give what was gathered back to the system. The C library asks the system for a block of its own
     from a size on, which it raises to that of whatever was freed, up to 32 MiB; smaller ones it keeps. A size that is
-    set stays as it is. Does nothing without glibc."""
+    set stays as it is: here ``size`` bytes. Does nothing without glibc."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, size)
 
 
 def _shard(whole: Any) -> Tensor:

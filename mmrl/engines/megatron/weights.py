@@ -44,6 +44,10 @@ class Logits(NamedTuple):
     logits: Tensor
 
 
+_SMALL = 1 << 16
+"""Bytes from which a tensor on the CPU has a block of its own: a part of a layer is smaller than a shard of a model."""
+
+
 class ModelParallel:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place.
 
@@ -79,7 +83,7 @@ class ModelParallel:
         each = -(-rows // size)
         device = next(module.parameters()).device
         if device.type == "cpu":
-            give_back()
+            give_back(_SMALL)
         self._chunks = [
             chunk.to(device) for chunk in built(module, each * size, settings, recompute=model.gradient_checkpointing)
         ]
