@@ -13,7 +13,9 @@ micro-batches of sampling a device and step. Three tables for each number of dev
               static placement (one split for the whole run, chosen with hindsight), over the bound, and its split alone
 
 ``--regret`` prints another table instead: every policy over the bound, and how much longer ``adaptive`` took than the
-best of all static splits, colocate and ``greedy`` in hindsight (its regret), over the loads of ``placement_loads``.
+best of all static splits, colocate and ``greedy`` in hindsight (its regret), over the loads of ``placement_loads``; and
+of three roles against the best of all fixed roles, lent or not (the devices that train are chosen in hindsight for
+all).
 
 ``--moving`` prints a third: ``adaptive`` with and without prompts that move between controllers (``train.balance:
 moving``), all controllers alike and one of them half as fast.
@@ -43,6 +45,7 @@ from mmrl.simulator.simulate import (
     Outcome,
     adaptive,
     best_disaggregated,
+    best_three_roles,
     bound,
     device_seconds,
     moving,
@@ -121,9 +124,9 @@ def loads(cluster: Cluster, steps: int, seed: int) -> Iterator[Row]:
             yield {"load": name, "price": price, "goal": GOALS[name], **compared(trace, cluster)}
 
 
-def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) -> Iterator[Row]:
+def regrets(cluster: Cluster, loads: Sequence[str], prices: Sequence[float], steps: int, seed: int) -> Iterator[Row]:
     """Every policy on every load and price."""
-    for name in placement_loads.NAMES:
+    for name in loads:
         for price in prices:
             trace = placement_loads.trace_of(name, price, cluster, steps, seed)
             colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices)]
@@ -132,6 +135,7 @@ def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) ->
                 best_disaggregated(trace, cluster, lend=lend) if cluster.controllers == 1 else None
                 for lend in (False, True)
             )
+            three = best_three_roles(trace, cluster) if cluster.controllers == 1 else [None, None]
             mine, least = adaptive(trace, cluster), sum(bound(trace, cluster))
             rivals = [colocate, *partial, greedy]
             best = min(rivals, key=lambda outcome: outcome.seconds)
@@ -140,6 +144,8 @@ def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) ->
                 "partial": min(partial, key=lambda outcome: outcome.seconds),
                 "disaggregated": apart,
                 "disaggregated, lent": lent,
+                "three roles, greedy": three[0],
+                "three roles, adaptive": three[1],
                 "greedy": greedy,
                 "static with moves": min(others, key=lambda outcome: outcome.seconds),
                 "adaptive": mine,
@@ -148,7 +154,8 @@ def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) ->
                 "load": name,
                 "price": price,
                 "best": best.name,
-                "regret": mine.seconds / best.seconds - 1,
+                "regret": regret(mine, rivals),
+                "three": regret(three[1], [apart, lent]),
                 "over bound": {key: one.seconds / least - 1 for key, one in policies.items() if one is not None},
                 "names": {key: one.name for key, one in policies.items() if one is not None},
                 "waiting": mine.apart / mine.seconds / mine.devices,
@@ -157,11 +164,18 @@ def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) ->
             }
 
 
+def regret(mine: Outcome | None, rivals: Sequence[Outcome | None]) -> float | None:
+    """How much longer ``mine`` took than the fastest rival, as a share of that; None without it."""
+    return None if mine is None else mine.seconds / min(one.seconds for one in rivals if one is not None) - 1
+
+
 POLICIES = (
     "colocate",
     "partial",
     "disaggregated",
     "disaggregated, lent",
+    "three roles, greedy",
+    "three roles, adaptive",
     "greedy",
     "static with moves",
     "adaptive",
@@ -182,12 +196,17 @@ def regret_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    found = [row["regret"] for row in rows]
+    found, three = [row["regret"] for row in rows], [row["three"] for row in rows if row["three"] is not None]
     worst = max(rows, key=lambda row: row["regret"])
     return (
         f"{table(head, lines)}\n\nregret of adaptive: median {statistics.median(found):+.1%}, worst {max(found):+.1%} "
         f"({worst['load']} at {worst['price']:.0%}), best {min(found):+.1%}{lending(rows)}"
+        + (f"\nregret of three roles, adaptive: {spread(three)}" if three else "")
     )
+
+
+def spread(found: Sequence[float]) -> str:
+    return f"median {statistics.median(found):+.1%}, worst {max(found):+.1%}, best {min(found):+.1%}"
 
 
 def lending(rows: Sequence[Row]) -> str:
@@ -331,7 +350,7 @@ def benchmark(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict
             result[str(devices)] = {"moving": rows}
             continue
         if arguments.regret:
-            rows = list(regrets(cluster, arguments.prices, arguments.steps, arguments.seed))
+            rows = list(regrets(cluster, arguments.loads, arguments.prices, arguments.steps, arguments.seed))
             say(f"\n## {devices} devices: every policy over the bound, and the regret\n\n{regret_table(rows)}")
             result[str(devices)] = {"regret": rows}
             continue
@@ -350,7 +369,14 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--regret", action="store_true", help="print the table of regret instead")
     parser.add_argument("--moving", action="store_true", help="print the table of prompts that move instead")
     names = placement_loads.NAMES
-    parser.add_argument("--loads", nargs="+", default=names, choices=names, help="of this table", metavar="LOAD")
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        default=names,
+        choices=names,
+        help="of the tables of regret and of prompts that move",
+        metavar="LOAD",
+    )
     parser.add_argument(
         "--micro-batches", type=int, default=8, help="of this table: a device's in a step, for the same work"
     )
