@@ -45,7 +45,7 @@ from mmrl.algorithms import (
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
 from mmrl.config.algorithms import algorithm_names
 from mmrl.engines.context import InContext
-from mmrl.engines.lazy_engine import LazyEngine
+from mmrl.engines.lazy_engine import LazyEngine, NoEngine
 from mmrl.engines.rollout import RolloutEngine
 from mmrl.engines.sglang import SglangServer
 from mmrl.engines.sharded import Sharded
@@ -155,7 +155,7 @@ OFFLINE: list[type[Offline]] = [
 ]
 TEXT: list[type[TextPipeline]] = [LanguagePipeline]
 DENOISING: list[type[DenoisingPipeline]] = [FlowPipeline]
-ENGINES: list[type[RolloutEngine]] = [LazyEngine, SglangServer, VllmEngine, VllmServer]
+ENGINES: list[type[RolloutEngine]] = [LazyEngine, NoEngine, SglangServer, VllmEngine, VllmServer]
 WEIGHTS: list[type[Weights]] = [InContext, Replicated, Sharded]
 if TYPE_CHECKING:  # needs Megatron-Core
     WEIGHTS.append(ModelParallel)

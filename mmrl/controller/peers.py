@@ -64,17 +64,24 @@ class Counters:
     """Final class: numbered counters that all controllers see, in the process group's store; all begin at 0."""
 
     def __init__(self, store: dist.Store, name: str, sent: Counter[str]) -> None:
-        self._store, self._name, self._sent = store, name, sent
+        self._name, self._sent = name, sent
+        self._store: dist.Store | None = store
 
     def add(self, number: int, value: int) -> int:
         """Add to counter ``number`` and return its sum, as one step; 0 reads it. Does not wait for a controller."""
         key = f"{self._name}/{number}"
+        assert self._store is not None
         self._sent["claims"] += len(key) + _REQUEST
         return self._store.add(key, value)
 
     def drop(self, number: int) -> None:
         """Have the store forget counter ``number``."""
-        self._store.delete_key(f"{self._name}/{number}")
+        if self._store is not None:
+            self._store.delete_key(f"{self._name}/{number}")
+
+    def close(self) -> None:
+        """Let go of the store, which has threads."""
+        self._store = None
 
 
 class Alone:
@@ -137,7 +144,7 @@ class Group:
             handle = None if listening is None else listening.detach()
             wait = timedelta(minutes=3)
             store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, master_listen_fd=handle)
-        self._store = store
+        self._store: dist.Store | None = store
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
         self.ranks: dist.ProcessGroup | None = dist.group.WORLD
@@ -173,6 +180,7 @@ class Group:
         return shards, replicas
 
     def counters(self, name: str) -> Counters:
+        assert self._store is not None  # the group is not closed
         if self._counters is not None:
             self._counters.drop(dist.get_rank() // self._per_controller)
         self._counters = Counters(self._store, f"counters/{name}", self.sent)
@@ -193,7 +201,9 @@ class Group:
     def close(self) -> None:
         """Destroy the group and its threads: a thread that is alive at exit may abort the process."""
         dist.destroy_process_group()
-        self.ranks = self._controllers = None
+        self.ranks = self._controllers = self._store = None
+        if self._counters is not None:
+            self._counters.close()
 
 
 def interface_to(host: str) -> str | None:
