@@ -37,10 +37,3 @@ def test_the_plan_accepts_an_example_or_names_its_first_limit(path, monkeypatch)
     assert "problem:" not in said
     if "72b" in path.stem:
         assert "in replicas of 8 devices" in said
-        command = f"mmrl {command} rollout=null".removeprefix("mmrl ")
-        alone = CliRunner().invoke(app, shlex.split(command))
-        said = " ".join(alone.output.split())
-        assert alone.exit_code == 1
-        assert "weights gathered for the phase 136.99 GiB" in said
-        assert "a model whose whole weights (136.99 GiB here) fit a device" in said
-        assert "sampling.batch_size=" not in said.partition("problem:")[2]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.placement import Placement
 from mmrl.config.replicas import devices_of_workers, leaders
 from mmrl.planner.device_roles import rows, shares
+from mmrl.planner.fit_check import edits
 from tests import judging, ray_runs
-from tests.planning import planned_in_short
+from tests.planning import planned, planned_in_short
 from tests.test_replicas import EXAMPLE as OWN
 from tests.test_replicas import JUDGE, MODEL, SHORT, TWO, metrics, recipe
 
@@ -61,6 +63,20 @@ def test_the_plan_draws_devices_that_sample_judge_and_train():
     judged = f"rewards=[{{name: judge, options: {{rubric: '{{{{ response }}}}', model: {MODEL}}}}}]"
     beside = planned_in_short("sums", "devices_per_controller=4", TWO, judged)
     assert "with colocate every device samples and then judges (judge)" in "\n".join(beside.problems)
+
+
+def test_the_plan_gathers_all_weights_only_where_no_engine_samples():
+    """An engine on several devices lets a model train whose weights fit none."""
+    words = ["devices_per_controller=2", "train.backend=fsdp", "train.prompts_per_step=4", "device=cpu"]
+    alone, engine = planned("sums", *words), planned("sums", *words, TWO)
+    own, sent = (next(phase for phase in made.phases if phase.name == "sample") for made in (alone, engine))
+    whole = own.parts["weights gathered for the phase"]
+    assert whole > 4 * sent.parts["a tensor being gathered"] > 0
+    assert "weights gathered for the phase" not in sent.parts
+    said = " ".join(edits(replace(alone, device_memory=whole - 1), own))
+    assert "a model whose whole weights" in said
+    assert "unless an engine on several devices samples (rollout.options.tensor_parallel_size)" in said
+    assert "sampling.batch_size=" not in said
 
 
 @pytest.mark.parametrize(

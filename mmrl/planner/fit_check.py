@@ -116,7 +116,10 @@ def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
         yield "model.gradient_checkpointing=true"
     whole = peak.parts.get("weights gathered for the phase", 0)
     if plan.device_memory is not None and whole > plan.device_memory:
-        yield f"a model whose whole weights ({size(whole)} here) fit a device: each device that samples gathers them"
+        yield (
+            f"a model whose whole weights ({size(whole)} here) fit a device: each device that samples gathers them"
+            + ", unless an engine on several devices samples (rollout.options.tensor_parallel_size)" * text
+        )
     elif peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:
         yield f"sampling.batch_size={sampling.batch_size // 2}"
     elif peak.name in ("sample", "decode", "train") and rows > 1:
