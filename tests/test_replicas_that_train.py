@@ -109,7 +109,7 @@ def test_the_members_of_a_replica_get_no_work_but_training(placement, asked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["replicated", "fsdp"])
+@pytest.mark.parametrize("backend", [pytest.param("replicated", marks=pytest.mark.long), "fsdp"])
 def test_samples_and_gradients_are_those_of_engines_on_one_device(tmp_path, backend):
     """Four devices train; their engines have one device each, or two. With weights in shards the members take part in
     sending them."""
