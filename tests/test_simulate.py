@@ -439,14 +439,14 @@ def test_benchmark_runs_and_counts(capsys, tmp_path):
 def test_the_table_of_regret_has_every_policy(capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     placement = importlib.import_module("placement")
-    monkeypatch.setattr(placement.placement_loads, "NAMES", ("alternating",))
-    placement.main(["--regret", "--devices", "8", "--steps", "3", "--prices", "0.1"])
+    placement.main(["--regret", "--devices", "4", "--steps", "3", "--prices", "0.1", "--loads", "alternating"])
     out = capsys.readouterr().out
     head, _, row = [line.split(" | ") for line in out.splitlines() if line.startswith("|")]
-    named = ["colocate", "partial", "disaggregated", "disaggregated, lent", "greedy", "static with moves", "adaptive"]
-    assert head[2:9] == named
+    named = ["colocate", "partial", "disaggregated", "disaggregated, lent", "three roles, greedy"]
+    assert head[2:11] == [*named, "three roles, adaptive", "greedy", "static with moves", "adaptive"]
     assert len(row) == len(head)
     assert "regret of adaptive: median" in out
+    assert "regret of three roles, adaptive: median" in out
 
 
 def test_the_table_of_prompts_that_move(capsys, monkeypatch):
