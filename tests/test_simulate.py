@@ -439,7 +439,7 @@ def test_benchmark_runs_and_counts(capsys, tmp_path):
 def test_the_table_of_regret_has_every_policy(capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     placement = importlib.import_module("placement")
-    placement.main(["--regret", "--devices", "4", "--steps", "3", "--prices", "0.1", "--loads", "alternating"])
+    placement.main(["--regret", "--devices", "8", "--steps", "3", "--prices", "0.1", "--loads", "alternating"])
     out = capsys.readouterr().out
     head, _, row = [line.split(" | ") for line in out.splitlines() if line.startswith("|")]
     named = ["colocate", "partial", "disaggregated", "disaggregated, lent", "three roles, greedy"]
