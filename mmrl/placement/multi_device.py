@@ -134,7 +134,7 @@ class MultiDevice:
     def _begin(self, context: StepContext, evaluate: bool, to_come: int) -> None:
         """Divide the devices for a generate phase."""
         judged = bool(context.rewards.on_device) and not evaluate
-        split, moves = self._replicas.make_room(self._put, self.state) or adaptive.opening(self.state, judged=judged)
+        split, moves = self._replicas.begin(self._put, self.state) or adaptive.opening(self.state, judged=judged)
         self._board.begin(split, moves, to_come, members := self._replicas.members)
         if split.judge:  # judges wake while the others sample
             self._put(set(range(split.rollout, self._count)).difference(members), device_tasks.ready, ("judge",))

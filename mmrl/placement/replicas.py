@@ -28,9 +28,9 @@ class Replicas:
         self.members = [device for device in range(devices) if device not in leaders] if leaders else []
         self._awake = False
 
-    def make_room(self, put: Put, state: State) -> tuple[Split, Moves] | None:
-        """Before a generate phase: wait until all members have freed what they do not use. Returns how the phase begins
-        with replicas: no device changes its role, in an evaluation either; None without them."""
+    def begin(self, put: Put, state: State) -> tuple[Split, Moves] | None:
+        """Begin a generate phase: wait until all members have freed what they do not use. Returns its split and moves;
+        no device changes its role, in an evaluation either. None without replicas."""
         if not self.members:
             return None
         all_of(put(self.members, device_tasks.free, ()))
