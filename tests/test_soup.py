@@ -190,6 +190,18 @@ def pictures(root: Path) -> Path:
     return root / "pictures"
 
 
+@pytest.fixture(scope="module")
+def chosen(root: Path) -> Path:
+    """A soup whose beta was chosen after a fifth of six steps, stopped in the first trial and then resumed."""
+    train = ["soup", "train", str(root / "text.yaml"), "train.steps=6", "--out", str(root / "chosen"), "--beta", "auto"]
+    (root / "stop").touch()
+    assert mmrl(*train) == 0
+    assert (root / "chosen" / "beta-0.6").exists()
+    assert not (root / "chosen" / "soup.json").exists()
+    assert mmrl(*train, "--resume") == 0
+    return root / "chosen"
+
+
 def read(file: Path) -> Any:
     return json.loads(file.read_text())
 
@@ -212,6 +224,62 @@ def test_resume_leaves_finished_backbones_alone(texts: Path, capsys: pytest.Capt
     assert mmrl("soup", "train", str(texts.parent / "text.yaml"), "--out", str(texts), "--resume") == 0
     assert capsys.readouterr().err.count("is finished") == 2
     assert {f: f.stat().st_mtime_ns for f in before} == before
+
+
+@pytest.mark.slow
+def test_beta_is_the_one_whose_merges_have_the_largest_hypervolume(chosen: Path) -> None:
+    said = read(chosen / "soup.json")
+    assert [one["beta"] for one in said["trials"]] == [0.6, 0.7, 0.8]
+    merges = [read(chosen / f"beta-{one['beta']:g}" / "merges.json") for one in said["trials"]]
+    fronts = [[(a, b) for a, b in one["rewards"]] for one in merges]
+    worst = [min(point[i] for front in fronts for point in front) for i in (0, 1)]
+    volumes = [hypervolume(front, (worst[0], worst[1])) for front in fronts]
+    assert [one["hypervolume"] for one in said["trials"]] == volumes
+    assert len(set(volumes)) == 3, "the trials differ, so that there is something to choose"
+    assert said["beta"] == said["trials"][volumes.index(max(volumes))]["beta"]
+    assert said["finished"] == [1, 2]
+    others = [one["beta"] for one in said["trials"] if one["beta"] != said["beta"]]
+    for trial in (chosen / f"beta-{beta:g}" / f"backbone-{j}" for beta in others for j in (1, 2)):
+        assert len((trial / "metrics.jsonl").read_text().splitlines()) == 2  # a fifth of 6, rounded up
+
+
+@pytest.mark.slow
+def test_the_trial_of_the_chosen_beta_is_the_beginning_of_its_backbones(chosen: Path, tmp_path: Path) -> None:
+    """Equal to the bit to a soup that had this beta from the beginning."""
+    recipe, beta = str(chosen.parent / "text.yaml"), read(chosen / "soup.json")["beta"]
+    straight = ["soup", "train", recipe, "train.steps=6", "--out", str(tmp_path / "straight"), "--beta", f"{beta:g}"]
+    assert mmrl(*straight) == 0
+    for j in (1, 2):
+        assert not (chosen / f"beta-{beta:g}" / f"backbone-{j}").exists()
+        one, two = (
+            load_file(export(soup / f"backbone-{j}", tmp_path / name, "lora") / "adapter_model.safetensors")
+            for soup, name in ((chosen, f"chosen-{j}"), (tmp_path / "straight", f"straight-{j}"))
+        )
+        assert all(torch.equal(one[k], two[k]) for k in two)
+
+
+@pytest.mark.slow
+def test_with_a_falling_rate_the_backbones_begin_anew(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate of every step depends on the number of steps, so a trial is no beginning of them."""
+    falling = ["optim.schedule=linear", "eval.samples=2", "--out", str(root / "falling"), "--beta", "auto"]
+    assert mmrl("soup", "train", str(root / "text.yaml"), *falling) == 0
+    beta = read(root / "falling" / "soup.json")["beta"]
+    assert f"training goes on with beta {beta:g}" in capsys.readouterr().err
+    trial = root / "falling" / f"beta-{beta:g}"
+    rows = [len((at / "backbone-1" / "metrics.jsonl").read_text().splitlines()) for at in (trial, trial.parent)]
+    assert rows == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_chosen_beta_stands(chosen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {f: f.stat().st_mtime_ns for f in chosen.rglob("*") if f.is_file() and f.name != "soup.json"}
+    train = ["soup", "train", str(chosen.parent / "text.yaml"), "train.steps=6", "--out", str(chosen)]
+    assert mmrl(*train, "--beta", "auto", "--resume") == 0
+    assert capsys.readouterr().err.count("is finished") == 2
+    assert {f: f.stat().st_mtime_ns for f in before} == before
+    assert len(read(chosen / "soup.json")["trials"]) == 3
+    other = next(beta for beta in ("0.6", "0.8") if float(beta) != read(chosen / "soup.json")["beta"])
+    assert "--beta auto" in refused(capsys, *train[1:], "--beta", other, "--resume")
 
 
 def deltas(folder: Path, base: Path) -> dict[str, Tensor]:
@@ -294,6 +362,12 @@ def test_a_recipe_that_cannot_be_a_soup_is_refused(
     assert "named twice" in refused(capsys, *train, "--rewards", "short,short")
     assert "--beta 0.5: with 2 rewards it is above 0.5" in refused(capsys, *train, "--beta", "0.5")
     assert "there is no soup" in refused(capsys, *train, "--resume")
+    assert "there is no soup" in refused(capsys, *train, "--resume", "--beta", "auto")
+    assert "--beta half: give a number above 1/n and at most 1 (0.7, say), or auto" in refused(
+        capsys, *train, "--beta", "half"
+    )
+    three = refused(capsys, *train, "rewards[2].weight=1", "--beta", "auto")
+    assert "compares two rewards, and this soup has 3 (short, digits, seen)" in three
     offline = ["train", "sums-dpo", "--out", str(tmp_path / "x")]
     assert "trains on given data" in refused(capsys, *offline)
     assert not (tmp_path / "x").exists()
@@ -303,6 +377,9 @@ def test_a_recipe_that_cannot_be_a_soup_is_refused(
 def test_another_soup_is_not_overwritten_or_mixed(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", str(texts.parent / "text.yaml"), "--out", str(texts)]
     assert "already holds a soup; continue it with --resume" in refused(capsys, *train)
+    assert "already holds a soup; continue it with --resume" in refused(capsys, *train, "--beta", "auto")
+    begun = refused(capsys, *train, "--beta", "auto", "--resume")
+    assert "was begun with beta 0.7; continue with:" in begun
     other = refused(capsys, *train, "--resume", "--beta", "0.8")
     assert "beta 0.7 and the rewards short (weight 2), digits (weight 1), not beta 0.8" in other
     here = ["train", str(texts.parent / "text.yaml"), "--out", str(texts.parent)]

@@ -35,8 +35,13 @@ def train(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the soup.")],
     changes: ChangesArgument = None,
     beta: Annotated[
-        float, typer.Option(help="Share of its own reward in a backbone's mix, above 1/n; 1 is Rewarded Soup.")
-    ] = 0.7,
+        str,
+        typer.Option(
+            metavar="SHARE|auto",
+            help="Share of its own reward in a backbone's mix, above 1/n; 1 is Rewarded Soup. auto tries 0.6, 0.7 and "
+            "0.8 for a fifth of the steps and takes the one with the largest hypervolume.",
+        ),
+    ] = "0.7",
     rewards: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Which rewards, by label.", show_default="all with a weight"),
@@ -51,11 +56,23 @@ def train(
         first = out / "backbone-1"
         loaded = read_recipe(recipe, changes or (), (lambda _: first) if resume else None)
         from mmrl.soup.backbones import train_backbones
+        from mmrl.soup.beta import train_with_best_beta
+        from mmrl.soup.record import AUTO
 
     named = None if rewards is None else [label.strip() for label in rewards.split(",")]
-    soup = train_backbones(loaded, out, beta, named, resume=resume)
+    if beta == AUTO:
+        soup = train_with_best_beta(loaded, out, named, resume=resume)
+    else:
+        soup = train_backbones(loaded, out, _share(beta), named, resume=resume)
     if soup is not None:
         print(out)
+
+
+def _share(beta: str) -> float:
+    try:
+        return float(beta)
+    except ValueError:
+        raise UserError(f"--beta {beta}: give a number above 1/n and at most 1 (0.7, say), or auto") from None
 
 
 @app.command("merge")

@@ -30,8 +30,13 @@ def train_backbones(
     are finished, and goes on with the one that is not. Raises ``UserError`` for a recipe that cannot be a soup, and as
     ``mmrl train`` does.
     """
+    return train_rest(loaded, begun(planned(loaded, out, beta, rewards), resume=resume), resume=resume)
+
+
+def planned(loaded: LoadedRecipe, out: Path, beta: float, rewards: Sequence[str] | None = None) -> Soup:
+    """The soup that ``train_backbones`` trains, before anything is written. Raises ``UserError``."""
     chosen = _chosen(loaded.recipe, rewards)
-    soup = Soup(
+    return Soup(
         out,
         tuple(_label(loaded.recipe.rewards[i]) for i in chosen),
         tuple(loaded.recipe.rewards[i].weight for i in chosen),
@@ -39,8 +44,12 @@ def train_backbones(
         tuple(map(str, loaded.paths)),
         tuple(masked_override(text, loaded.tree.values) for text in loaded.overrides),
     )
-    soup = _begun(soup, resume)
-    matrix = soup.matrix.tolist()
+
+
+def train_rest(loaded: LoadedRecipe, soup: Soup, *, resume: bool) -> Soup | None:
+    """Train the backbones of ``soup`` that are not finished; with ``resume`` a run that has begun goes on. Returns and
+    raises as ``train_backbones``."""
+    chosen, matrix = _chosen(loaded.recipe, soup.rewards), soup.matrix.tolist()
     backbones = [
         changed(loaded, [f"rewards[{i}].weight={b * u:.12g}" for i, b, u in zip(chosen, row, soup.units, strict=True)])
         for row in matrix
@@ -88,7 +97,7 @@ def _chosen(recipe: Recipe, rewards: Sequence[str] | None) -> list[int]:
     return [places[label] for label in asked]
 
 
-def _begun(soup: Soup, resume: bool) -> Soup:
+def begun(soup: Soup, *, resume: bool) -> Soup:
     """The soup with what of it is finished. Raises ``UserError`` where another one, or something else, is there."""
     if not (soup.path / NAME).exists():
         if soup.path.exists() and (not soup.path.is_dir() or any(soup.path.iterdir())):
@@ -107,7 +116,7 @@ def _begun(soup: Soup, resume: bool) -> Soup:
         )
     # With other settings (more steps, say) a finished run goes on, or refuses them, as mmrl train --resume does.
     same = (before.recipe, before.overrides) == (soup.recipe, soup.overrides)
-    return replace(soup, finished=before.finished if same else ())
+    return replace(soup, finished=before.finished if same else (), trials=before.trials)
 
 
 def _listed(soup: Soup) -> str:

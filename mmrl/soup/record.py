@@ -15,6 +15,8 @@ from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_objec
 from mmrl.soup.formulas import combination
 
 NAME = "soup.json"
+AUTO = "auto"
+"""What ``--beta`` is called where it is to be chosen."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Soup:
 
     ``units``: the weight of each reward in the recipe, which is its unit: the paper's ``r_i`` is ``units[i]`` times
     what reward ``i`` gives. ``recipe``: files; ``overrides``: ``a.b=c`` on top of them, without secrets. ``finished``:
-    the numbers, from 1, of the backbones that are trained.
+    the numbers, from 1, of the backbones that are trained. ``trials``: each beta that was tried with the hypervolume of
+    its merges, where ``beta`` was chosen among them.
     """
 
     path: Path
@@ -33,6 +36,7 @@ class Soup:
     recipe: tuple[str, ...]
     overrides: tuple[str, ...]
     finished: tuple[int, ...] = ()
+    trials: tuple[tuple[float, float], ...] = ()
 
     @property
     def matrix(self) -> Tensor:
@@ -48,7 +52,8 @@ class Soup:
     def command(self) -> str:
         """The command line that trains the rest of it."""
         words = ["mmrl", "soup", "train", *self.recipe, *self.overrides, "--out", str(self.path)]
-        return shlex.join([*words, "--beta", f"{self.beta:g}", "--rewards", ",".join(self.rewards), "--resume"])
+        beta = AUTO if self.trials else f"{self.beta:g}"
+        return shlex.join([*words, "--beta", beta, "--rewards", ",".join(self.rewards), "--resume"])
 
     def done(self, number: int) -> Soup:
         """The same with the backbone ``number`` finished, on the disk too."""
@@ -68,6 +73,8 @@ class Soup:
             "recipe": self.recipe,
             "overrides": self.overrides,
         }
+        if self.trials:
+            content["trials"] = [{"beta": beta, "hypervolume": found} for beta, found in self.trials]
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / NAME, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
@@ -76,6 +83,7 @@ def read_soup(path: Path) -> Soup:
     """The soup in the folder ``path``. Raises ``UserError`` where there is none, or its file is damaged."""
     try:
         said = as_object(json.loads((path / NAME).read_text(encoding="utf-8")))
+        trials = [as_object(one) for one in as_list(said.get("trials", []))]
         return Soup(
             path,
             tuple(map(as_text, as_list(said["rewards"]))),
@@ -84,6 +92,7 @@ def read_soup(path: Path) -> Soup:
             tuple(map(as_text, as_list(said["recipe"]))),
             tuple(map(as_text, as_list(said["overrides"]))),
             tuple(map(as_integer, as_list(said["finished"]))),
+            tuple((as_number(one["beta"]), as_number(one["hypervolume"])) for one in trials),
         )
     except FileNotFoundError:
         raise UserError(f"{path} is no soup: it has no {NAME}; name a folder that mmrl soup train made") from None
