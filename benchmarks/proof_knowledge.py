@@ -7,15 +7,18 @@ The graph is that of towns. A small model is made: from random weights it learns
 
 - ``note``, ``transe``: the reward ``knowledge``, with an embedding of this kind and ``wanted: 3``.
 - ``note, asked``: the same with ``asked: true``; facts about others than the person in the prompt do not count.
+- ``note, asked, kl``: that with the KL term of GRPO's paper, so that the model stays near what it was.
 - ``note, wanted 1``: without a wish for three facts.
 - ``oracle``: the truth as the reward (``true_facts.py``), the most that a reward can tell.
 
 Of the people asked about, a third is never asked about in GRPO (*new people*). A third of the facts about citizenship
 and language of all of them is not in the graph that is embedded, so that the reward has to conclude them (*held out*).
 Measured before and after: the share of true facts among those stated, of all, of the held-out ones and about new
-people; the number of facts and of true facts in an answer; and the share of facts about the person asked about
-(*own*). Each person is asked ``--each`` times, with the same noise for all arms.
-``--json`` gets each run as it ends; runs that stand there are not done again.
+people; the number of facts, of true facts, and of true facts that are held out in an answer, of these also the number
+about the person asked about (*of them own*); and the share of facts about that person (*own*). A fact that an answer
+states twice counts once. Each person is asked ``--each`` times, with the same noise for all arms.
+``--json`` gets each run as it ends; runs that stand there with all figures are not done again. ``--work`` keeps the
+answers.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ from typing import Any
 from true_facts import PATTERN, SAID, facts
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("note", "note, asked", "note, wanted 1", "transe", "oracle")
+ARMS = ("note", "note, asked", "note, asked, kl", "note, wanted 1", "transe", "oracle")
+KL = 0.04
+"""The coefficient in the paper of GRPO (arXiv 2402.03300)."""
 WORDS = {relation: said for said, relation in SAID.items()}
 HIDDEN = ("citizen_of", "speaks")
 """Relations of which a part is held out: they follow from the others."""
-FIGURES = ("true", "held out", "new people", "facts", "true facts", "own")
+FIGURES = ("true", "held out", "new people", "facts", "true facts", "true held-out facts", "of them own", "own")
 Row = tuple[str, str, str]
 
 
@@ -85,11 +90,14 @@ class World:
         }
         shares = {name: mean(fact in true for fact in of) if of else 0.0 for name, of in groups.items()}
         own = mean(person == fact[0] for person, fact in stated) if stated else 0.0
+        concluded = [person == fact[0] for person, fact in stated if fact in self.held]
         return {
             **shares,
             "facts": len(stated) / len(answers),
             "own": own,
             "true facts": len(stated) * shares["true"] / len(answers),
+            "true held-out facts": len(concluded) / len(answers),
+            "of them own": sum(concluded) / len(answers),
         }
 
 
@@ -217,8 +225,9 @@ def trained(arm: str, given: argparse.Namespace, seed: int, work: Path) -> dict[
     prompts = work / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": asking(person)}) + "\n" for person in world.prompted))
     train = {"steps": given.steps, "prompts_per_step": 16, "group_size": 8, "micro_batch_size": 128}
+    algorithm = {"type": "grpo", "kl_coef": KL if "kl" in arm else 0.0}
     more = {
-        **{"algorithm": {"type": "grpo", "kl_coef": 0.0}, "rewards": [scored], "train": train, "seed": seed},
+        **{"algorithm": algorithm, "rewards": [scored], "train": train, "seed": seed},
         "scoring": {"max_failed": 1.0},  # an arm may learn to state what the graph does not know, and that is shown
         "optim": {"lr": given.lr, "weight_decay": 0.0, "schedule": "linear"},
     }
@@ -228,6 +237,8 @@ def trained(arm: str, given: argparse.Namespace, seed: int, work: Path) -> dict[
         mmrl.train(recipe(model, prompts, **more), out=out).close()
         seconds = time.process_time() - began
         before, after = (answers(out, which, world.asked, given.each) for which in ("base", "latest"))
+    kept = work / f"answers, {arm}, {given.steps} steps at {given.lr:g}.json"
+    kept.write_text(json.dumps({"before": before, "after": after}))
     return {
         "before": world.figures(before),
         "after": world.figures(after),
@@ -254,7 +265,7 @@ def of(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     rows = json.loads(given.json.read_text()) if given.json.exists() else {}
     asked = f"{given.steps} steps at {given.lr:g}, {given.sft_steps} of SFT, {given.asked} of {given.people} people"
     key = f"{arm}, seed {seed}, {asked}"
-    if key not in rows:
+    if any(figure not in rows.get(key, {}).get("after", {}) for figure in FIGURES):
         command = [sys.executable, __file__, *sys.argv[1:], "--one", arm, str(seed)]
         found = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         rows[key] = json.loads(found.stdout.decode().splitlines()[-1])

@@ -67,7 +67,10 @@ def test_the_figures_are_those_of_answers_counted_by_hand(world):
     found = world.figures(answers)
     assert (found["true"], found["held out"], found["new people"]) == (0.75, 0.5, 1.0)
     assert (found["facts"], found["true facts"], found["own"]) == (1.0, 0.75, 1.0)
+    assert (found["true held-out facts"], found["of them own"]) == (0.25, 0.25)
     assert world.figures([(held[0], said(new))])["own"] == 0.0
+    elsewhere = world.figures([(new[0], f"{said(held)} {said(held)} {said(held, other)}")])
+    assert (elsewhere["true held-out facts"], elsewhere["of them own"], elsewhere["facts"]) == (1.0, 0.0, 2.0)
     assert world.figures([(held[0], "")])["facts"] == 0.0
 
 
