@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mmrl.placement.simulated_devices import MicroBatch
 from mmrl.simulator.simulate import Cluster
 from mmrl.simulator.trace import LOADS, Load, Trace, Work, synthetic
 
@@ -27,7 +28,10 @@ def _judging(trace: Trace, times: Callable[[int], float]) -> Trace:
     """The same with the judging of step ``n`` multiplied by ``times(n)``."""
 
     def work(step: int, work: Work) -> Work:
-        shares = [[[(r, j * times(step)) for r, j in batches] for batches in rounds] for rounds in work.shares]
+        shares = [
+            [[MicroBatch(b.sampling, b.judging * times(step)) for b in batches] for batches in rounds]
+            for rounds in work.shares
+        ]
         return Work(shares, work.train)
 
     return replace(trace, steps=[work(n, one) for n, one in enumerate(trace.steps)])
@@ -44,7 +48,10 @@ def _growing(trace: Trace, seed: int) -> Trace:
         def seconds(sampling: float) -> float:
             return sampling * longer * float(rng.lognormal(-sigma * sigma / 2, sigma))
 
-        shares = [[[(seconds(r), j) for r, j in batches] for batches in rounds] for rounds in work.shares]
+        shares = [
+            [[MicroBatch(seconds(b.sampling), b.judging) for b in batches] for batches in rounds]
+            for rounds in work.shares
+        ]
         return Work(shares, work.train)
 
     return replace(trace, steps=[work(n, one) for n, one in enumerate(trace.steps)])

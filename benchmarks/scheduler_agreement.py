@@ -29,6 +29,7 @@ import placement_loads
 from sleeping_devices import SleepingDevices
 
 from mmrl.config.placement import Placement
+from mmrl.placement.simulated_devices import MicroBatch
 from mmrl.simulator.simulate import Cluster, placed, sampled_ahead
 from mmrl.simulator.trace import Trace, Work
 from mmrl.simulator.trace_from_run import fitted, read_run
@@ -52,10 +53,12 @@ PRICE = 0.1
 def scaled(trace: Trace, seconds: float) -> Trace:
     """One controller's work, with an even generate phase of ``seconds`` in the mean."""
     shares = [work.shares[0] for work in trace.steps]
-    even = statistics.mean(sum(r + j for batches in share for r, j in batches) for share in shares) / DEVICES
+    even = (
+        statistics.mean(sum(b.sampling + b.judging for batches in share for b in batches) for share in shares) / DEVICES
+    )
     by = seconds / even
     steps = [
-        Work([[[(r * by, j * by) for r, j in batches] for batches in share]], work.train * by)
+        Work([[[MicroBatch(b.sampling * by, b.judging * by) for b in batches] for batches in share]], work.train * by)
         for share, work in zip(shares, trace.steps, strict=True)
     ]
     return Trace(steps, (trace.price or PRICE * even) * by, trace.source)

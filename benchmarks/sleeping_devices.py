@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,12 @@ from mmrl.placement import device_tasks, lending
 from mmrl.placement.adaptive import State, opening
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.placement.scheduler import Scheduler
-from mmrl.placement.simulated_devices import Rounds, SimulatedDevices, SimulatedTask, Times
+from mmrl.placement.simulated_devices import MicroBatch, Rounds, SimulatedDevices, SimulatedTask, Times
 from mmrl.placement.task_queue import Task
+from mmrl.placement.tasks import Call
 from mmrl.report.clock import Clock
+from mmrl.rewards.contract import Asked
+from mmrl.rewards.returned import Answer
 
 Key = tuple[str, tuple[int, int]]
 """The role of a task, and its round and micro-batch."""
@@ -53,8 +57,8 @@ class Record:
 
         return [
             [
-                (seconds("rollout", (k, n)), seconds("judge", (k, n)) if judging else 0.0)
-                for n, (_, judging) in enumerate(one)
+                MicroBatch(seconds("rollout", (k, n)), seconds("judge", (k, n)) if batch.judging else 0.0, batch.calls)
+                for n, batch in enumerate(one)
             ]
             for k, one in enumerate(rounds)
         ]
@@ -63,7 +67,7 @@ class Record:
 class Log:
     """What a scheduler hears, with the time of each call, and what it decides."""
 
-    HEARD = ("new_step", "apart", "lend", "recall", "begin", "ready", "idle", "done", "cut", "drop", "handed")
+    HEARD = ("new_step", "apart", "lend", "recall", "begin", "ready", "idle", "done", "cut", "drop", "called", "handed")
 
     def __init__(self, scheduler: Scheduler[Any]) -> None:
         self._devices, self._start = len(scheduler.roles), scheduler.start
@@ -97,6 +101,36 @@ class Log:
         return found
 
 
+class SleepingCalls:
+    """A reward outside of the devices, whose requests sleep, ``at_once`` of them at the same time."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+
+    def submit(self, call: Call, context: Any) -> Future[Answer]:
+        self._threads = self._threads or ThreadPoolExecutor(call.at_once)
+        answer: Future[Answer] = Future()
+        spans = [self._threads.submit(_slept, call.seconds / call.requests) for _ in range(call.requests)]
+
+        def heard() -> None:
+            found = [span.result() for span in spans]
+            asked = Asked(call.requests, sum(ended - began for began, ended in found), call.at_once)
+            began, ended = min(began for began, _ in found), max(ended for _, ended in found)
+            answer.set_result(Answer([], [], began=began, ended=ended, asked=asked))
+
+        Thread(target=heard, daemon=True).start()
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+def _slept(seconds: float) -> tuple[float, float]:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    return began, time.perf_counter()
+
+
 class SleepingDevices(MultiDevice):
     """``devices`` of one controller; a switch of roles takes ``price`` seconds. ``leaders``: those that ask a server on
     several devices, and on how many."""
@@ -108,7 +142,7 @@ class SleepingDevices(MultiDevice):
         super().__init__(others, settings, leaders=leaders)
         self.performed: list[tuple[int, str, str]] = []
         """Of every task: the device, its name, and the role that it switches to."""
-        self._price, self._client = price, None
+        self._price, self._client, self._outside = price, None, None
         self.record = Record()
         self._number = 0
         self._training = 0.0
@@ -141,26 +175,32 @@ class SleepingDevices(MultiDevice):
             chunks = [
                 SimpleNamespace(slots=[], seconds=both, step=step, at=(number, n)) for n, both in enumerate(batches)
             ]
-            judged = []
+            judged: list[Any] = []
             how: Any = SimpleNamespace(evaluate=False, step=step, round=number)
             for _, chunk, _ in self.sample(self.context, chunks, how, Clock(torch.device("cpu"))):  # type: ignore[arg-type]
-                if chunk.seconds[1]:  # type: ignore[attr-defined]
-                    context: Any = SimpleNamespace(step=step, sent=Counter(), round=number)
-                    judged.append(self._client.submit([chunk], context))  # type: ignore[attr-defined]
+                judged += self._scored(chunk, step, number)
             for answer in judged:
                 answer.result()
         self.map_micro_batches(self.context, device_tasks.gpu, [])  # an update without slices
         self.run_on_trainers(self.context, device_tasks.apply, 0.0)
-        seconds = max(self._board.scheduler.done_after(role) for role in ("rollout", "judge"))
+        seconds = self._board.scheduler.events.done_after("rollout", "judge", "call")
         self.end_step(self.context, step)
         return seconds
+
+    def _scored(self, chunk: Any, step: int, number: int) -> list[Any]:
+        """The answers to come of all that scores a micro-batch."""
+        context: Any = SimpleNamespace(step=step, sent=Counter(), round=number, label="outside")
+        judged = [self._client.submit([chunk], context)] if chunk.seconds.judging else []  # type: ignore[attr-defined]
+        return judged + [self._outside.submit(call, context) for call in chunk.seconds.calls]  # type: ignore[attr-defined]
 
     def measured(self, step: int, rounds: Rounds) -> Rounds:
         """The work of a step of ``run_ahead`` with the seconds that it took."""
         return [
             [
-                (self.slept["rollout", step, (k, n)], self.slept.get(("judge", step, (k, n)), 0.0))
-                for n in range(len(one))
+                MicroBatch(
+                    self.slept["rollout", step, (k, n)], self.slept.get(("judge", step, (k, n)), 0.0), batch.calls
+                )
+                for n, batch in enumerate(one)
             ]
             for k, one in enumerate(rounds)
         ]
@@ -194,16 +234,14 @@ class SleepingDevices(MultiDevice):
 
     def _collected(self, step: int, drawn: Any, rounds: Rounds, staleness: int) -> None:
         for number, batches in enumerate(rounds):
-            judged = []
+            judged: list[Any] = []
             for _, chunk, _ in drawn if number == 0 else self._submitted(step, number, batches, staleness):
-                if chunk.seconds[1]:
-                    context: Any = SimpleNamespace(step=step, sent=Counter(), round=number)
-                    judged.append(self._client.submit([chunk], context))  # type: ignore[attr-defined]
+                judged += self._scored(chunk, step, number)
             for answer in judged:
                 answer.result()
 
-    def _called_by(self, made: Any) -> None:
-        self._client = made("judge")
+    def _called_by(self, made: Any, outside: Any) -> None:
+        self._client, self._outside = made("judge"), outside(SleepingCalls())
 
     def _perform(self, context: Any, device: int, task: Task) -> Any:
         self.performed.append((device, task.name, task.arguments[0] if task.call is device_tasks.switch_role else ""))

@@ -22,8 +22,8 @@ from mmrl.distill.students import inputs_of
 from mmrl.errors import UserError
 from mmrl.json_types import as_object, as_text
 from mmrl.rewards import loading
-from mmrl.rewards.calling import read_answer
 from mmrl.rewards.contract import Context, Declaration, Failed, Input, Value, Weights
+from mmrl.rewards.returned import read_answer
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.secrets import masks
 from mmrl.trajectory import Sample

@@ -111,7 +111,7 @@ class Judge:
         _check_least({"timeout": timeout}, 0.001)
         if isinstance(cache, str) and not Path(cache).is_dir():
             raise UserError(f"options.cache: {cache} is no folder; make it, or write true for the run's own cache")
-        self.system, self.cache, self.seed = system, bool(cache), seed
+        self.system, self.cache, self.seed, self.concurrency = system, bool(cache), seed, concurrency
         self.store = Path(cache) if isinstance(cache, str) else None
         self._check_votes()
         _check_budget(budget, model)
@@ -165,7 +165,7 @@ class Judge:
 
             outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings, sent, keep)
         finally:
-            note(sent, context)
+            note(sent, context, self.concurrency)
         return self._close(samples, hearing, outcomes, context)
 
     def sleep(self, device: torch.device | str) -> None:

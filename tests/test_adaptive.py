@@ -12,7 +12,7 @@ import pytest
 from mmrl.config.placement import Placement
 from mmrl.placement.adaptive import Candidate, Split, candidates, decide, opening, splits, starting, worth_moving
 from mmrl.placement.hindsight import pairs, rounds, slowest, tried
-from mmrl.placement.simulated_devices import SimulatedDevices
+from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices
 from mmrl.placement.tasks import Event
 
 ADAPTIVE, ALONE = Placement(type="adaptive"), Placement(type="adaptive", inside=False)
@@ -165,25 +165,29 @@ def test_decisions_are_json_and_say_why_in_a_line():
 
 
 def test_a_step_is_done_again_under_every_candidate_from_its_events():
-    state, work = starting(ADAPTIVE, 4), [[(2.0, 1.0), (3.0, 4.0), (5.0, 2.0), (4.0, 1.0), (2.0, 3.0)], [(1.0, 2.0)]]
+    seconds = [[(2.0, 1.0), (3.0, 4.0), (5.0, 2.0), (4.0, 1.0), (2.0, 3.0)], [(1.0, 2.0)]]
+    state, work = starting(ADAPTIVE, 4), [[MicroBatch(*both) for both in one] for one in seconds]
     devices = SimulatedDevices(4, 0.5)
     devices.step(work, Split(3, 1), "never")
     assert sorted(rounds(devices.scheduler.events)[0]) == sorted(work[0])
     found = tried(devices.scheduler, state)
     assert len(found) == len(candidates(4))
     assert found[candidates(4).index(Candidate(Split(3, 1), "never"))] == pytest.approx(
-        devices.scheduler.done_after("judge")
+        devices.scheduler.events.done_after("judge")
     )
     assert slowest([found, [], [second + 1 for second in found]]) == [second + 1 for second in found]
-    devices.step([[(1.0, 0.0)]], Split(4, 0), "after")
+    devices.step([[MicroBatch(1.0, 0.0)]], Split(4, 0), "after")
     assert tried(devices.scheduler, state) == []
 
 
 def test_sampling_and_judging_are_paired_in_order_and_several_rewards_are_shared_out():
-    assert pairs([(0.0, 3.0), (0.0, 1.0)], [(1.0, 5.0), (3.0, 4.0)]) == [(1.0, 4.0), (3.0, 1.0)]
-    assert pairs([(0.0, 1.0), (1.0, 3.0)], [(1.0, 2.0), (2.0, 3.0), (3.0, 5.0)]) == [(1.0, 2.0), (2.0, 2.0)]
+    assert pairs([(0.0, 3.0), (0.0, 1.0)], [(1.0, 5.0), (3.0, 4.0)]) == [MicroBatch(1.0, 4.0), MicroBatch(3.0, 1.0)]
+    assert pairs([(0.0, 1.0), (1.0, 3.0)], [(1.0, 2.0), (2.0, 3.0), (3.0, 5.0)]) == [
+        MicroBatch(1.0, 2.0),
+        MicroBatch(2.0, 2.0),
+    ]
     assert rounds([Event(0, "rollout", 0.0, 1.0), Event(0, "wake", 1.0, 2.0), Event(0, "train", 3.0, 4.0)]) == [
-        [(1.0, 0.0)]
+        [MicroBatch(1.0, 0.0)]
     ]
 
 

@@ -122,6 +122,22 @@ def test_requests_run_at_once_up_to_the_limit_also_over_micro_batches(learned):
     assert scores.total.tolist() == pytest.approx([0.7, 0.2] * 4)
 
 
+def test_requests_are_timed_without_their_wait_for_a_turn(learned):
+    def slow(handler, body):
+        time.sleep(0.1 if body is not None else 0.0)
+        return False
+
+    with judging.Served(learned, before=slow) as server:
+        options = {"model": {"url": server.url, "name": "tiny"}, "rubric": "{{ response }}", "concurrency": 2}
+        options |= {"answer": NUMBER, "max_tokens": 4, "cache": False}
+        rewards = RewardSet([Reward(name="judge", options=options)], REPO)
+        answer = rewards.answer("judge", [sample("good", k) for k in range(6)], 1)
+        rewards.close()
+    asked, wall = answer.asked, answer.ended - answer.began
+    assert (asked.requests, asked.at_once) == (6, 2)
+    assert 0.6 <= asked.seconds <= 2 * wall  # with their waits it would be 0.1 + 0.1 + 0.2 + 0.2 + 0.3 + 0.3 at least
+
+
 def reply(status, text, kind="application/json", **headers):
     def before(handler, body):
         if body is None:

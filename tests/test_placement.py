@@ -126,7 +126,10 @@ def soon(call):
 
 @pytest.mark.parametrize("where", ["take", "done"])
 def test_a_device_that_fails_outside_its_task_is_heard_and_not_waited_for(monkeypatch, where):
-    several, run = MultiDevice([], Placement()), SimpleNamespace(rewards=SimpleNamespace(on_device=[]))
+    several, run = (
+        MultiDevice([], Placement()),
+        SimpleNamespace(rewards=SimpleNamespace(on_device=[], call_by=lambda *_: None)),
+    )
     run.recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers"))
     several.open(run)  # type: ignore[arg-type]
     assert several.cpu_seconds(run) > 0  # type: ignore[arg-type]
@@ -226,7 +229,7 @@ def test_a_turn_has_a_price_where_the_next_will_take_as_long():
     assert board.scheduler.price("judge") == pytest.approx(2.0)
     board.done(0, "train", begun + 80, begun + 85, begun + 86, priced=False)
     assert board.scheduler.price("judge") == pytest.approx(2.0)
-    assert board.scheduler.seconds("wake") == pytest.approx(67.0)
+    assert board.scheduler.events.seconds("wake") == pytest.approx(67.0)
 
 
 def test_how_busy_a_device_is_is_read_between_two_questions():

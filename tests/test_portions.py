@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.placement import claimed
 from mmrl.placement.adaptive import Split
 from mmrl.placement.portions import Claims, Numbers, Progress, ahead, slowest
-from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
+from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTime
 from mmrl.placement.simulated_moving import step
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.simulator.simulate import Cluster, adaptive
@@ -81,7 +81,7 @@ def made(work, slow, devices=2):
 @pytest.mark.parametrize("judging", [0.0, 0.5])
 def test_simulated_controllers_do_all_work_once(judging):
     draw = random.Random(0)
-    rounds = [[(draw.uniform(0.5, 1.5), judging * draw.random()) for _ in range(n)] for n in (16, 2)]
+    rounds = [[MicroBatch(draw.uniform(0.5, 1.5), judging * draw.random()) for _ in range(n)] for n in (16, 2)]
     both, moved = made([rounds, rounds], 4.0)
     done = [event for one in both for event in one.scheduler.events]
     assert sum(event.role == "rollout" for event in done) == 36
@@ -96,11 +96,11 @@ def test_simulated_controllers_do_all_work_once(judging):
 def test_what_a_slow_controller_has_not_begun_moves():
     """Two controllers of one device with 12 s of work each; the first takes three times as long. Together they do 24 s
     of work in the time in which they do 1 + 1/3 s a second."""
-    both, moved = made([[[(1.0, 0.0)] * 12]] * 2, 3.0, devices=1)
-    ends = [one.scheduler.done_after("rollout") for one in both]
+    both, moved = made([[[MicroBatch(1.0, 0.0)] * 12]] * 2, 3.0, devices=1)
+    ends = [one.scheduler.events.done_after("rollout") for one in both]
     assert moved == 6
     assert ends == pytest.approx([18.0, 18.0])
-    assert made([[[(1.0, 0.0)] * 12]] * 2, 1.0, devices=1)[1] == 0  # equal work stays
+    assert made([[[MicroBatch(1.0, 0.0)] * 12]] * 2, 1.0, devices=1)[1] == 0  # equal work stays
 
 
 def test_nobody_waits_long_for_a_slow_controller_where_prompts_move():
@@ -108,7 +108,7 @@ def test_nobody_waits_long_for_a_slow_controller_where_prompts_move():
     stays, moves = (adaptive(trace, Cluster(4, 4, slow=2.0), prompts_move=move) for move in (False, True))
     assert moves.apart / moves.seconds < 0.5 * stays.apart / stays.seconds
     assert moves.seconds < 0.8 * stays.seconds
-    even = Trace([Work([[[(1.0, 0.5)] * 30]] * 4, 1.0)], 0.1, "")
+    even = Trace([Work([[[MicroBatch(1.0, 0.5)] * 30]] * 4, 1.0)], 0.1, "")
     assert adaptive(even, Cluster(4, 4), prompts_move=True).steps == pytest.approx(adaptive(even, Cluster(4, 4)).steps)
 
 

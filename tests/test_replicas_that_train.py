@@ -10,6 +10,7 @@ import pytest
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.placement import Placement
 from mmrl.config.replicas import devices_of_workers, leaders
+from mmrl.placement.simulated_devices import MicroBatch
 from mmrl.planner.device_roles import rows, shares
 from mmrl.planner.fit_check import edits
 from tests import judging, ray_runs
@@ -90,7 +91,7 @@ def test_the_members_of_a_replica_get_no_work_but_training(placement, asked):
     devices = SleepingDevices(8, placement, 0.01, led)
     devices.context.recipe.rollout.engine = "vllm_server"
     try:
-        devices.run_step(0, [[(0.01, 0.01 * (placement.type == "partial"))] * 12])
+        devices.run_step(0, [[MicroBatch(0.01, 0.01 * (placement.type == "partial"))] * 12])
         events = [event for event in devices._board.events if event.role in ("rollout", "judge")]
         done, row = devices.performed, devices.end_step(devices.context, 0)
     finally:

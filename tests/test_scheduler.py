@@ -12,7 +12,7 @@ from mmrl.placement import adaptive
 from mmrl.placement.adaptive import Decision, Split, decide, starting
 from mmrl.placement.hindsight import tried
 from mmrl.placement.scheduler import Scheduler
-from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask
+from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 try:
@@ -36,7 +36,7 @@ def work(seed):
     """Two rounds; judging is short in some steps and long in others."""
     rng = random.Random(seed)
     judging = rng.choice((0.004, 0.012))
-    return [[(rng.uniform(0.004, 0.016), judging * rng.uniform(0.5, 1.5)) for _ in range(n)] for n in (10, 3)]
+    return [[MicroBatch(rng.uniform(0.004, 0.016), judging * rng.uniform(0.5, 1.5)) for _ in range(n)] for n in (10, 3)]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
@@ -110,14 +110,14 @@ def test_a_task_of_training_without_a_device_is_refused():
 
 def test_the_simulator_takes_no_longer_than_a_run_with_the_same_sleeps():
     settings = Placement(type="partial", judges=2)
-    devices, rounds = SleepingDevices(DEVICES, settings, 0.0), [[(0.02, 0.02)] * 8]
+    devices, rounds = SleepingDevices(DEVICES, settings, 0.0), [[MicroBatch(0.02, 0.02)] * 8]
     try:
         real = devices.run_step(0, rounds)
     finally:
         devices.close()
     simulated = SimulatedDevices(DEVICES, 0.0)
     simulated.step(rounds, Split(2, 2), "never")
-    assert simulated.scheduler.done_after("judge") == pytest.approx(0.1)
+    assert simulated.scheduler.events.done_after("judge") == pytest.approx(0.1)
     assert real >= 0.1
 
 
@@ -127,7 +127,7 @@ def test_an_impossible_decision_is_refused_and_the_run_goes_on_under_colocate(mo
     monkeypatch.setattr("mmrl.placement.multi_device.notices.tell", heard.append)
     wrong = Decision(split, "because", {})
     monkeypatch.setattr(adaptive, "decide", lambda state, tried: (replace(state, split=split, moves="never"), wrong))
-    devices, rounds = SleepingDevices(DEVICES, Placement(type="adaptive"), 0.0), [[(0.002, 0.002)] * 8]
+    devices, rounds = SleepingDevices(DEVICES, Placement(type="adaptive"), 0.0), [[MicroBatch(0.002, 0.002)] * 8]
     try:
         devices.run_step(0, rounds)
         assert [line["rollout"] for line in devices.lines() if "decision" in line] == [DEVICES]

@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split, splits
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_ahead import SimulatedAhead
-from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask, SimulatedTime
+from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTask, SimulatedTime
 from mmrl.placement.step_records import as_rows
 from mmrl.simulator.simulate import (
     Cluster,
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def equal(controllers, count, sampling, judging, train=0.0, price=0.0, steps=1):
     """Steps of ``count`` equal micro-batches a controller."""
-    return Trace([Work([[[(sampling, judging)] * count]] * controllers, train)] * steps, price, "equal")
+    return Trace([Work([[[MicroBatch(sampling, judging)] * count]] * controllers, train)] * steps, price, "equal")
 
 
 def test_colocate_of_equal_work_is_both_phases_and_the_swap():
@@ -48,7 +48,7 @@ def test_colocate_of_equal_work_is_both_phases_and_the_swap():
 
 
 def test_colocate_in_rounds_swaps_back_for_every_further_round():
-    rounds = [[(3.0, 5.0)] * 4, [(3.0, 5.0)] * 4]
+    rounds = [[MicroBatch(3.0, 5.0)] * 4, [MicroBatch(3.0, 5.0)] * 4]
     out = static(Trace([Work([rounds], 0.0)], 2.0, ""), Cluster(1, 4), Split(4, 0))
     assert out.generate == pytest.approx([(3 + 2 + 5) + 2 + (3 + 2 + 5)])
 
@@ -94,8 +94,8 @@ def test_devices_that_move_do_all_work_once_and_are_never_in_two_places(lend, sp
         SimulatedAhead(controllers, shares, training, 1, lambda step: None, lend=lend).trained()
         for share, devices in enumerate(controllers):
             events, batches = devices.scheduler.events, [b for w in trace.steps for one in w.shares[share] for b in one]
-            assert devices.scheduler.seconds("rollout") == pytest.approx(sum(r for r, _ in batches))
-            assert devices.scheduler.seconds("judge") == pytest.approx(sum(j for _, j in batches))
+            assert devices.scheduler.events.seconds("rollout") == pytest.approx(sum(b.sampling for b in batches))
+            assert devices.scheduler.events.seconds("judge") == pytest.approx(sum(b.judging for b in batches))
             assert {e.device for e in events if e.role != "wake"} == ({0, 1, 2, 3} if lend else {2, 3})
             for device in range(4):
                 spans = sorted((e.began, e.ended) for e in events if e.device == device)
@@ -162,8 +162,8 @@ def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves)
             events = devices.scheduler.events
             by_role = {role: [e for e in events if e.role == role] for role in ("rollout", "judge")}
             assert {role: len(found) for role, found in by_role.items()} == dict.fromkeys(by_role, len(batches))
-            assert devices.scheduler.seconds("rollout") == pytest.approx(sum(r for r, _ in batches))
-            assert devices.scheduler.seconds("judge") == pytest.approx(sum(j for _, j in batches))
+            assert devices.scheduler.events.seconds("rollout") == pytest.approx(sum(b.sampling for b in batches))
+            assert devices.scheduler.events.seconds("judge") == pytest.approx(sum(b.judging for b in batches))
             for device in range(6):
                 spans = sorted((e.began, e.ended) for e in events if e.device == device)
                 assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
@@ -185,8 +185,10 @@ def test_nothing_is_faster_than_the_bound(name):
 
 
 def test_the_bound_is_the_longest_chain_where_that_is_longer():
-    rounds = [[(1.0, 1.0), (9.0, 2.0)], [(1.0, 1.0), (2.0, 3.0)]]
-    assert bound(Trace([Work([rounds, [[(1.0, 1.0)]]], 4.0)], 0.0, ""), Cluster(2, 8)) == [9 + 2 + 2 + 3 + 4.0]
+    rounds = [[MicroBatch(1.0, 1.0), MicroBatch(9.0, 2.0)], [MicroBatch(1.0, 1.0), MicroBatch(2.0, 3.0)]]
+    assert bound(Trace([Work([rounds, [[MicroBatch(1.0, 1.0)]]], 4.0)], 0.0, ""), Cluster(2, 8)) == [
+        9 + 2 + 2 + 3 + 4.0
+    ]
 
 
 @pytest.mark.parametrize("price", [0.25, 1.0, 3.0])
@@ -219,8 +221,8 @@ def test_a_load_is_the_same_from_the_same_seed_and_has_the_mean_it_says():
     assert a == b
     assert a != c
     batches = [batch for work in a.steps for rounds in work.shares for one in rounds for batch in one]
-    assert sum(r for r, _ in batches) / len(batches) == pytest.approx(10.0, rel=0.06)
-    assert sum(j for _, j in batches) / len(batches) == pytest.approx(20.0, rel=0.02)
+    assert sum(b.sampling for b in batches) / len(batches) == pytest.approx(10.0, rel=0.06)
+    assert sum(b.judging for b in batches) / len(batches) == pytest.approx(20.0, rel=0.02)
 
 
 def test_dynamic_sampling_tries_ahead_what_the_step_before_lacked():
@@ -252,7 +254,7 @@ def record(path, trace, split, price=0.5):
         seconds = []
         for rank, (devices, rounds) in enumerate(zip(controllers, work.shares, strict=True)):
             devices.step(rounds, split, "never" if split.judge else "after")
-            seconds.append(devices.scheduler.done_after("judge"))
+            seconds.append(devices.scheduler.events.done_after("judge"))
             rows = as_rows(devices.scheduler.events, step, rank)
             lines += [row | {"began": row["began"] + lead, "ended": row["ended"] + lead} for row in rows]
         lines.append({"step": step, "decision": "so", "rollout": split.rollout, "judge": split.judge, "numbers": {}})
@@ -294,7 +296,7 @@ def test_metrics_alone_give_the_means(tmp_path):
     row = {"step": 0, "time/step": 10.0, "time/sample": 3.0, "time/decode": 1.0, "time/reward": 2.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (work,) = read_run(tmp_path).trace.steps
-    assert work.shares == [[[(1.0, 0.5)] * 4]] * 2
+    assert work.shares == [[[MicroBatch(1.0, 0.5)] * 4]] * 2
     assert work.train == pytest.approx(4.0)
 
 
@@ -328,8 +330,8 @@ def test_a_run_that_sampled_ahead_has_the_work_of_each_step_that_it_was_for(tmp_
     ]
     (tmp_path / "placement.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second = read_run(tmp_path).trace.steps
-    assert first.shares == [[[(4.0, 1.0)]]]
-    assert second.shares == [[[(2.0, 1.0)], [(5.0, 0.5)]]]
+    assert first.shares == [[[MicroBatch(4.0, 1.0)]]]
+    assert second.shares == [[[MicroBatch(2.0, 1.0)], [MicroBatch(5.0, 0.5)]]]
     assert [first.train, second.train] == [pytest.approx(1.0), pytest.approx(2.0)]  # by all three devices
     steps[1]["sampling/stale_tokens"] = 1.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))

@@ -11,9 +11,10 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.media.images import to_tensor
 from mmrl.python_objects import name_of
-from mmrl.rewards.calling import Answer, Caller
+from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.loading import build, find
+from mmrl.rewards.returned import Answer
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 AnySample: TypeAlias = "str | Image | Sequence[Image] | Sample"

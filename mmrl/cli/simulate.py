@@ -11,17 +11,20 @@ import typer
 
 from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
 from mmrl.cli.json_output import json_alone
+from mmrl.config.evaluation_checks import label_of
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
     from mmrl.simulator.simulate import Cluster, Comparison, Outcome
-    from mmrl.simulator.trace import Trace
+    from mmrl.simulator.trace import Asked, Trace
     from mmrl.simulator.trace_from_run import Recorded
 
 MOST_OF_A_HOST = 16
 MOST_COLUMNS = 200
+CONCURRENCY = 16
+"""Requests at once of a judge whose recipe does not say; a test compares it with the judge's."""
 
 
 class MadeUp(StrEnum):
@@ -52,6 +55,13 @@ def simulate(
             min=0, help="Seconds that a device needs to change its role.", show_default="as in the trace or load"
         ),
     ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds of a request to a judge behind HTTP, one for each sample. Not with --trace."),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Its requests at once.", show_default="the judge's in the recipe")
+    ] = None,
     staleness: Annotated[
         int, typer.Option(min=0, help="Disaggregated devices: versions that sampling may be ahead.")
     ] = 1,
@@ -71,7 +81,8 @@ def simulate(
         shaped = {"controllers": own.controllers, "devices_per_controller": own.devices}
         recipe_of = recipe_of.model_copy(update=shaped)
     cluster = shape(recipe_of, devices)
-    work = _trace(recipe_of, cluster, own, load.value, steps, seed)
+    asked = _asked(recipe_of, latency, concurrency, traced=own is not None)
+    work = _trace(recipe_of, cluster, own, load.value, steps, seed, asked)
     work = work if price is None else replace(work, price=price)
     found = compare(work, cluster, staleness)
     if as_json:
@@ -119,23 +130,69 @@ def shape(recipe: Recipe, devices: int | None) -> Cluster:
     return Cluster(controllers, own)
 
 
+def _rows(recipe: Recipe) -> int:
+    """The samples of a micro-batch."""
+    return recipe.sampling.batch_size or recipe.train.micro_batch_size
+
+
 def micro_batches(recipe: Recipe, controllers: int) -> int:
     """The number of micro-batches that all controllers sample in a step."""
     train = recipe.train
     if recipe.midway is not None:
         raise UserError("midway: mmrl simulate does not know steps that prune groups; add midway=null to the command")
-    batch = recipe.sampling.batch_size or train.micro_batch_size
+    batch = _rows(recipe)
     prompts = [len(range(rank, train.prompts_per_step, controllers)) for rank in range(controllers)]
     return sum(-(-n * train.group_size // batch) for n in prompts)
 
 
-def _trace(recipe: Recipe, cluster: Cluster, run: Recorded | None, load: str, steps: int | None, seed: int) -> Trace:
+def _asked(recipe: Recipe, latency: float | None, concurrency: int | None, *, traced: bool) -> Asked | None:
+    """The judge behind HTTP that the options describe."""
+    from mmrl.simulator.trace import Asked
+
+    if latency is None and concurrency is None:
+        return None
+    if traced:
+        raise UserError("--latency and --concurrency: a trace has the run's own requests; leave them out, or --trace")
+    if latency is None:
+        raise UserError("--concurrency says how many requests are made at once; add --latency SECONDS of a request")
+    return Asked(latency, _rows(recipe), concurrency or _concurrency(recipe))
+
+
+def _concurrency(recipe: Recipe) -> int:
+    """Of the first judge behind HTTP in the recipe, else a judge's default."""
+    for label, options in _behind_http(recipe).items():
+        found = options.get("concurrency", CONCURRENCY)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise UserError(f"options.concurrency of {label}: {found!r}; write a whole number, 1 or more")
+        return found
+    return CONCURRENCY
+
+
+def _behind_http(recipe: Recipe) -> dict[str, JsonObject]:
+    """The options of the rewards that are asked over HTTP, by their labels."""
+    found: dict[str, JsonObject] = {}
+    for reward in recipe.rewards:
+        model = reward.options.get("model")
+        if reward.name == "http" or (isinstance(model, dict) and "url" in model):
+            found[label_of(reward.name, reward.label)] = reward.options
+    return found
+
+
+def _trace(
+    recipe: Recipe,
+    cluster: Cluster,
+    run: Recorded | None,
+    load: str,
+    steps: int | None,
+    seed: int,
+    asked: Asked | None,
+) -> Trace:
     from mmrl.simulator.trace import LOADS, synthetic
     from mmrl.simulator.trace_from_run import fitted
 
     count = micro_batches(recipe, cluster.controllers)
     if run is None:
-        return synthetic(LOADS[load], steps or 40, cluster.controllers, cluster.total, count, seed)
+        return synthetic(LOADS[load], steps or 40, cluster.controllers, cluster.total, count, seed, asked)
     found = fitted(run, cluster.controllers, cluster.total, count, seed)
     return replace(found, steps=found.steps[:steps])
 
@@ -175,6 +232,9 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
             say(f"after step {step}: {decision.why}")
     say("bound: all devices share the work of their own step without a gap; disaggregated trains on older samples")
     say("waiting: idle for other controllers; moves: of devices inside a step; changes: of the split between steps")
+    outside = ", ".join(_behind_http(recipe))
+    if outside and not any(b.calls for share in first.shares for batches in share for b in batches):
+        say(f"note: requests over HTTP ({outside}) take no time here; add --latency SECONDS, or --trace RUN")
     if count < cluster.total:
         say(f"note: {count} micro-batches leave devices without work; raise train.prompts_per_step")
     if cluster.devices > MOST_OF_A_HOST:

@@ -14,9 +14,10 @@ from mmrl.contracts.datasets import prompts_of
 from mmrl.contracts.running import CannotRun, Check, expect
 from mmrl.json_types import JsonObject
 from mmrl.media.images import to_tensor
-from mmrl.rewards.calling import Answer, Caller
+from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import Found, Loaded, build, find, problems
+from mmrl.rewards.returned import Answer
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 CLOSE = 1e-4

@@ -31,7 +31,7 @@ from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, unread
 from mmrl.judge.replay import recorded_here
 from mmrl.judge.sampling import seeded
-from mmrl.judge.usage import used
+from mmrl.judge.usage import request, used
 from mmrl.rewards.serve import is_loopback
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
@@ -186,8 +186,8 @@ class Endpoint:
         for attempt in range(self.retries + 1):
             try:
                 async with self._turns:
-                    sent.update(media=media, questions=len(content) - media, calls=1)
-                    status, kind, reply = await asyncio.wait_for(self._post(content), self.timeout)
+                    with request(sent, media, len(content) - media):
+                        status, kind, reply = await asyncio.wait_for(self._post(content), self.timeout)
                 choices, usage = _completion(status, kind, reply)
                 sent.update(used(usage))
                 return _choice(choices, words)

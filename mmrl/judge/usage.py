@@ -8,8 +8,10 @@ counts its answers without. The file is never cut back: what was used stays used
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mmrl.config.evaluation_checks import label_of
@@ -21,6 +23,7 @@ from mmrl.rewards.contract import Context
 
 USAGE = "judge-usage.jsonl"
 COUNTS = ("calls", "prompt_tokens", "completion_tokens", "unreported")
+_MICROSECONDS = "microseconds"
 PREFIX = "judge/"
 """Of the keys in ``Context.sent`` and in the metrics: ``judge/<label>/calls``."""
 
@@ -39,9 +42,22 @@ def used(usage: Json) -> dict[str, int]:
     }
 
 
-def note(sent: Counter[str], context: Context) -> None:
+@contextmanager
+def request(sent: Counter[str], media: int, questions: int) -> Generator[None]:
+    """Count a request, its bytes, and the time until its end, which may be an error."""
+    sent.update(media=media, questions=questions, calls=1)
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        sent[_MICROSECONDS] += round(1e6 * (time.perf_counter() - began))
+
+
+def note(sent: Counter[str], context: Context, at_once: int) -> None:
     """Add what a batch of questions took to the context, and a row to the file: bytes under their own names, the
-    rest under the judge's."""
+    rest under the judge's. ``at_once``: requests that the judge makes at the same time."""
+    asked = context.asked
+    asked.requests, asked.seconds, asked.at_once = sent["calls"], sent.pop(_MICROSECONDS, 0) / 1e6, at_once
     row = {name: sent[name] for name in COUNTS if sent[name]}
     context.sent.update({name: n for name, n in sent.items() if name not in COUNTS})
     context.sent.update({f"{PREFIX}{context.label}/{name}": n for name, n in row.items()})

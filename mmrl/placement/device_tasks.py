@@ -20,7 +20,7 @@ from mmrl.out_of_memory import in_parts, in_phase
 from mmrl.pipelines.protocol import of_text, pairs_of
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
-from mmrl.rewards.calling import Answer
+from mmrl.rewards.returned import Answer
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Sample, Trajectory

@@ -8,30 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from mmrl.placement.adaptive import Candidate, State, candidates
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import MicroBatch, Rounds, SimulatedDevices
-from mmrl.placement.tasks import Event
+from mmrl.placement.tasks import Call, Event
 
 Done = tuple[float, float]
 """When a task began and ended."""
+_WORK = ("rollout", "judge", "call")
 
 
 def tried(scheduler: Scheduler[Any], state: State) -> list[float]:
     """The seconds of the generate phase of the scheduler's step under each candidate; empty if nothing was judged."""
     work = rounds(scheduler.events)
     batches = [batch for one in work for batch in one]
-    if not batches or not any(judging for _, judging in batches):
+    if not batches or not any(batch.judging for batch in batches):
         return []
     found = []
     for candidate in candidates(state.devices, inside=state.inside):
         devices = SimulatedDevices(len(scheduler.roles), scheduler.price("judge"), back=scheduler.price("rollout"))
         devices.scheduler.expect(scheduler)
         devices.step(work, candidate.split, candidate.moves)
-        found.append(max(devices.scheduler.done_after("rollout"), devices.scheduler.done_after("judge")))
+        found.append(devices.scheduler.events.done_after("rollout", "judge", "call"))
     return found
 
 
@@ -56,7 +58,7 @@ def tried_ahead(scheduler: Scheduler[Any], state: State, done: Iterable[Event], 
     """The seconds between two updates under each candidate, if every step had the work of one, ``done``; empty if
     nothing was judged."""
     work = rounds(done)
-    if not any(judging for one in work for _, judging in one):
+    if not any(batch.judging for one in work for batch in one):
         return []
     known = candidates(state.devices, inside=state.inside, ahead=True)
     return [_period(scheduler, state.devices, candidate, work, beside) for candidate in known]
@@ -88,20 +90,27 @@ def slowest(tried: Sequence[Sequence[float]]) -> list[float]:
 
 
 def rounds(events: Iterable[Event]) -> Rounds:
-    """The work of a step's rounds: each sampling with its judging."""
-    by_round: dict[int, tuple[list[Done], list[Done]]] = {}
+    """The work of a step's rounds: each sampling with its judging, and with its calls outside of the devices."""
+    by_round: dict[int, dict[str, list[Event]]] = {}
     for event in events:
-        if event.role in ("rollout", "judge"):
-            by_round.setdefault(event.round, ([], []))[event.role == "judge"].append((event.began, event.ended))
-    return [pairs(*by_round[number]) for number in sorted(by_round)]
+        if event.role in _WORK:
+            by_round.setdefault(event.round, {role: [] for role in _WORK})[event.role].append(event)
+    found = []
+    for _, of in sorted(by_round.items()):
+        sampled, judged = ([(event.began, event.ended) for event in of[role]] for role in ("rollout", "judge"))
+        called = sorted((event.began, event.call) for event in of["call"] if event.call is not None)
+        found.append(pairs(sampled, judged, [call for _, call in called]))
+    return found
 
 
-def pairs(sampled: Iterable[Done], judged: Iterable[Done]) -> list[MicroBatch]:
+def pairs(sampled: Iterable[Done], judged: Iterable[Done], calls: Sequence[Call] = ()) -> list[MicroBatch]:
     """Pair each sampling with its judging, in the order of their ends. If their numbers differ, each sampling gets an
-    equal part of all judging."""
+    equal part of all judging. ``calls``, in their order, are divided among the samplings alike."""
     sampled = sorted(sampled, key=lambda done: done[1])
     seconds = [ended - began for began, ended in sorted(judged)]
     if len(seconds) != len(sampled):
         seconds = [sum(seconds) / max(len(sampled), 1)] * len(sampled)
-    found = zip(sampled, seconds, strict=True)
-    return [(sampling, judging) for _, sampling, judging in sorted((b, e - b, judging) for (b, e), judging in found)]
+    ends = [len(calls) * n // max(len(sampled), 1) for n in range(len(sampled) + 1)]
+    own = [tuple(calls[first:end]) for first, end in pairwise(ends)]
+    found = zip(sampled, seconds, own, strict=True)
+    return [MicroBatch(e - b, judging, its) for (b, e), judging, its in sorted(found, key=lambda one: one[0])]

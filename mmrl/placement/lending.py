@@ -74,7 +74,7 @@ def decision(step: int, lines: Sequence[JsonObject], trainers: int, scheduler: S
     """
     mine: dict[str, list[JsonObject]] = {role: [] for role in (*LENT, "wake")}
     for line in lines:
-        if as_integer(line["device"]) < trainers and line["role"] in mine:
+        if as_integer(line.get("device", trainers)) < trainers and line["role"] in mine:
             mine[str(line["role"])].append(line)
     devices = {(line["controller"], line["device"]) for role in LENT for line in mine[role]}
     did = [

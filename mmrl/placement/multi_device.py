@@ -8,7 +8,6 @@ time.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,16 +23,16 @@ from mmrl.json_types import JsonObject
 from mmrl.placement import adaptive, claimed, device_tasks, hindsight, lending
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.replicas import Replicas
+from mmrl.placement.reward_calls import OnDevices, Outside
 from mmrl.placement.step_records import as_line, as_rows, in_one_line, summed
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.tasks import LENT, Event
 from mmrl.report import notices
 from mmrl.report.clock import Clock
-from mmrl.rewards.calling import Answer
 from mmrl.rewards.contract import Context
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, ComingChunks, Drawn, R, SamplingSpec, StepContext, Ts
-from mmrl.trajectory import Sample, Trajectory
+from mmrl.trajectory import Trajectory
 
 _SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
 """The tasks that count as work; the others are bookkeeping."""
@@ -81,8 +80,10 @@ class MultiDevice:
 
     def open(self, context: StepContext) -> None:
         """Start the devices' threads, with this process's ``context``; the devices run the reward models."""
-        if context.rewards.on_device:
-            context.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
+        context.rewards.call_by(
+            lambda label: OnDevices(self._board, label, self._for),
+            lambda calls: Outside(self._board, calls, self._for),
+        )
         if self.settings.apart:
             self.state = adaptive.starting(self.settings, self._count, judged=bool(context.rewards.on_device))
             self._board.apart(self.state.split, self.state.moves)
@@ -376,25 +377,3 @@ class MultiDevice:
         if device == 0:
             return device_tasks.perform(context, task.call, task.arguments)
         return self._workers[device - 1].perform(context, task.call, task.arguments, task.features)
-
-
-class _OnDevices:
-    """Final class: sends a reward's calls to the devices that judge."""
-
-    def __init__(
-        self, board: TaskQueue, label: str, of: Callable[[SamplingSpec | Context], tuple[int, int] | None]
-    ) -> None:
-        self._board, self._label, self._for = board, label, of
-
-    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
-        task = Task("judge", device_tasks.score, (self._label, list(samples), context.step), of=self._for(context))
-        answer = self._board.put(task)
-        answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
-        return answer
-
-    def close(self) -> None:
-        pass
-
-
-def _sent(answer: Future[Answer]) -> Counter[str]:
-    return Counter() if answer.cancelled() or answer.exception() else answer.result().sent

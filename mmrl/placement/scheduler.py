@@ -21,9 +21,11 @@ from typing import Any, Generic, TypeVar
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
 from mmrl.placement.tasks import (
     LENT,
+    Call,
     Event,
     Role,
     Schedulable,
+    StepEvents,
     is_for,
     needs_newer_weights,
     recent,
@@ -39,7 +41,7 @@ class Scheduler(Generic[T]):
 
     def __init__(self, devices: int, clock: Callable[[], float]) -> None:
         self.roles: list[Role] = ["rollout"] * devices
-        self.events: list[Event] = []
+        self.events = StepEvents()
         self.moves = 0
         self.lent = 0
         """Tasks of the other roles that devices which train got in this step."""
@@ -77,7 +79,7 @@ class Scheduler(Generic[T]):
 
     def new_step(self) -> None:
         """Discard the events of the last step; times are measured from now on."""
-        self.events, self.moves, self.lent, self.start = [], 0, 0, self._clock()
+        self.events, self.moves, self.lent, self.start = StepEvents(), 0, 0, self._clock()
         self._round = -1
 
     def apart(self, split: Split, moves: Moves = "never") -> None:
@@ -164,6 +166,13 @@ class Scheduler(Generic[T]):
             self._seconds[role] = recent(self._seconds.get(role, 0.0), ended - turned)
             if of is not None and role != "train":
                 self._worked.setdefault(of, []).append(Event(device, role, turned, ended, number, of))
+
+    def called(self, call: Call, began: float, ended: float, of: tuple[int, int] | None) -> None:
+        """A reward has computed outside of the devices. ``of``: as that of a task."""
+        step, number = of or (None, self._round)
+        self.events.append(Event(-1, "call", self._after(began), self._after(ended), number, step, call=call))
+        if step is not None:
+            self._worked.setdefault(step, []).append(Event(-1, "call", began, ended, number, step, call=call))
 
     def cut(self) -> None:
         """Count the unfinished work of samplers and judges so far for this step, which ends while they work."""
@@ -365,29 +374,20 @@ class Scheduler(Generic[T]):
 
     # -- measurements --------------------------------------------------------------------------------------------------
 
-    def seconds(self, role: str) -> float:
-        """Device-seconds spent in a role since the step began."""
-        return sum(e.ended - e.began for e in self.events if e.role == role)
-
-    def done_after(self, role: str) -> float:
-        """Seconds from the first sampling of the step to the end of the last work in a role; 0 if there was none."""
-        first = min((e.began for e in self.events if e.role == "rollout"), default=0.0)
-        return max((e.ended - first for e in self.events if e.role == role), default=0.0)
-
     def numbers(self) -> dict[str, float]:
         """What this controller's devices did in the step, in the form that ``summed`` takes."""
+        events = self.events
         return {
-            "rollout_busy": self.seconds("rollout"),
-            "judge_busy": self.seconds("judge"),
-            "train_busy": self.seconds("train"),
-            "rollout_done": self.done_after("rollout"),
-            "judge_done": self.done_after("judge"),
+            "rollout_busy": events.seconds("rollout"),
+            "judge_busy": events.seconds("judge"),
+            "train_busy": events.seconds("train"),
+            "scored": events.done_after("rollout", "judge", "call"),
             "price": self.price("judge"),
             "price_back": self.price("rollout"),
             "moves": self.moves,
             "lent": self.lent,
-            "micro_batches": sum(event.role == "rollout" for event in self.events),
-            "wake": self.seconds("wake"),
+            "micro_batches": sum(event.role == "rollout" for event in events),
+            "wake": events.seconds("wake"),
         }
 
     def _for(self, device: int) -> tuple[int | None, int]:

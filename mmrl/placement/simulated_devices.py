@@ -1,8 +1,8 @@
 """A controller's devices in simulated time: an event loop that drives the ``Scheduler`` of a run.
 
-The work comes in rounds of micro-batches, each (seconds of sampling, seconds of judging) on a device. A micro-batch is
-judged after it is sampled; the next round (replacements of dynamic sampling) begins after all micro-batches of a round
-are judged, as in ``mmrl.rollout.rounds``. Imports no torch.
+The work comes in rounds of micro-batches. A micro-batch is judged after it is sampled, on a device, outside of the
+devices (a judge behind HTTP), or both. The next round (replacements of dynamic sampling) begins after all micro-batches
+of a round are judged, as in ``mmrl.rollout.rounds``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ from typing import NamedTuple, Protocol
 from mmrl.placement.adaptive import Moves, Split
 from mmrl.placement.portions import ahead
 from mmrl.placement.scheduler import Scheduler
-from mmrl.placement.tasks import Role
+from mmrl.placement.simulated_calls import SimulatedCalls
+from mmrl.placement.tasks import Call, Role
 
-MicroBatch = tuple[float, float]
+
+class MicroBatch(NamedTuple):
+    """Seconds of sampling and of judging on a device, and the calls outside of the devices after sampling."""
+
+    sampling: float
+    judging: float
+    calls: tuple[Call, ...] = ()
+
+
 Rounds = list[list[MicroBatch]]
 
 
@@ -99,6 +108,7 @@ class SimulatedDevices:
     ) -> None:
         self.time, self._slow = time or SimulatedTime(), slow
         self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
+        self._calls = SimulatedCalls()
         self.decisions: list[tuple[int, Role, tuple[int, int]]] = []
         """Of the step so far: the device, and the role and ``at`` of the task that it got."""
         self._price: dict[Role, float] = {
@@ -193,10 +203,27 @@ class SimulatedDevices:
         """Add a round's micro-batches, ``ahead``: of this step; ``then`` is called when all are judged."""
         judged = _last_of(len(batches), then)
         of = None if ahead is None else (ahead, number)
-        for n, (sampling, judging) in enumerate(batches):
-            judge = SimulatedTask("judge", judging, judged, of=of, at=(number, n))
-            sampled = partial(self._put, judge) if judging else judged
-            self._put(SimulatedTask("rollout", sampling, sampled, updates=ahead, of=of, at=(number, n)))
+        for n, batch in enumerate(batches):
+            at = (number, n)
+            sampled = partial(self._score, batch, judged, at, of)
+            self._put(SimulatedTask("rollout", batch.sampling, sampled, updates=ahead, of=of, at=at))
+
+    def _score(
+        self, batch: MicroBatch, then: Callable[[], None], at: tuple[int, int], of: tuple[int, int] | None = None
+    ) -> None:
+        """A micro-batch is sampled; ``then`` is called when it is judged and the rewards outside have answered."""
+        ended = _last_of(max(1, bool(batch.judging) + len(batch.calls)), then)
+        if batch.judging:
+            self._put(SimulatedTask("judge", batch.judging, ended, of=of, at=at))
+        for call in batch.calls:
+            began, until = self._calls.answered(call, self.time.now)
+            self.time.after(until - self.time.now, partial(self._called, call, began, of, ended))
+        if not batch.judging and not batch.calls:
+            ended()
+
+    def _called(self, call: Call, began: float, of: tuple[int, int] | None, then: Callable[[], None]) -> None:
+        self.scheduler.called(call, began, self.time.now, of)
+        then()
 
     def _claimed(self, coming: Coming, then: Callable[[], None]) -> None:
         """As ``mmrl.placement.claimed.drawn``; ``then`` is called when all are judged."""
@@ -207,22 +234,19 @@ class SimulatedDevices:
             coming.tell(*self.scheduler.open_work())
             while sampling < ahead(len(self.scheduler.roles)) and (batch := coming.next()) is not None:
                 sampling, working = sampling + 1, working + 1
-                judge = SimulatedTask("judge", batch[1], judged, at=(0, number))
-                self._put(SimulatedTask("rollout", batch[0], partial(sampled, judge), at=(0, number)))
+                at = (0, number)
+                self._put(SimulatedTask("rollout", batch.sampling, partial(sampled, batch, at), at=at))
                 number += 1
                 self.scheduler.comes(coming.left)
                 coming.tell(*self.scheduler.open_work())
             self.scheduler.comes(coming.left)
             self._decide()
 
-        def sampled(judge: SimulatedTask) -> None:
+        def sampled(batch: MicroBatch, at: tuple[int, int]) -> None:
             nonlocal sampling
             sampling -= 1
             refill()
-            if judge.seconds:
-                self._put(judge)
-            else:
-                judged()
+            self._score(batch, judged, at)
 
         def judged() -> None:
             nonlocal working

@@ -9,7 +9,7 @@ from mmrl.json_types import JsonObject, as_object
 from mmrl.placement.adaptive import Decision
 from mmrl.placement.tasks import Event
 
-LATEST = ("rollout_done", "judge_done", "price", "price_back", "wall")
+LATEST = ("scored", "price", "price_back", "wall")
 """Numbers of which the largest of all controllers counts; the others are added."""
 
 
@@ -24,7 +24,7 @@ def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[st
         {
             "step": step,
             "controller": controller,
-            "device": e.device,
+            **({"device": e.device} if e.call is None else e.call._asdict()),
             "role": e.role,
             "began": round(e.began, 4),
             "ended": round(e.ended, 4),

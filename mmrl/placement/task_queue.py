@@ -13,7 +13,7 @@ from typing import Any
 from mmrl.engines.policy import Version
 from mmrl.placement.adaptive import Moves, Split
 from mmrl.placement.scheduler import Scheduler
-from mmrl.placement.tasks import Event, Role
+from mmrl.placement.tasks import Call, Event, Role
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +152,11 @@ class TaskQueue:
             self.scheduler.done(device, role, began, turned, ended, priced=priced, to=to)
             self._decide()
         self.hear()
+
+    def called(self, call: Call, began: float, ended: float, of: tuple[int, int] | None) -> None:
+        """As ``Scheduler.called``."""
+        with self._changed:
+            self.scheduler.called(call, began, ended, of)
 
     def hear(self) -> None:
         """Something has finished."""

@@ -29,8 +29,19 @@ class Schedulable(Protocol):
         ...
 
 
+class Call(NamedTuple):
+    """A call of a reward that computes outside of the devices: its requests, their seconds together, and how many of
+    the reward's requests are made at the same time."""
+
+    reward: str
+    requests: int
+    seconds: float
+    at_once: int
+
+
 class Event(NamedTuple):
-    """A role of device ``device`` between two moments, in seconds after the start of the step."""
+    """A role of device ``device`` between two moments, in seconds after the start of the step; or, on no device (-1), a
+    ``call``."""
 
     device: int
     role: str
@@ -44,6 +55,20 @@ class Event(NamedTuple):
     """Whether it continues in the next step."""
     priced: bool = True
     """For a role switch: whether a switch within a phase would take as long."""
+    call: Call | None = None
+
+
+class StepEvents(list[Event]):
+    """Final class: the events of a step."""
+
+    def seconds(self, role: str) -> float:
+        """Device-seconds spent in a role."""
+        return sum(event.ended - event.began for event in self if event.role == role)
+
+    def done_after(self, *roles: str) -> float:
+        """Seconds from the first sampling to the end of the last work in any of ``roles``; 0 if there was none."""
+        first = min((event.began for event in self if event.role == "rollout"), default=0.0)
+        return max((event.ended - first for event in self if event.role in roles), default=0.0)
 
 
 LENT: tuple[Role, ...] = ("rollout", "judge")

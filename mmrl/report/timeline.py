@@ -163,6 +163,8 @@ def _index(path: Path) -> _Index:
             if not found:
                 index.bad += 1
                 continue
+            if b'"role": "call"' in line:  # of a reward outside of the devices
+                continue
             step = int(found[1])
             if b'"decision"' in line:
                 row = _parse(line)

@@ -15,10 +15,11 @@ import torch
 from mmrl.algorithms.advantages import AllSum, alone, batch_statistics
 from mmrl.config import schema
 from mmrl.errors import UserError
-from mmrl.rewards.calling import NAN, Answer, BatchError, Calls
+from mmrl.rewards.calling import Calls
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import Loaded
 from mmrl.rewards.patience import Patience
+from mmrl.rewards.returned import NAN, Answer, BatchError
 from mmrl.trajectory import Sample, SampleId
 
 STD_FLOOR = 1e-4

@@ -128,6 +128,16 @@ def _check_word(key: str, word: object, known: tuple[str, ...], why: str) -> Non
         raise ValueError(f"{key}: {word!r}: {why}{meant} (write {', '.join(map(repr, known))})")
 
 
+@dataclass
+class Asked:
+    """The ``requests`` of a call to another process: ``seconds`` of all of them together, without their wait for a
+    turn, of which there are ``at_once`` at the same time."""
+
+    requests: int = 0
+    seconds: float = 0.0
+    at_once: int = 1
+
+
 @dataclass(frozen=True)
 class Context:
     """The circumstances of a call, beside its samples.
@@ -136,7 +146,8 @@ class Context:
     run for caches and transcripts (None outside a run), ``label`` the reward's name in the recipe. A reward that asks
     another process counts in ``sent`` the bytes it sends: ``media`` (encoded pictures and clips) and ``questions`` (all
     else); the step's metrics show them. A judge also counts there its requests and tokens (``mmrl.judge.usage``).
-    ``round``: the round of dynamic sampling; 0 is the first.
+    ``round``: the round of dynamic sampling; 0 is the first. ``asked``: of this call; a reward that makes several
+    requests at once counts them there, so that ``mmrl simulate`` knows them.
     """
 
     step: int = -1
@@ -145,6 +156,7 @@ class Context:
     label: str = ""
     sent: Counter[str] = field(default_factory=Counter, compare=False)
     round: int = 0
+    asked: Asked = field(default_factory=Asked, compare=False)
 
 
 class RewardFunction(Protocol):

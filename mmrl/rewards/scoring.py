@@ -31,10 +31,11 @@ from mmrl.rewards.async_scoring import (
     normalise,
     total_of,
 )
-from mmrl.rewards.calling import Answer, Caller, Calls
+from mmrl.rewards.calling import Caller, Calls
 from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.loading import Found, Loaded, build, find, problems
 from mmrl.rewards.patience import Patience
+from mmrl.rewards.returned import Answer
 from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
 from mmrl.user_code import describe, place_of
@@ -198,10 +199,13 @@ class RewardSet:
         """The labels of the rewards that compute with a model on a device."""
         return [entry.label for entry in self._entries if entry.loaded.declaration.device]
 
-    def call_by(self, calls: Callable[[str], Calls]) -> None:
-        """From now on, call the rewards that compute on a device by ``calls(label)``."""
+    def call_by(self, on_device: Callable[[str], Calls], outside: Callable[[Calls], Calls]) -> None:
+        """From now on, call the rewards that compute on a device by ``on_device(label)``, and each of the others by
+        ``outside`` of what called it before."""
         there = set(self.on_device)
-        self._entries = [replace(e, caller=calls(e.label)) if e.label in there else e for e in self._entries]
+        self._entries = [
+            replace(e, caller=on_device(e.label) if e.label in there else outside(e.caller)) for e in self._entries
+        ]
 
     def answer(self, label: str, samples: Sequence[Sample], step: int) -> Answer:
         """One reward's answer for a batch, computed in this process."""

@@ -25,9 +25,10 @@ from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.media.images import MAX_PIXELS
 from mmrl.rewards import wire
-from mmrl.rewards.calling import NAN, Answer, Caller
+from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import build, find
+from mmrl.rewards.returned import NAN, Answer
 from mmrl.rewards.serve_limits import MAX_CONNECTIONS, PATIENCE_S, Connection, Limits, Turns
 
 MAX_BYTES = 128 * 2**20

@@ -7,6 +7,7 @@ assumptions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -15,7 +16,7 @@ from mmrl.config.placement import Placement
 from mmrl.placement import hindsight, simulated_moving
 from mmrl.placement.adaptive import Decision, Split, decide, opening, splits, starting
 from mmrl.placement.simulated_ahead import SimulatedAhead
-from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
+from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTime
 from mmrl.placement.step_records import summed
 from mmrl.simulator.trace import Trace, Work
 
@@ -77,21 +78,32 @@ class Outcome:
 def device_seconds(work: Work, cluster: Cluster) -> float:
     """Device-seconds of a step: sampling, judging and training."""
     batches = [batch for rounds in work.shares for batches in rounds for batch in batches]
-    return sum(r + j for r, j in batches) + work.train * cluster.total
+    return sum(batch.sampling + batch.judging for batch in batches) + work.train * cluster.total
 
 
 def bound(trace: Trace, cluster: Cluster) -> list[float]:
     """A lower bound on the seconds of every step: all devices share its work without gaps.
 
     It is the step's device-seconds divided by the devices, or its longest chain (the longest micro-batch of each round
-    of a controller) if that is longer, plus training. No on-policy placement can be faster.
+    of a controller, or what its rewards outside of the devices take) if that is longer, plus training. No on-policy
+    placement can be faster.
     """
     found = []
     for work in trace.steps:
         even = device_seconds(work, cluster) / cluster.total - work.train
-        longest = max(sum(max(r + j for r, j in batches) for batches in rounds) for rounds in work.shares)
+        longest = max(sum(map(_longest, rounds)) for rounds in work.shares)
         found.append(max(even, longest) + work.train)
     return found
+
+
+def _longest(batches: Sequence[MicroBatch]) -> float:
+    """The least seconds of a round: its longest micro-batch, or the calls of a reward outside of the devices."""
+    found = [b.sampling + max([b.judging, *(call.seconds / call.requests for call in b.calls)]) for b in batches]
+    first = min((b.sampling for b in batches if b.calls), default=0.0)
+    of: dict[str, float] = {}
+    for call in (call for b in batches for call in b.calls):
+        of[call.reward] = of.get(call.reward, 0.0) + call.seconds / call.at_once
+    return max([*found, first + max(of.values(), default=0.0)])
 
 
 def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, prompts_move: bool = False) -> Outcome:
@@ -111,7 +123,7 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, pr
             for devices, rounds in zip(controllers, work.shares, strict=True):
                 devices.step(rounds, split, moves)
         found = [devices.scheduler.numbers() for devices in controllers]
-        phases = [max(numbers["rollout_done"], numbers["judge_done"]) for numbers in found]
+        phases = [numbers["scored"] for numbers in found]
         longest, numbers = max(phases), summed(found)
         out.generate.append(longest)
         out.steps.append(longest + work.train)
@@ -212,7 +224,7 @@ def sampled_ahead(
 
 def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1, *, lend: bool = False) -> Outcome | None:
     """The fastest fixed roles, without judges if nothing is judged; None if a controller has too few devices."""
-    judged = any(j for work in trace.steps for rounds in work.shares for batches in rounds for _, j in batches)
+    judged = any(b.judging for work in trace.steps for rounds in work.shares for batches in rounds for b in batches)
     tried = [
         disaggregated(trace, cluster, train, judge, staleness, lend=lend)
         for judge in (range(1, cluster.devices - 1) if judged else (0,))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmrl.placement.simulated_devices import MicroBatch, Rounds
+from mmrl.placement.tasks import Call
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,28 @@ MOST_ROUNDS = 4
 """Largest number of sampling rounds in a step; groups that are still missing then are trained on as they are."""
 
 
-def synthetic(load: Load, steps: int, controllers: int, devices: int, micro_batches: int, seed: int = 0) -> Trace:
-    """``steps`` steps of ``micro_batches`` each, divided among controllers in turn; ``devices``: of all controllers."""
-    rng = np.random.default_rng(seed)
+@dataclass(frozen=True)
+class Asked:
+    """A judge behind HTTP, which is asked about each sample: ``seconds`` of a request in the mean, a micro-batch's
+    ``requests``, and how many a controller makes at the same time."""
+
+    seconds: float
+    requests: int
+    at_once: int
+
+
+def synthetic(
+    load: Load,
+    steps: int,
+    controllers: int,
+    devices: int,
+    micro_batches: int,
+    seed: int = 0,
+    asked: Asked | None = None,
+) -> Trace:
+    """``steps`` steps of ``micro_batches`` each, divided among controllers in turn; ``devices``: of all controllers.
+    ``asked``: a judge outside of the devices, beside the load's."""
+    rng, others = np.random.default_rng(seed), np.random.default_rng([seed, 1])  # the devices' work stays the same
     train = load.sample * micro_batches * (1 + load.judge(0.0)) / devices * load.train / (1 - load.train)
     made, tried = [], 1.0
     for step in range(steps):
@@ -84,7 +104,7 @@ def synthetic(load: Load, steps: int, controllers: int, devices: int, micro_batc
             wanted = len(range(rank, micro_batches, controllers))
             shares.append(_rounds(load, wanted, tried, again, load.judge(at), rng))
         tried = 1 / (1 - again) if load.ahead else 1.0
-        made.append(Work(shares, train))
+        made.append(Work(shares if asked is None else _asked(shares, asked, load.judge_tail, others), train))
     return Trace(made, load.price * load.sample, load.about)
 
 
@@ -97,9 +117,19 @@ def _rounds(load: Load, wanted: int, tried: float, again: float, judge: float, r
     return rounds
 
 
+def _asked(shares: list[Rounds], asked: Asked, tail: float, rng: np.random.Generator) -> list[Rounds]:
+    """The micro-batches with their calls of a judge outside of the devices."""
+
+    def call() -> Call:
+        seconds = asked.seconds * sum(_normal(tail, rng) for _ in range(asked.requests))
+        return Call("judge", asked.requests, seconds, asked.at_once)
+
+    return [[[batch._replace(calls=(call(),)) for batch in one] for one in rounds] for rounds in shares]
+
+
 def _micro_batch(load: Load, judge: float, rng: np.random.Generator) -> MicroBatch:
     seconds = load.sample * (_normal(load.tail, rng) if load.pareto is None else _pareto(load.pareto, rng))
-    return seconds, load.sample * judge * _normal(load.judge_tail, rng)
+    return MicroBatch(seconds, load.sample * judge * _normal(load.judge_tail, rng))
 
 
 def _normal(sigma: float, rng: np.random.Generator) -> float:

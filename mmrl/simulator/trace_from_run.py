@@ -4,10 +4,11 @@
 
     {"step": 3, "controller": 0, "device": 1, "role": "rollout", "began": 0.1, "ended": 2.3}
 
-where the role is rollout, judge, train or wake (a change of role; ``priced`` is false if its time is not typical of a
-change inside a phase). ``round`` is the round of dynamic sampling. With asynchronous rollout ``of`` is the later step
-that the work was for, and ``cut`` says that the work continued in the next step. Lines with ``decision`` are decisions
-of the adaptive placement. Without that file ``metrics.jsonl`` has the total time of each phase of a step.
+where the role is rollout, judge, train, wake (a change of role; ``priced`` is false if its time is not typical of a
+change inside a phase) or call (of a reward outside of the devices: ``reward``, ``requests``, their ``seconds`` together
+and ``at_once`` in place of a device). ``round`` is the round of dynamic sampling. With asynchronous rollout ``of`` is
+the later step that the work was for, and ``cut`` says that the work continued in the next step. Lines with ``decision``
+are decisions of the adaptive placement. Without that file ``metrics.jsonl`` has the total time of each phase of a step.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.placement.hindsight import rounds
-from mmrl.placement.simulated_devices import Rounds
-from mmrl.placement.tasks import Event
+from mmrl.placement.simulated_devices import MicroBatch, Rounds
+from mmrl.placement.tasks import Call, Event
 from mmrl.report.metrics import read
 from mmrl.simulator.trace import Trace, Work
 
-ROLLOUT, JUDGE, WAKE = "rollout", "judge", "wake"
+ROLLOUT, JUDGE, WAKE, CALL = "rollout", "judge", "wake", "call"
 Row = Mapping[str, Any]
 
 
@@ -87,7 +88,7 @@ def fitted(recorded: Recorded, controllers: int, devices: int, micro_batches: in
 
 def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row], apart: bool) -> Recorded:
     controllers = 1 + max(int(row["controller"]) for row in events)
-    devices = 1 + max(int(row["device"]) for row in events)
+    devices = 1 + max(int(row["device"]) for row in events if row["role"] != CALL)
     by_step: defaultdict[int, list[Row]] = defaultdict(list)
     for row in _by_their_step(events, metrics) if apart else events:
         by_step[int(row["step"])].append(row)
@@ -117,7 +118,7 @@ def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Ro
     out: list[Row] = []
     going: dict[tuple[int, int, str], dict[str, Any]] = {}
     for row in events:
-        place, at = (row["controller"], row["device"], row["role"]), starts[int(row["step"])]
+        place, at = (row["controller"], row.get("device", -1), row["role"]), starts[int(row["step"])]
         whole = going.pop(place, None)
         if whole is not None and (row["began"] == 0 or at + row["began"] == whole["ended"]):
             whole["ended"] += row["ended"] - row["began"]
@@ -130,12 +131,24 @@ def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Ro
 
 
 def _rounds(rows: Sequence[Row]) -> Rounds:
-    return rounds(Event(row["device"], row["role"], row["began"], row["ended"], row.get("round", 0)) for row in rows)
+    return rounds(
+        Event(row.get("device", -1), row["role"], row["began"], row["ended"], row.get("round", 0), call=_call(row))
+        for row in rows
+    )
+
+
+def _call(row: Row) -> Call | None:
+    if row["role"] != CALL:
+        return None
+    call = Call(str(row["reward"]), int(row["requests"]), float(row["seconds"]), int(row["at_once"]))
+    if call.requests < 1 or call.at_once < 1:
+        raise ValueError(f"{call.requests} requests, {call.at_once} at once")
+    return call
 
 
 def _after(rows: Sequence[Row], metrics: Row | None) -> float:
     """Seconds of a step outside its generate phase: of the whole step, if it was measured, else of training."""
-    generate = [row for row in rows if row["role"] in (ROLLOUT, JUDGE)]
+    generate = [row for row in rows if row["role"] in (ROLLOUT, JUDGE, CALL)]
     if metrics is not None:
         phase = max(row["ended"] for row in generate) - min(row["began"] for row in generate)
         return max(metrics["time/step"] - phase, 0.0)
@@ -154,6 +167,6 @@ def _of_metrics(run: Path, metrics: Mapping[int, Row]) -> Recorded:
     steps = []
     for row in metrics.values():
         sampled, judged = row.get("time/sample", 0.0) + row.get("time/decode", 0.0), row.get("time/reward", 0.0)
-        share: Rounds = [[(sampled / count, judged / count)] * count]
+        share: Rounds = [[MicroBatch(sampled / count, judged / count)] * count]
         steps.append(Work([share] * controllers, max(row["time/step"] - sampled - judged, 0.0)))
     return Recorded(Trace(steps, 0.0, f"{run}, {len(steps)} steps (metrics alone)"), controllers, 1)
