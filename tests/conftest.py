@@ -84,3 +84,12 @@ def tools() -> Iterator[list[ModuleType]]:
         yield [importlib.import_module(name) for name in ("freeze", "freeze_compare", "freeze_record")]
     finally:
         sys.path.remove(str(ROOT / "tools"))
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[object]:
+    """A tab of Chromium (``tests/browser.py``); the test is skipped where there is none."""
+    from tests.browser import opened
+
+    with opened(tmp_path) as tab:
+        yield tab

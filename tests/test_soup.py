@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from mmrl.errors import UserError
 from mmrl.export import export
 from mmrl.run import evaluate
+from mmrl.soup.evaluation import report
 from mmrl.soup.formulas import (
     combination,
     controllability,
@@ -28,6 +30,8 @@ from mmrl.soup.formulas import (
     pareto_front,
     sparsity,
 )
+from mmrl.soup.page import write_page
+from mmrl.trajectory import Prompt
 from tests import tiny
 from tests.test_cli import mmrl
 from tests.tiny_diffusion import two_blocks
@@ -343,6 +347,101 @@ def test_the_report_measures_both_ways_to_merge(texts: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "short and digits: means of 4 held-out samples" in shown
     assert "lambda = mu: hypervolume" in shown
+    assert "backbone of digits: " in shown
+
+
+@pytest.fixture(scope="module")
+def rewarded(root: Path) -> Path:
+    """A Rewarded Soup of the same recipe."""
+    assert mmrl("soup", "train", str(root / "text.yaml"), "--out", str(root / "rewarded"), "--beta", "1") == 0
+    return root / "rewarded"
+
+
+@pytest.mark.slow
+def test_the_report_stands_beside_another_soup_and_a_run(
+    texts: Path, rewarded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run = str(texts.parent / "text.yaml"), tmp_path / "mix"
+    assert mmrl("train", recipe, "rewards[0].weight=1", "rewards[1].weight=0.5", "eval.every=2", "--out", str(run)) == 0
+    capsys.readouterr()
+    report = ["soup", "report", str(texts), "--points", "3", "--json"]
+    assert mmrl(*report, "--beside", str(rewarded), "--beside", str(run)) == 0
+    said = json.loads(capsys.readouterr().out)
+    soup, alone = said["beside"]
+    assert (soup["beta"], alone["beta"]) == (1.0, None)
+    assert [one["lambda"] for one in soup["points"]] == [[0, 1], [0.5, 0.5], [1, 0]]
+    for number, one in ((2, soup["points"][0]), (1, soup["points"][2])):
+        measured = evaluate(rewarded / f"backbone-{number}")
+        assert one["rewards"] == [measured["reward/short"], measured["reward/digits"]]
+    assert alone["rewards"] == [evaluate(run)[f"reward/{label}"] for label in ("short", "digits")]
+    backbones = [
+        [evaluate(texts / f"backbone-{j}")[f"reward/{label}"] for label in ("short", "digits")] for j in (1, 2)
+    ]
+    assert [one["rewards"] for one in said["backbones"]] == backbones
+    every = [p["rewards"] for name in ("bone_soup", "direct") for p in said[name]["points"]]
+    every += [p["rewards"] for p in soup["points"]] + [alone["rewards"]]
+    worst = min(2 * p[0] for p in every), min(p[1] for p in every)
+    assert said["reference"] == list(worst)
+    points = [(2 * p["rewards"][0], p["rewards"][1]) for p in soup["points"]]
+    assert soup["hypervolume"] == hypervolume(points, worst)
+    assert alone["hypervolume"] == hypervolume([(2 * alone["rewards"][0], alone["rewards"][1])], worst)
+
+
+@pytest.mark.slow
+def test_what_is_measured_on_other_samples_is_refused(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(texts.parent / "text.yaml")
+    for changes, why in (
+        (["sampling.max_new_tokens=5"], "its settings of sampling differ"),
+        (["rewards[1].label=other"], "this run has no reward digits"),
+    ):
+        run = tmp_path / changes[0].replace("=", "-")
+        assert mmrl("train", recipe, *changes, "train.steps=1", "--out", str(run)) == 0
+        assert why in refused(capsys, "report", str(texts), "--beside", str(run))
+
+
+@pytest.mark.slow
+def test_the_slider_of_the_page_switches_between_merges(root: Path, tmp_path: Path, browser: Any) -> None:
+    far = ["optim.lr=0.1", "--out", str(tmp_path / "far")]  # so that the merges draw different pictures
+    assert mmrl("soup", "train", str(root / "pictures.yaml"), *far) == 0
+    assert mmrl("soup", "report", str(tmp_path / "far"), "--points", "3", "--samples", "4") == 0
+    page = tmp_path / "far" / "soup_report.html"
+    assert "://" not in page.read_text(), "nothing is loaded from elsewhere"
+    said = read(tmp_path / "far" / "soup_report.json")
+    browser.tell("Page.enable")
+    browser.tell("Page.navigate", url=page.as_uri())
+    visible = "[...one.querySelectorAll('img')].findIndex(image => image.checkVisibility())"
+    shown = f"[...document.querySelectorAll('.pair')].map(one => {visible})"
+    browser.until("document.readyState", "complete")
+    browser.until(f"JSON.stringify({shown})", "[1,1,1,1]")
+    sources = "[...document.querySelector('.pair').querySelectorAll('img')].map(one => one.src)"
+    assert len(set(browser.value(sources))) == 3, "each merge draws another picture from the same noise"
+    assert browser.value("document.querySelector('.pair img').naturalWidth") == 32
+    places = set()
+    for number, name in enumerate(("0 red, 1 blue", "0.5 red, 0.5 blue", "1 red, 0 blue")):
+        move = f"at.value = {number}; at.dispatchEvent(new Event('input')); {shown}"
+        assert browser.value(move) == [number] * 4
+        assert browser.value("said.textContent") == name
+        places.add(browser.value("here.getAttribute('cx')"))
+    assert len(places) == len({one["rewards"][0] for one in said["bone_soup"]["points"]})
+
+
+@pytest.mark.slow
+def test_the_page_shows_texts_as_text_only(texts: Path, browser: Any) -> None:
+    hostile = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
+    assert mmrl("soup", "report", str(texts), "--points", "2", "--samples", "4") == 0
+    made = report(texts, 2, 4)
+    for one in made.kept:
+        one.samples[0] = replace(one.samples[0], prompt=Prompt(hostile, hostile), text=hostile)
+    page = write_page(made)
+    browser.tell("Page.enable")
+    browser.tell("Page.navigate", url=page.as_uri())
+    browser.until("document.readyState", "complete")
+    assert browser.value("document.title") == "short and digits · mmrl soup"
+    first = "document.querySelector('.pair')"
+    assert browser.value(f"{first}.querySelector('[data-frame]:not([hidden]) .text').textContent") == hostile
+    assert browser.value(f"{first}.querySelectorAll('script, img').length") == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -113,18 +113,31 @@ def report(
         typer.Option(min=1, help="Held-out samples of each model.", show_default="eval.samples of the recipe"),
     ] = None,
     checkpoint: CheckpointOption = "latest",
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR|RUN", help="Another soup, or a run, to compare with; may be given several times."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure merged models of two rewards on held-out prompts, also with lambda = mu; writes DIR/soup_report.json."""
+    """Measure merged models of two rewards on held-out prompts, also with lambda = mu, and each backbone.
+
+    Writes DIR/soup_report.json, and DIR/soup_report.html: the front, and a slider over samples of the merges. Rewarded
+    Soup is a soup of --beta 1; name it with --beside, and a run on the mix of both rewards.
+    """
     if (soup / "backbone-1").exists():
         use_threads_of(soup / "backbone-1")
     from mmrl.soup.evaluation import report as measure
+    from mmrl.soup.page import write_page
 
     if as_json:
         with json_alone() as write:
-            write(measure(soup, points, samples, checkpoint).as_json())
+            made = measure(soup, points, samples, checkpoint, beside or ())
+            write_page(made)
+            write(made.as_json())
     else:
-        _show(measure(soup, points, samples, checkpoint))
+        made = measure(soup, points, samples, checkpoint, beside or ())
+        _show(made)
+        print(write_page(made))
 
 
 def _show(made: SoupReport) -> None:
@@ -141,10 +154,21 @@ def _show(made: SoupReport) -> None:
     console().print(table)
     for way, front in (("soup", made.bone), ("lambda = mu", made.direct)):
         print(f"{way}: {_measures(front)}")
+    for label, (rewards, volume) in zip(made.soup.rewards, made.backbones, strict=True):
+        print(f"backbone of {label}: {_rewards(rewards)}, hypervolume {volume:.4g}")
+    for one in made.beside:
+        what = f"a soup of beta {one.beta:g}" if one.front is not None else "a run"
+        measured = _measures(one.front) if one.front is not None else f"hypervolume {one.hypervolume:.4g}"
+        means = "" if one.rewards is None else f"{_rewards(one.rewards)}, "
+        print(f"{one.path}, {what}: {means}{measured}")
     low, high = guaranteed_interval(made.soup.beta)
     print(
         f"weights from {low:.2f} to {high:.2f} are those for which theory promises more than Rewarded Soup (--beta 1)"
     )
+
+
+def _rewards(rewards: tuple[float, float]) -> str:
+    return ", ".join(f"{r:.4f}" for r in rewards)
 
 
 def _measures(front: Front) -> str:
