@@ -163,7 +163,8 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
                 name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
                 rows.append({**of, "file": _keep(sample, folder, name)})
             else:
-                rows.append({**of, "text": sample.text, "truncated": sample.truncated})
+                shown = _pictures(sample.prompt, folder, f"prompts/{sample.id.slot:03d}")
+                rows.append({**of, "text": sample.text, "truncated": sample.truncated, **shown})
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
     shown = [replace(one, samples=one.samples[:MOST_SHOWN]) for one in drawn]
@@ -173,6 +174,19 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
         _sheet(shown, n).save(folder / "sheet.png")
     if len(drawn[0].samples) > MOST_SHOWN:
         print(f"note: the sheet shows the first {MOST_SHOWN} of {len(drawn[0].samples)} samples", file=sys.stderr)
+
+
+def _pictures(prompt: Prompt, folder: Path, name: str) -> JsonObject:
+    """Write the pictures of a prompt, once; their files' names inside ``folder``. Clips are left out."""
+    files = []
+    for n, medium in enumerate(prompt.media):
+        if medium.kind != "image":
+            continue
+        files.append(f"{name}_{n}.png")
+        if not (folder / files[-1]).exists():
+            (folder / files[-1]).parent.mkdir(exist_ok=True)
+            open_image(medium).save(folder / files[-1])
+    return {"pictures": files} if files else {}
 
 
 def _keep(sample: Sample, folder: Path, name: str) -> str:

@@ -105,6 +105,34 @@ def test_pictures_are_served_by_number_and_nothing_outside_of_the_folder_is(fold
         assert b"secret" not in data
 
 
+@pytest.fixture
+def answers(tmp_path):
+    """Answers to a question about two pictures, of which the list names one that lies outside of the folder too."""
+    root = tmp_path / "answers"
+    (root / "prompts").mkdir(parents=True)
+    for colour in ("red", "blue"):
+        Image.new("RGB", (8, 8), colour).save(root / "prompts" / f"{colour}.png")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    pictures = ["prompts/red.png", "../secret.png", "prompts/blue.png", 7]
+    rows = [{"prompt": f"Which? {HOSTILE}", "text": text, "pictures": pictures} for text in ("first", "second")]
+    (root / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def test_the_pictures_of_a_texts_prompt_are_served_and_no_others(answers):
+    assert items_of(answers)[0].pictures == ("prompts/red.png", "prompts/blue.png")
+    with serving(answers) as server:
+        for number, colour in enumerate(("red", "blue")):
+            reply, data = asked(server, "GET", f"/picture/1/{number}")
+            assert (reply.status, data) == (200, (answers / "prompts" / f"{colour}.png").read_bytes())
+        for path in ("/picture/1/2", "/picture/2/0", "/picture/1", "/picture/1/-1", "/picture/1/0/0", "/picture/x/0"):
+            assert asked(server, "GET", path)[0].status == 404, path
+        assert asked(server, "GET", "/picture/0/0", **{"X-Token": b"wrong"})[0].status == 403
+        (answers / "prompts" / "red.png").unlink()
+        (answers / "prompts" / "red.png").symlink_to(answers.parent / "secret.png")
+        assert asked(server, "GET", "/picture/0/0")[0].status == 404
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "ä"])
 def test_without_the_token_nothing_is_shown_and_nothing_is_kept(folder, token):
     with serving(folder) as server:
@@ -200,3 +228,16 @@ def test_in_a_browser_keys_give_labels_and_hostile_text_is_only_text(folder, bro
         assert browser.value("document.title") == "Labels"
         assert browser.value("document.querySelectorAll('#prompt *').length") == 0
     assert (folder / table.NAME).read_text() == "file,label\n2.png,1\n0.png,0\n0.png,\n"
+
+
+@pytest.mark.slow
+def test_in_a_browser_a_text_has_the_pictures_of_its_prompt_beside_it(answers, browser):
+    with serving(answers) as server:
+        browser.tell("Page.enable")
+        browser.tell("Page.navigate", url=server.url)
+        loaded = "[...document.querySelectorAll('#pictures img')].map(one => one.naturalWidth).join()"
+        browser.until(loaded, "8,8")
+        assert browser.value("document.querySelector('#shown pre').textContent") == "first"
+        browser.press("1")
+        browser.until("document.querySelector('#shown pre').textContent", "second")
+        browser.until(loaded, "8,8")

@@ -16,14 +16,14 @@ from mmrl.config.loader import load_recipe
 from mmrl.datasets import shapes
 from mmrl.errors import UserError
 from mmrl.labels import baselines, table
-from mmrl.labels.embeddings import Encoders
-from mmrl.labels.folder import NAME, WEIGHTS, load_known, read
+from mmrl.labels.embeddings import Encoders, Space
+from mmrl.labels.folder import NAME, WEIGHTS, load_known, read, write
 from mmrl.labels.graph import Graph, directed, fields, nearest, symmetric
 from mmrl.labels.items import items_of
 from mmrl.labels.model import GraphAttention, GraphTransformer, Shape
 from mmrl.labels.pixels import of_clips, of_pictures, of_texts
 from mmrl.labels.readers import ModelReader, described
-from mmrl.labels.spreading import GRAPH, HEAD, spread
+from mmrl.labels.spreading import BOTH, GRAPH, HEAD, spread
 from mmrl.labels.training import Settings, masked, parted, to_label_next, train
 from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.loading import build, find
@@ -201,7 +201,7 @@ def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
     made = spread(embeddings, labels, given, QUICK, GRAPH)
     right = ((made.scores >= 0.5) == (labels >= 0.5))[~given].float().mean()
     assert right > 0.85
-    assert set(made.quality) == {"graph transformer", "label propagation", "nearest neighbours", "supervised head"}
+    assert set(made.quality) == {GRAPH, HEAD, BOTH, "label propagation", "nearest neighbours"}
     assert all(one.area[0] > 0.8 and one.labels == 40 for one in made.quality.values())
     assert torch.equal(made.scores[given], labels[given])
     following = made.following(embeddings, 50)
@@ -213,15 +213,22 @@ def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
     assert {k: v.area for k, v in again.quality.items()} == {k: v.area for k, v in made.quality.items()}
 
 
-def test_of_two_methods_the_better_one_on_held_out_labels_gives_the_scores():
+def test_the_method_that_is_best_on_held_out_labels_gives_the_scores():
     embeddings, labels, given = blobs()
     made = spread(embeddings, labels, given, QUICK)
-    areas = {name: made.quality[name].area[0] for name in (GRAPH, HEAD)}
+    areas = {name: made.quality[name].area[0] for name in (GRAPH, HEAD, BOTH)}
     assert areas[made.by] == max(areas.values())
-    for by in (GRAPH, HEAD):
+    for by in (GRAPH, HEAD, BOTH):
         one = spread(embeddings, labels, given, QUICK, by)
         assert one.by == by
         assert ((one.scores >= 0.5) == (labels >= 0.5))[~given].float().mean() > 0.85
+
+
+def test_both_is_the_mean_of_the_calibrated_logits():
+    embeddings, labels, given = blobs()
+    one, two, made = (spread(embeddings, labels, given, QUICK, by) for by in (GRAPH, HEAD, BOTH))
+    mean = (torch.logit(one.unknown.double()) + torch.logit(two.unknown.double())) / 2
+    torch.testing.assert_close(made.logits, mean, atol=1e-4, rtol=1e-4)
 
 
 def test_the_weights_of_the_head_are_where_the_gradient_is_zero():
@@ -332,6 +339,23 @@ def test_the_reward_by_the_head_keeps_no_samples(spread_out, tmp_path):
     given = [sample(Image.open(spread_out[0] / f"{n:03d}.png"), n) for n in range(30, 40)]
     kept = [rows[f"{n:03d}.png"] for n in range(30, 40)]
     assert reward.call(given, context=Context()) == pytest.approx(kept, abs=1e-4), "samples without a label"
+
+
+def test_the_reward_by_both_is_the_mean_of_the_two_rewards(tmp_path):
+    parts, labels, given = blobs()
+    space = Space.of([parts])
+    logits, lines = {}, {}
+    for by in (GRAPH, HEAD, BOTH):
+        made = spread(space([parts]), labels, given, QUICK, by)
+        folder = tmp_path / by
+        folder.mkdir()
+        write(folder, made, space([parts]), space, Encoders("text", "words", ""), QUICK)
+        known = load_known(folder)
+        new = torch.randn(20, 8, generator=torch.Generator().manual_seed(5))
+        logits[by], lines[by] = torch.logit(known.scores([new])), known.record.line
+    assert logits[BOTH].abs().max() < 12, "these are not so sure that the scores are rounded to 0 and 1"
+    slope, shift = lines[BOTH]
+    torch.testing.assert_close(logits[BOTH], slope * (logits[GRAPH] + logits[HEAD]) / 2 + shift, atol=1e-4, rtol=1e-4)
 
 
 def sample(image, number=0, prompt=""):

@@ -152,7 +152,13 @@ def test_pictures_of_a_prompt_reach_a_model_that_sees(tmp_path: Path) -> None:
         Image.new("RGB", (48, 48), colour).save(tmp_path / f"{colour}.png")
         asked = prompts_of(["<image>What colour is the circle?"], [tmp_path / f"{colour}.png"])
         draw(run, asked, tmp_path / colour, n=1, checkpoint="base")
-        answers.append(rows(tmp_path / colour)[0]["text"])
+        row = rows(tmp_path / colour)[0]
+        answers.append(row["text"])
+        with (
+            Image.open(tmp_path / colour / row["pictures"][0]) as kept,
+            Image.open(tmp_path / f"{colour}.png") as given,
+        ):
+            assert list(kept.getdata()) == list(given.getdata())
     assert answers[0] != answers[1]
 
 

@@ -20,6 +20,7 @@ class Method(StrEnum):
     auto = "auto"
     graph = "graph"
     head = "head"
+    both = "both"
 
 
 FolderArgument = Annotated[
@@ -87,7 +88,7 @@ def spread(
         ),
     ] = None,
     by: Annotated[
-        Method, typer.Option(help="What gives the scores; auto: the better one on held-out labels.")
+        Method, typer.Option(help="What gives the scores; auto: the best one on held-out labels.")
     ] = Method.auto,
     following: Annotated[int, typer.Option("--next", min=0, help="How many samples to propose for labels.")] = 50,
     neighbours: Annotated[int, typer.Option(min=1, help="Of each sample in the graph.")] = 6,
@@ -103,10 +104,10 @@ def spread(
         loaded = None if model is None else read_recipe(model, [])
         from mmrl.labels.readers import described
         from mmrl.labels.spread_folder import spread_folder
-        from mmrl.labels.spreading import AUTO, GRAPH, HEAD
+        from mmrl.labels.spreading import AUTO, BOTH, GRAPH, HEAD
         from mmrl.labels.training import Settings
 
-        methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD}
+        methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD, Method.both: BOTH}
         reader = None if loaded is None else described(loaded.recipe, loaded.root)
 
     def made() -> Outcome:
@@ -122,6 +123,8 @@ def spread(
 
 
 def _show(made: Outcome, out: Path) -> None:
+    from mmrl.labels.spreading import BOTH
+
     middle = next(iter(made.quality.values())).middle
     print(f"{made.samples} samples, {made.labels} labels, {made.high} of them {middle:.3g} or more")
     print("on labels that were held out of each model (five parts, each held out once):")
@@ -131,7 +134,7 @@ def _show(made: Outcome, out: Path) -> None:
             f"  {name}: AUC {area:.3f} (95 %: {low:.3f} to {high:.3f}), right {one.right[0]:.1%}, calibration error "
             f"{one.error:.3f}"
         )
-    print(f"the scores are those of the {made.by}")
+    print(f"the scores are those of {'both together' if made.by == BOTH else f'the {made.by}'}")
     if not made.reward:
         print("these scores are no better than chance (AUC 0.5), so no reward is written: label more samples")
     if made.following:

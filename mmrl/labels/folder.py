@@ -27,7 +27,7 @@ from mmrl.labels.baselines import head_logits
 from mmrl.labels.embeddings import Encoders, Space, widths_of
 from mmrl.labels.graph import Graph, directed
 from mmrl.labels.model import GraphTransformer, Shape
-from mmrl.labels.spreading import GRAPH, HEAD, Projection, Spread
+from mmrl.labels.spreading import BOTH, GRAPH, HEAD, Projection, Spread
 from mmrl.labels.training import Settings
 
 NAME, WEIGHTS, FORMAT = "labels.json", "model.safetensors", 1
@@ -58,9 +58,10 @@ class Known:
         self.project = Projection(tensors["mean"], tensors["axes"])
         self.models: list[GraphTransformer] = []
         self.read: list[list[Tensor]] = []
-        self.head = tensors["head"] if record.by == HEAD else None
+        self.head = tensors.get("head")
+        self.graph_line = tensors.get("graph_line")
         self.embeddings = tensors.get("embeddings", torch.empty(0))
-        if self.head is not None:
+        if record.by == HEAD:
             return
         features = self.project(self.embeddings)
         graph = Graph(tensors["sources"], tensors["targets"], tensors["cosines"], len(self.embeddings))
@@ -80,12 +81,15 @@ class Known:
         """Calibrated scores ``[Q]`` of new samples by the parts of their embeddings."""
         embeddings = self.space(parts)
         features = self.project(embeddings)
-        if self.head is not None:
-            return calibrated(head_logits(features, self.head), *self.record.line)
+        by_head = None if self.head is None else head_logits(features, self.head)
+        if self.record.by == HEAD and by_head is not None:
+            return calibrated(by_head, *self.record.line)
         graph = directed(embeddings, self.embeddings, self.record.neighbours)
         pairs = zip(self.models, self.read, strict=True)
-        logits = torch.stack([model.added(features, graph, read) for model, read in pairs]).mean(0)
-        return calibrated(logits.double(), *self.record.line)
+        logits = torch.stack([model.added(features, graph, read) for model, read in pairs]).mean(0).double()
+        if by_head is not None and self.graph_line is not None:
+            logits = (self.graph_line[0] * logits + self.graph_line[1] + by_head) / 2
+        return calibrated(logits, *self.record.line)
 
 
 def write_tables(folder: Path, names: Sequence[str], made: Spread, following: Sequence[int]) -> None:
@@ -103,7 +107,15 @@ def write_tables(folder: Path, names: Sequence[str], made: Spread, following: Se
 def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders: Encoders, settings: Settings) -> None:
     """The reward's files into ``folder``, which exists."""
     tensors = {"centre": space.centre, "mean": made.projection.mean, "axes": made.projection.axes}
-    tensors |= {"head": made.head} if made.by == HEAD else _of_graph(made, embeddings)
+    if made.by != HEAD:
+        tensors |= _of_graph(made, embeddings)
+    if made.by == HEAD:
+        tensors["head"] = made.head
+    if made.by == BOTH:  # the head's logits come calibrated: a line of a linear function is one
+        slope, shift = made.lines[HEAD]
+        tensors["head"] = slope * made.head
+        tensors["head"][-1] += shift
+        tensors["graph_line"] = torch.tensor(made.lines[GRAPH], dtype=torch.float64)
     weights = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     write_atomic(folder / WEIGHTS, weights)
     said = {
@@ -114,7 +126,7 @@ def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders
         "shape": settings.shape(made.projection.axes.shape[1]).as_json(),
         "settings": settings.as_json(),
         "models": len(made.trained.models),
-        "calibration": made.line,
+        "calibration": made.lines[made.by],
         "weights": hashlib.sha256(weights).hexdigest(),
         "figures": {name: one.as_json() for name, one in made.quality.items()},
     }
@@ -178,8 +190,8 @@ def _read(folder: Path) -> tuple[Record, str]:
 
 
 def _method(name: str) -> str:
-    if name not in (GRAPH, HEAD):
-        raise ValueError(f"{name!r} is neither {GRAPH} nor {HEAD}")
+    if name not in (GRAPH, HEAD, BOTH):
+        raise ValueError(f"{name!r} is none of {GRAPH}, {HEAD} and {BOTH}")
     return name
 
 

@@ -3,6 +3,7 @@
 Read are, in this order: the samples that a run keeps (``samples/step_*.json``), the ``samples.jsonl`` of ``mmrl
 sample``, or else all pictures and clips, or else all ``.txt`` files, each of which is a text. A picture ``a.png`` may
 have its prompt beside it in ``a.txt``. A text of a list has the name of the list with its number: ``samples.jsonl#3``.
+It may have the pictures of its prompt (``pictures``).
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ FRAMES = 8
 
 @dataclass(frozen=True)
 class Item:
-    """A sample: its name in the table of labels, its prompt, and its ``path`` (pictures and clips) or ``text``."""
+    """A sample: its name in the table of labels, its prompt, and its ``path`` (pictures and clips) or ``text``.
+    ``pictures``: those of a text's prompt, as names in the folder."""
 
     name: str
     kind: Kind
     prompt: str = ""
     path: Path | None = None
     text: str = ""
+    pictures: tuple[str, ...] = ()
 
     def frames(self) -> list[Image.Image]:
         """The picture, or up to 8 frames of the clip. Raises ``BadMediaError``."""
@@ -108,7 +111,9 @@ def _of_rows(root: Path, listing: str, rows: Sequence[Json]) -> Iterator[Item]:
         given: JsonObject = row
         prompt, text = str(given.get("prompt") or ""), given.get("text")
         if isinstance(text, str):
-            yield Item(f"{listing}#{number}", "text", prompt, text=text[:_MOST_TEXT])
+            shown = given.get("pictures")
+            pictures = tuple(str(name) for name in shown if inside(root, name)) if isinstance(shown, list) else ()
+            yield Item(f"{listing}#{number}", "text", prompt, text=text[:_MOST_TEXT], pictures=pictures)
         elif (path := inside(root, given.get("file"))) is not None:
             yield Item(str(given["file"]), _kind(path), prompt, path)
 

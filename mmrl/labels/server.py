@@ -99,6 +99,7 @@ class LabelServer(ThreadingHTTPServer):
                 "kind": item.kind,
                 "prompt": item.prompt,
                 "text": item.text,
+                "pictures": len(item.pictures),
                 "film": item.path is not None and KINDS.get(_suffix(item.path)) == "video",
             }
             for number, item in enumerate(self.items)
@@ -142,7 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path == "/samples":
             self._answer(200, json.dumps(self.server.listed()).encode(), "application/json")
         elif kind == "file" and rest.isascii() and rest.isdigit() and int(rest) < len(self.server.items):
-            self._file(self.server.items[int(rest)])
+            item = self.server.items[int(rest)]
+            self._file(None if item.path is None else item.name)
+        elif kind == "picture" and (name := self._picture(rest)) is not None:
+            self._file(name)
         else:
             self._refuse(404, "there is nothing here")
 
@@ -178,8 +182,18 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         return False
 
-    def _file(self, item: Item) -> None:
-        path = None if item.path is None else inside(self.server.root, item.name)
+    def _picture(self, rest: str) -> str | None:
+        """The name of a prompt's picture: ``NUMBER OF THE SAMPLE/NUMBER OF THE PICTURE``; None where there is none."""
+        numbers = rest.split("/")
+        if len(numbers) != 2 or not all(one.isascii() and one.isdigit() for one in numbers):
+            return None
+        sample, at = map(int, numbers)
+        if sample >= len(self.server.items) or at >= len(self.server.items[sample].pictures):
+            return None
+        return self.server.items[sample].pictures[at]
+
+    def _file(self, name: str | None) -> None:
+        path = None if name is None else inside(self.server.root, name)
         if path is None:
             return self._refuse(404, "this sample has no file")
         suffix = _suffix(path)

@@ -20,7 +20,7 @@ from mmrl.labels.training import Settings, Trained, parted, to_label_next, train
 
 _WIDTH = 128
 NEXT = 50
-GRAPH, HEAD, AUTO = "graph transformer", "supervised head", "auto"
+GRAPH, HEAD, BOTH, AUTO = "graph transformer", "supervised head", "both", "auto"
 KEPT = (0.5, 0.9, 0.99)
 COUNTS = (5, 10, 20)
 DECAYS = (1e-3, 1e-2, 1e-1)
@@ -88,13 +88,13 @@ class Quality:
 
 @dataclass(frozen=True)
 class Spread:
-    """``logits`` ``[N]``: of the method ``by``; of a labelled sample without its label. ``line``: slope and shift that
-    calibrate them. ``head``: weights of the supervised head. ``quality``: of each method, on labels that it was not
-    given."""
+    """``logits`` ``[N]``: of the method ``by``; of a labelled sample without its label. ``lines``: slope and shift that
+    calibrate the logits of each method. ``head``: weights of the supervised head. ``quality``: of each method, on
+    labels that it was not given."""
 
     given: Tensor
     logits: Tensor
-    line: tuple[float, float]
+    lines: Mapping[str, tuple[float, float]]
     labels: Tensor
     trained: Trained
     head: Tensor
@@ -106,7 +106,7 @@ class Spread:
     @property
     def unknown(self) -> Tensor:
         """The calibrated scores ``[N]``; of a labelled sample without its label."""
-        return calibrated(self.logits.double(), *self.line).float()
+        return calibrated(self.logits.double(), *self.lines[self.by]).float()
 
     @property
     def scores(self) -> Tensor:
@@ -115,28 +115,46 @@ class Spread:
 
     def following(self, embeddings: Tensor, count: int) -> Sequence[int]:
         """Which samples to label next, best first."""
-        line = platt(self.trained.out_of_fold()[self.given], self.labels[self.given])
-        doubt = calibrated(self.trained.logits.double(), *line).std(0).float()
+        doubt = calibrated(self.trained.logits.double(), *self.lines[GRAPH]).std(0).float()
         return to_label_next(self.unknown, doubt, embeddings, self.given, count)
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The logits ``[N]`` of the methods that can give the scores, and the ``lines`` (slope, shift) that calibrate them;
+    of a labelled sample without its label. ``scores``: calibrated, of these and of the baselines."""
+
+    logits: Mapping[str, Tensor]
+    lines: Mapping[str, tuple[float, float]]
+    scores: Mapping[str, Tensor]
+
+
+def methods(trained: Trained, others: Mapping[str, Tensor], labels: Tensor, given: Tensor) -> Methods:
+    """The graph transformer, the supervised head, and both: the mean of their calibrated logits, calibrated again."""
+    logits = {GRAPH: trained.out_of_fold().double(), HEAD: torch.logit(others[HEAD].double().clamp(1e-6, 1 - 1e-6))}
+    lines = {name: platt(of[given], labels[given]) for name, of in logits.items()}
+    logits[BOTH] = torch.stack([slope * logits[name] + shift for name, (slope, shift) in lines.items()]).mean(0)
+    lines[BOTH] = platt(logits[BOTH][given], labels[given])
+    scores = {name: calibrated(of, *lines[name]).float() for name, of in logits.items()}
+    return Methods(logits, lines, {**others, **scores})
 
 
 def spread(embeddings: Tensor, labels: Tensor, given: Tensor, settings: Settings, by: str = AUTO) -> Spread:
     """Spread ``labels`` ``[N]`` (in [0, 1], read where ``given`` ``[N]``) over all samples. ``by``: the method, or
-    ``auto``, that of the two with the larger AUC on labels that it was not given."""
+    ``auto``, the one of the three with the largest AUC on labels that it was not given."""
     labels = torch.where(given, labels, 0.0)
     projection = Projection.of(embeddings)
     features, graph = projection(embeddings), symmetric(embeddings, settings.neighbours)
     trained = train(features, graph, labels, given, settings)
     others, decay = baselines_of(embeddings, features, graph, labels, given, settings)
-    logits = {GRAPH: trained.out_of_fold(), HEAD: torch.logit(others[HEAD].double().clamp(1e-6, 1 - 1e-6))}
-    lines = {name: platt(of[given], labels[given]) for name, of in logits.items()}
-    scores = others | {name: calibrated(of.double(), *lines[name]).float() for name, of in logits.items()}
-    quality = {name: Quality.of(scores[name][given], labels[given]) for name in (GRAPH, *others)}
-    chosen = max(logits, key=lambda name: quality[name].area[0]) if by == AUTO else by
+    found = methods(trained, others, labels, given)
+    order = (*found.logits, *(name for name in others if name != HEAD))
+    quality = {name: Quality.of(found.scores[name][given], labels[given]) for name in order}
+    chosen = max(found.logits, key=lambda name: quality[name].area[0]) if by == AUTO else by
     return Spread(
         given,
-        logits[chosen],
-        lines[chosen],
+        found.logits[chosen],
+        found.lines,
         labels,
         trained,
         baselines.head_weights(features, labels, given, decay),
