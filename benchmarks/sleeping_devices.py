@@ -70,7 +70,7 @@ class Log:
     HEARD = ("new_step", "apart", "lend", "recall", "begin", "ready", "idle", "done", "cut", "drop", "called", "handed")
 
     def __init__(self, scheduler: Scheduler[Any]) -> None:
-        self._devices, self._start = len(scheduler.roles), scheduler.start
+        self._devices, self._start, self._judges = len(scheduler.roles), scheduler.start, scheduler.judges
         self._calls: list[tuple[float, str, tuple[Any, ...], dict[str, Any]]] = []
         self.decisions: list[list[tuple[int, Any]]] = []
         for name in self.HEARD:
@@ -93,6 +93,7 @@ class Log:
         """The decisions of a new scheduler that hears the same at the same times."""
         now, found = self._start, []
         scheduler: Scheduler[Any] = Scheduler(self._devices, lambda: now)
+        scheduler.judges.know(self._judges.names)
         for moment, name, given, how in self._calls:
             now = moment
             answer = getattr(scheduler, name)(*given, **how)
@@ -133,16 +134,23 @@ def _slept(seconds: float) -> tuple[float, float]:
 
 class SleepingDevices(MultiDevice):
     """``devices`` of one controller; a switch of roles takes ``price`` seconds. ``leaders``: those that ask a server on
-    several devices, and on how many."""
+    several devices, and on how many. ``judges``: the labels of those that judge on devices."""
 
     def __init__(
-        self, devices: int, settings: Placement, price: float, leaders: Mapping[int, int] | None = None
+        self,
+        devices: int,
+        settings: Placement,
+        price: float,
+        leaders: Mapping[int, int] | None = None,
+        judges: Sequence[str] = ("judge",),
     ) -> None:
         others: Any = [SimpleNamespace(close=lambda: None)] * (devices - 1)
         super().__init__(others, settings, leaders=leaders)
         self.performed: list[tuple[int, str, str]] = []
         """Of every task: the device, its name, and the role that it switches to."""
-        self._price, self._client, self._outside = price, None, None
+        self._price, self._judges = price, judges
+        self._clients: dict[str, Any] = {}
+        self._outside: Any = None
         self.record = Record()
         self._number = 0
         self._training = 0.0
@@ -153,7 +161,7 @@ class SleepingDevices(MultiDevice):
         self._lent: set[int] = set()
         self._latest: dict[int, Key] = {}
         self.context: Any = SimpleNamespace(
-            rewards=SimpleNamespace(on_device=["judge"], call_by=self._called_by),
+            rewards=SimpleNamespace(on_device=[*judges], call_by=self._called_by),
             recipe=SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers")),
             pipeline=SimpleNamespace(encode=lambda slots: [], features=SimpleNamespace(release=lambda keys: None)),
             controller=SimpleNamespace(gather=lambda mine: [mine], rank=0),
@@ -190,8 +198,8 @@ class SleepingDevices(MultiDevice):
     def _scored(self, chunk: Any, step: int, number: int) -> list[Any]:
         """The answers to come of all that scores a micro-batch."""
         context: Any = SimpleNamespace(step=step, sent=Counter(), round=number, label="outside")
-        judged = [self._client.submit([chunk], context)] if chunk.seconds.judging else []  # type: ignore[attr-defined]
-        return judged + [self._outside.submit(call, context) for call in chunk.seconds.calls]  # type: ignore[attr-defined]
+        judged = [self._clients[name or self._judges[0]].submit([chunk], context) for name, _ in chunk.seconds.parts]
+        return judged + [self._outside.submit(call, context) for call in chunk.seconds.calls]
 
     def measured(self, step: int, rounds: Rounds) -> Rounds:
         """The work of a step of ``run_ahead`` with the seconds that it took."""
@@ -241,10 +249,13 @@ class SleepingDevices(MultiDevice):
                 answer.result()
 
     def _called_by(self, made: Any, outside: Any) -> None:
-        self._client, self._outside = made("judge"), outside(SleepingCalls())
+        self._clients = {name: made(name) for name in self._judges}
+        self._outside = outside(SleepingCalls())
 
     def _perform(self, context: Any, device: int, task: Task) -> Any:
-        self.performed.append((device, task.name, task.arguments[0] if task.call is device_tasks.switch_role else ""))
+        switched = task.call is device_tasks.switch_role
+        words = " ".join(filter(None, map(str, task.arguments[::2]))) if switched else ""
+        self.performed.append((device, task.name, words))
         if task.call is lending.lent:
             task = Task(task.role, *task.arguments)
         if task.call is lending.borrow:
@@ -256,19 +267,20 @@ class SleepingDevices(MultiDevice):
         if task.call is device_tasks.apply:
             time.sleep(self._training)
         if task.call is device_tasks.sample:
-            self._sleep("rollout", task.arguments[0], 0)
+            self._sleep("rollout", task.arguments[0], task.arguments[0].seconds.sampling)
             return task.arguments[0], []
         if task.call is device_tasks.score:
-            self._sleep("judge", task.arguments[1][0], 1)
+            chunk = task.arguments[1][0]
+            self._sleep("judge", chunk, dict(chunk.seconds.judges).get(task.judge, chunk.seconds.judging))
             return SimpleNamespace(sent=Counter())
         if task.call is device_tasks.switch_role:
             time.sleep(self._price if task.arguments[0] != "train" else 0.0)
             return False
         return 0.0 if task.call is device_tasks.cpu_seconds else None
 
-    def _sleep(self, role: str, chunk: Any, which: int) -> None:
+    def _sleep(self, role: str, chunk: Any, seconds: float) -> None:
         began = time.perf_counter()
-        time.sleep(chunk.seconds[which])
+        time.sleep(seconds)
         self.slept[role, chunk.step, chunk.at] = time.perf_counter() - began
 
     def _listen(self) -> None:

@@ -37,10 +37,10 @@ for node in ray.nodes():
 """
 
 
-def ray(host, *words, before=""):
+def ray(host, *words, before="", cpus=1):
     """Start Ray on ``host``, after the shell command ``before``."""
     script = Path(sys.executable).parent / "ray"
-    options = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+    options = [f"--num-cpus={cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
     command = " ".join([before, str(script), "start", f"--node-ip-address={host.address}", *options, *words])
     done = host.run(["sh", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,9 +12,9 @@ from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Slot
 
 
-def needs(context: StepContext, role: str) -> set[str]:
-    """The models that must be awake for ``role``, among those that can sleep: judges, an engine that samples."""
-    has = {"judge"} if role == "judge" else set()
+def needs(context: StepContext, role: str, judge: str) -> set[str]:
+    """The models that must be awake for ``role``, among those that can sleep: a judge, an engine that samples."""
+    has = {f"judge {judge}"} if role == "judge" else set()
     return has | ({"rollout"} if role == "rollout" and context.recipe.rollout.engine != "transformers" else set())
 
 

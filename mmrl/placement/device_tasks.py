@@ -230,20 +230,20 @@ def load_version(context: StepContext, version: Version) -> None:
     context.policy.load_version(version)
 
 
-def switch_role(context: StepContext, role: str, sleep: bool) -> bool:
-    """Wake the models that ``role`` needs on this device: the judges, or the engine that samples.
+def switch_role(context: StepContext, role: str, sleep: bool, judge: str = "") -> bool:
+    """Wake the models that ``role`` needs on this device: ``judge`` (empty: all judges), or the engine that samples.
 
     ``sleep``: put all others to sleep first. Returns whether something was started for the first time, so that the time
     says nothing about the next switch.
     """
     if sleep:
-        if role != "judge":
-            context.rewards.sleep()
+        if role != "judge" or judge:
+            context.rewards.sleep(but=judge if role == "judge" else "")
         if role != "rollout":
             context.pipeline.sleep()
         free(context)  # woken models get memory from the driver, not from torch's cache
     if role == "judge":
-        return context.rewards.wake()
+        return context.rewards.wake(judge)
     return role == "rollout" and context.pipeline.makes == "text" and context.pipeline.wake()
 
 

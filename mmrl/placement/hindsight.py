@@ -6,7 +6,7 @@ does the step's work several times in a row, beside training. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -97,10 +97,24 @@ def rounds(events: Iterable[Event]) -> Rounds:
             by_round.setdefault(event.round, {role: [] for role in _WORK})[event.role].append(event)
     found = []
     for _, of in sorted(by_round.items()):
-        sampled, judged = ([(event.began, event.ended) for event in of[role]] for role in ("rollout", "judge"))
+        sampled = [(event.began, event.ended) for event in of["rollout"]]
         called = sorted((event.began, event.call) for event in of["call"] if event.call is not None)
-        found.append(pairs(sampled, judged, [call for _, call in called]))
+        judged: dict[str, list[Done]] = {}
+        for event in of["judge"]:
+            judged.setdefault(event.judge, []).append((event.began, event.ended))
+        parts = {judge: pairs(sampled, done) for judge, done in sorted(judged.items())}
+        whole = pairs(sampled, [], [call for _, call in called])
+        found.append(
+            [_joined(batch, {judge: part[n] for judge, part in parts.items()}) for n, batch in enumerate(whole)]
+        )
     return found
+
+
+def _joined(batch: MicroBatch, judged: Mapping[str, MicroBatch]) -> MicroBatch:
+    """``batch`` with the judging of each judge."""
+    seconds = {judge: part.judging for judge, part in judged.items()}
+    several = tuple(seconds.items()) if seconds.keys() - {""} else ()
+    return batch._replace(judging=sum(seconds.values()), judges=several)
 
 
 def pairs(sampled: Iterable[Done], judged: Iterable[Done], calls: Sequence[Call] = ()) -> list[MicroBatch]:

@@ -84,6 +84,7 @@ class MultiDevice:
             lambda label: OnDevices(self._board, label, self._for),
             lambda calls: Outside(self._board, calls, self._for),
         )
+        self._board.scheduler.judges.know(context.rewards.on_device)
         if self.settings.apart:
             self.state = adaptive.starting(self.settings, self._count, judged=bool(context.rewards.on_device))
             self._board.apart(self.state.split, self.state.moves)
@@ -138,7 +139,9 @@ class MultiDevice:
         split, moves = self._replicas.begin(self._put, self.state) or adaptive.opening(self.state, judged=judged)
         self._board.begin(split, moves, to_come, members := self._replicas.members)
         if split.judge:  # judges wake while the others sample
-            self._put(set(range(split.rollout, self._count)).difference(members), device_tasks.ready, ("judge",))
+            for device in set(range(split.rollout, self._count)).difference(members):
+                judge = self._board.scheduler.judges.of[device]
+                self._board.put(Task("train", device_tasks.ready, ("judge",), device=device, judge=judge))
 
     def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
         done = as_completed(numbers)
@@ -348,12 +351,12 @@ class MultiDevice:
                 self._board.done(device, None, began, turned, turned)
                 continue
             try:
-                needed = needs(context, role) if role else set()
+                judge = task.judge if self._board.scheduler.judges.several else ""
+                needed = needs(context, role, judge) if role else set()
                 if role and (needed != awake if self.settings.sleep else needed - awake):
                     with self._starting_up():
-                        once = self._perform(
-                            context, device, Task(task.role, device_tasks.switch_role, (role, self.settings.sleep))
-                        )
+                        how = (role, self.settings.sleep, judge)
+                        once = self._perform(context, device, Task(task.role, device_tasks.switch_role, how))
                     awake = needed if self.settings.sleep else needed | awake
                     priced = (self.settings.sleep or moved) and not once and role != "train"
                     turned = time.perf_counter() if self.settings.sleep or once else turned

@@ -27,7 +27,8 @@ class OnDevices:
         self._board, self._label, self._for = board, label, of
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
-        task = Task("judge", device_tasks.score, (self._label, list(samples), context.step), of=self._for(context))
+        asked = (self._label, list(samples), context.step)
+        task = Task("judge", device_tasks.score, asked, of=self._for(context), judge=self._label)
         answer = self._board.put(task)
         answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
         return answer

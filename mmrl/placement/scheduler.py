@@ -13,12 +13,11 @@ goes first: a device without work for it in its role looks at the other role, be
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
+from mmrl.placement.judges import Judges
 from mmrl.placement.tasks import (
     LENT,
     Call,
@@ -27,11 +26,9 @@ from mmrl.placement.tasks import (
     Schedulable,
     StepEvents,
     is_for,
-    needs_newer_weights,
     recent,
-    trains,
-    trains_later,
 )
+from mmrl.placement.waiting import Waiting
 
 T = TypeVar("T", bound=Schedulable)
 
@@ -53,17 +50,15 @@ class Scheduler(Generic[T]):
         self.taken: list[T | None] = [None] * devices
         """The latest task of each device."""
         self._clock = clock
-        self._tasks: dict[Role, deque[T]] = {"rollout": deque(), "judge": deque()}
-        self._own: list[deque[T]] = [deque() for _ in range(devices)]
-        self._owned = 0
+        self._tasks: Waiting[T] = Waiting(devices)
         self._running: list[Role | None] = [None] * devices
         self._awake: list[Role] = ["rollout"] * devices
         self.waiting: set[int] = set()
         """The idle devices."""
         self._seconds: dict[Role, float] = {}
-        self._to_come = 0
+        self.judges = Judges(devices)
+        self._to_come, self._round = 0, -1
         self._moves: Moves = "after"
-        self._round = -1
         self.ahead = False
         """Whether some devices train while the others work for later steps."""
         self._changed = [False] * devices
@@ -90,6 +85,7 @@ class Scheduler(Generic[T]):
             order = sorted(range(trainers, n), key=lambda device: (self._awake[device] == "judge", device))
             judging = set(order[len(order) - split.judge :])
             self.roles = ["train" if d < trainers else "judge" if d in judging else "rollout" for d in range(n)]
+            self.judges.divide(sorted(judging))
         self._moves, self.ahead = moves, True
 
     def work_of(self, step: int) -> list[Event]:
@@ -113,22 +109,14 @@ class Scheduler(Generic[T]):
         ``members`` of a server that another device asks get no task of the phase."""
         roles: list[Role] = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
         self.roles = ["train" if d in members else role for d, role in enumerate(roles)]
+        self.judges.divide(self._judging)
         self._moves, self._to_come = moves, to_come
         self._round += 1
 
     def ready(self, task: T) -> None:
         """A task can be done now."""
-        if task.role == "train":
-            if task.device is None:
-                raise ValueError("a task of training has a device of its own")
-            self._own[task.device].append(task)
-            self._owned += 1
-            return
-        tasks, later = self._tasks[task.role], trains_later if self._moves_ahead else needs_newer_weights
-        if tasks and later(tasks[-1], task):
-            tasks.insert(next(n for n, other in enumerate(tasks) if later(other, task)), task)
-        else:
-            tasks.append(task)
+        self._tasks.by_step = self._moves_ahead
+        self._tasks.add(task)
         if task.role == "rollout" and not self.ahead:
             self._to_come -= 1
 
@@ -160,12 +148,13 @@ class Scheduler(Generic[T]):
         if turned > began:
             self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
         if role is not None:
-            since, (of, number) = max(turned, self.since[device]), self._for(device)  # the cut part is counted
+            since, (of, number, judge) = max(turned, self.since[device]), self._for(device)  # the cut part is counted
             until = max(ended, since)
-            self.events.append(Event(device, role, self._after(since), self._after(until), number, of))
+            self.events.append(Event(device, role, self._after(since), self._after(until), number, of, judge=judge))
             self._seconds[role] = recent(self._seconds.get(role, 0.0), ended - turned)
+            self.judges.took(judge, ended - turned)
             if of is not None and role != "train":
-                self._worked.setdefault(of, []).append(Event(device, role, turned, ended, number, of))
+                self._worked.setdefault(of, []).append(Event(device, role, turned, ended, number, of, judge=judge))
 
     def called(self, call: Call, began: float, ended: float, of: tuple[int, int] | None) -> None:
         """A reward has computed outside of the devices. ``of``: as that of a task."""
@@ -179,44 +168,35 @@ class Scheduler(Generic[T]):
         now = self._clock()
         for device, role in enumerate(self._running):
             if role in ("rollout", "judge"):
-                began, (of, number) = self._after(self.since[device]), self._for(device)
-                self.events.append(Event(device, role, began, self._after(now), number, of, cut=True))
+                began, (of, number, judge) = self._after(self.since[device]), self._for(device)
+                self.events.append(Event(device, role, began, self._after(now), number, of, cut=True, judge=judge))
                 self.since[device] = now
 
     def drop(self, role: Role) -> None:
         """Discard the waiting tasks of a role."""
-        for tasks in self._own if role == "train" else [self._tasks[role]]:
-            tasks.clear()
-        self._owned = sum(map(len, self._own))
+        self._tasks.drop(role)
 
     def withdraw(self) -> list[T]:
         """Discard all waiting tasks, and return them."""
-        queues = [*self._tasks.values(), *self._own]
-        left = [task for tasks in queues for task in tasks]
-        for tasks in queues:
-            tasks.clear()
-        self._owned = 0
-        return left
+        return self._tasks.withdraw()
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def handed(self) -> list[tuple[int, T]]:
         """Give tasks to idle devices: first those of their role, then those for which they change it."""
         found: list[tuple[int, T]] = []
-        rollout, judge = self._tasks["rollout"], self._tasks["judge"]
-        if not self.waiting or not (rollout or judge or self._owned):
+        if not self.waiting or not self._tasks:
             return found
         for device in sorted(self.waiting, key=self._first) if len(self.waiting) > 1 else tuple(self.waiting):
-            if self._own[device]:
-                self._owned -= 1
-                self._hand(found, device, self._own[device].popleft())
+            if self._tasks.own[device]:
+                self._hand(found, device, self._tasks.next_own(device))
             elif self._moves_ahead:
                 continue
-            elif (role := self.roles[device]) != "train" and self._tasks[role]:
-                self._hand(found, device, self._tasks[role].popleft())
+            elif (task := self._pop(self.roles[device], device)) is not None:
+                self._hand(found, device, task)
         if self._moves_ahead:
             self._by_step(found)
-        elif (rollout or judge) and (self._moves != "never" or self._alone()):
+        elif self._tasks.any() and (self._moves != "never" or self._alone()):
             if self._moves == "after" and self._sampling():
                 return found
             for device in sorted(self.waiting, reverse=True):
@@ -233,30 +213,49 @@ class Scheduler(Generic[T]):
         if role == "train":
             return None
         if self._tasks[role]:
-            return self._tasks[role].popleft()
+            return self._pop(role, device)
         other: Role = "judge" if role == "rollout" else "rollout"
         if not self._tasks[other] or not self._may_turn(role, other):
             return None
-        self.roles[device] = other
+        task, self.roles[device] = self._pop(other, device), other
         self.moves += 1
-        return self._tasks[other].popleft()
+        return task
+
+    def _pop(self, role: Role, device: int) -> T | None:
+        """The device's next task of a role, out of the queue."""
+        if role == "train" or not (tasks := self._tasks[role]):
+            return None
+        place = self.judges.choose(tasks, device, self._judging, self.price("judge")) if role == "judge" else 0
+        return None if place is None else self._tasks.take(role, place)
+
+    @property
+    def _judging_each(self) -> float:
+        """Device-seconds of judging a micro-batch."""
+        return self.judges.each if self.judges.several else self._seconds.get("judge", 0.0)
+
+    @property
+    def _judging(self) -> list[int]:
+        return [device for device, role in enumerate(self.roles) if role == "judge"]
 
     def _by_step(self, found: list[tuple[int, T]]) -> None:
         """Give tasks of the earliest step, then the others: to devices of their role, then to those that change it."""
         free = sorted((d for d in self.waiting if self.roles[d] != "train"), key=self._first)
-        steps = sorted({trains(tasks[0]) for tasks in self._tasks.values() if tasks})
-        for step in (*steps[:1], None) if free else ():
+        for step in (*self._tasks.steps()[:1], None) if free else ():
             for device in free:
-                if self._first_for(role := self.roles[device], step):
-                    self._hand(found, device, self._tasks[role].popleft())
+                if (
+                    self._tasks.first_for(role := self.roles[device], step)
+                    and (task := self._pop(role, device)) is not None
+                ):
+                    self._hand(found, device, task)
             free = sorted(self.waiting.intersection(free), reverse=True)
             for device in free:
                 role = self.roles[device]
                 other: Role = "judge" if role == "rollout" else "rollout"
-                if self._first_for(other, step) and self._may_turn(role, other, step):
-                    self.roles[device] = other
+                if self._tasks.first_for(other, step) and self._may_turn(role, other, step):
+                    task, self.roles[device] = self._pop(other, device), other
+                    assert task is not None  # what comes from another role takes any judge
                     self.moves += 1
-                    self._hand(found, device, self._tasks[other].popleft())
+                    self._hand(found, device, task)
             free = sorted(self.waiting.intersection(free), key=self._first)
 
     @property
@@ -264,18 +263,11 @@ class Scheduler(Generic[T]):
         """Whether devices that sample ahead change their roles: all tasks are then in the order of their steps."""
         return self.ahead and self._moves == "worth"
 
-    def _first_for(self, role: Role, step: int | None) -> bool:
-        """Whether ``step`` (None: any) waits for the first task of a role."""
-        tasks = self._tasks[role]
-        return bool(tasks) and (step is None or is_for(tasks[0], step))
-
-    def _wanted(self, role: Role, step: int | None) -> int:
-        """The number of waiting tasks of a role that ``step`` waits for; None: of all."""
-        tasks = self._tasks[role]
-        if step is None or not tasks:
-            return len(tasks)
-        ordered = self._moves_ahead
-        return bisect_right(tasks, step, key=trains) if ordered else sum(is_for(task, step) for task in tasks)
+    def _left(self, role: Role, step: int | None) -> float:
+        """Device-seconds of what ``Waiting.wanted`` counts."""
+        if role == "judge" and self.judges.several:
+            return self.judges.left(task for task in self._tasks[role] if step is None or is_for(task, step))
+        return self._tasks.wanted(role, step) * self._seconds.get(role, 0.0)
 
     def _lend(self, found: list[tuple[int, T]], step: int) -> None:
         """Give idle devices that train the tasks of sampling, else of judging, that ``step`` waits for.
@@ -283,13 +275,14 @@ class Scheduler(Generic[T]):
         Only the step that trains next counts: a task of a later step could still be running when that one is ready.
         """
         idle = [device for device in self.waiting if self.roles[device] == "train"]
-        if not idle or not any(self._tasks.values()):
+        if not idle or not self._tasks.any():
             return
-        wanted: dict[Role, int] = {role: self._wanted(role, step) for role in LENT}
+        wanted: dict[Role, int] = {role: self._tasks.wanted(role, step) for role in LENT}
         for role in LENT if any(wanted.values()) else ():
             idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
             while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
-                device, task = idle.pop(0), next(t for t in self._tasks[role] if is_for(t, step))
+                device, fits = idle.pop(0), [t for t in self._tasks[role] if is_for(t, step)]
+                task = next((t for t in fits if t.judge == self.judges.of[device]), fits[0])
                 self._tasks[role].remove(task)
                 wanted[role] -= 1
                 self.lent += 1
@@ -301,15 +294,17 @@ class Scheduler(Generic[T]):
         """Whether a device that trains takes a task of a role. ``wanted``: what ``step`` waits for, by role."""
         sampling = [t for t, running in zip(self.taken, self._running, strict=True) if t and running == "rollout"]
         sampled = wanted["rollout"] + sum(is_for(task, step) for task in sampling)  # these are judged too
-        left = {"rollout": wanted["rollout"], "judge": wanted["judge"] + sampled}
-        seconds = {name: left[name] * self._seconds.get(name, 0.0) for name in LENT}
+        seconds = {
+            "rollout": wanted["rollout"] * self._seconds.get("rollout", 0.0),
+            "judge": self._left("judge", step) + sampled * self._judging_each,
+        }
         lent = [running for own, running in zip(self.roles, self._running, strict=True) if own == "train"]
         there = {name: self.roles.count(name) + lent.count(name) for name in LENT}
         other: Role = "judge" if role == "rollout" else "rollout"
         awake = role in self._lent_awake[device]
         price, back = (0.0, 0.0) if awake else (self.price(role), self.price("train") * (role == "rollout"))
-        until = seconds[other] / max(there[other], 1)
-        return worth_lending(seconds[role], there[role], self._seconds.get(role, 0.0), price, back, until)
+        until, task = seconds[other] / max(there[other], 1), self._seconds.get(role, 0.0)
+        return worth_lending(seconds[role], there[role], task, price, back, until)
 
     def _first(self, device: int) -> tuple[bool, int]:
         """The order of idle devices: those first that need not wake for their role."""
@@ -322,6 +317,8 @@ class Scheduler(Generic[T]):
         self._changed[device] = self.ahead and moves and self._awake[device] != task.role
         if task.role != "train":
             self._awake[device] = task.role
+        if task.role == "judge":
+            self.judges.of[device] = task.judge
         found.append((device, task))
 
     def _sampling(self) -> bool:
@@ -329,7 +326,7 @@ class Scheduler(Generic[T]):
 
     def _alone(self) -> bool:
         """Whether tasks wait for a role that no device has."""
-        return any(tasks and role not in self.roles for role, tasks in self._tasks.items())
+        return any(self._tasks[role] and role not in self.roles for role in LENT)
 
     def _may_turn(self, role: Role, other: Role, step: int | None = None) -> bool:
         """Whether a device without work in its role switches to the other role, which has work; ``step``: the work that
@@ -342,31 +339,33 @@ class Scheduler(Generic[T]):
             return True
         if self._moves == "never":
             return False
-        left = self._wanted(other, step) * self._seconds.get(other, 0.0)
+        left = self._left(other, step)
         if other == "rollout":
             left += self._to_come * self._seconds.get(other, 0.0)
         own = 0.0
         if role == "judge" and sampling:
-            own = (self._to_come + self._wanted("rollout", step)) * self._seconds.get("judge", 0.0)
+            own = (self._to_come + self._tasks.wanted("rollout", step)) * self._judging_each
         here = sum(r == role for r in self.roles) - 1
         return worth_moving(own, left, there, self.price(other), here, back=self.price(role))
 
     def expect(self, other: Scheduler[Any]) -> None:
         """Expect what ``other`` has measured: the mean seconds of a task, and the prices."""
         self._seconds, self.prices = dict(other._seconds), dict(other.prices)
+        self.judges.expect(other.judges)
 
     def open_work(self) -> tuple[float, float]:
         """Device-seconds of work on the micro-batches that wait or are in work, and of one micro-batch. What is in work
         is half done."""
-        sampling, judging = self._seconds.get("rollout", 0.0), self._seconds.get("judge", 0.0)
+        sampling, judging = self._seconds.get("rollout", 0.0), self._judging_each
         running = self._running.count("rollout"), self._running.count("judge")
-        left = len(self._tasks["rollout"]) * (sampling + judging) + len(self._tasks["judge"]) * judging
-        return left + running[0] * (sampling / 2 + judging) + running[1] * judging / 2, sampling + judging
+        left = len(self._tasks["rollout"]) * (sampling + judging) + self._left("judge", None)
+        half = (running[0] * sampling + running[1] * self._seconds.get("judge", 0.0)) / 2
+        return left + half + running[0] * judging, sampling + judging
 
     @property
     def at_work(self) -> bool:
         """Whether samples are drawn or judged, or wait for it."""
-        return bool(self._tasks["rollout"] or self._tasks["judge"]) or any(role in LENT for role in self._running)
+        return self._tasks.any() or any(role in LENT for role in self._running)
 
     def price(self, role: Role) -> float:
         """Seconds of a switch to a role: as measured, else as the other way, else 0."""
@@ -390,10 +389,11 @@ class Scheduler(Generic[T]):
             "wake": events.seconds("wake"),
         }
 
-    def _for(self, device: int) -> tuple[int | None, int]:
-        """The step (None for the current one) and the round of a device's current task."""
+    def _for(self, device: int) -> tuple[int | None, int, str]:
+        """The step (None for the current one), the round and the judge of a device's current task."""
         task = self.taken[device]
-        return (None if task is None else task.of) or (None, self._round)
+        step, number = (None if task is None else task.of) or (None, self._round)
+        return step, number, task.judge if task is not None and self.judges.several else ""
 
     def _after(self, moment: float) -> float:
         """Seconds after the start of the step; 0 for an earlier moment."""

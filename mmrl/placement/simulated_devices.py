@@ -22,11 +22,18 @@ from mmrl.placement.tasks import Call, Role
 
 
 class MicroBatch(NamedTuple):
-    """Seconds of sampling and of judging on a device, and the calls outside of the devices after sampling."""
+    """Seconds of sampling and of judging on a device, and the calls outside of the devices after sampling. ``judges``:
+    the seconds of each of several judges, whose sum is ``judging``."""
 
     sampling: float
     judging: float
     calls: tuple[Call, ...] = ()
+    judges: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[str, float], ...]:
+        """The tasks of judging."""
+        return self.judges or ((("", self.judging),) if self.judging else ())
 
 
 Rounds = list[list[MicroBatch]]
@@ -74,6 +81,7 @@ class SimulatedTask:
     of: tuple[int, int] | None = None
     to: Role | None = None
     """The role that a device switches to for it, if that is not ``role``."""
+    judge: str = ""
     at: tuple[int, int] = (0, 0)
     """The round of the step, and the micro-batch in it (of a judge that wakes its device)."""
 
@@ -116,8 +124,8 @@ class SimulatedDevices:
             "rollout": price if back is None else back,
             "train": price if home is None else home,
         }
-        self._awake: list[set[Role]] = [{"rollout"} for _ in range(devices)]
-        """The roles that a device can take without a switch."""
+        self._awake: list[set[str]] = [{"rollout"} for _ in range(devices)]
+        """The roles that a device can take without a switch; of several judges each is one."""
         for device in range(devices):
             self.scheduler.idle(device)
 
@@ -144,6 +152,7 @@ class SimulatedDevices:
         self._awake = [{"rollout"} for _ in self._awake]
         self.decisions = []
         self.scheduler.new_step()
+        self._know(rounds)
         left = deque(rounds)
 
         def begin() -> None:
@@ -152,7 +161,9 @@ class SimulatedDevices:
                 self.scheduler.begin(split, moves, len(batches))
                 self._decide()
                 for device in range(split.rollout, split.rollout + split.judge):  # judges wake while others sample
-                    self._put(SimulatedTask("train", 0.0, _nothing, device, to="judge", at=(number, device)))
+                    judge = self.scheduler.judges.of[device]
+                    ready = SimulatedTask("train", 0.0, _nothing, device, to="judge", judge=judge, at=(number, device))
+                    self._put(ready)
 
                 def then() -> None:
                     self._then(self.pause(number + 1), begin)
@@ -164,12 +175,18 @@ class SimulatedDevices:
 
         self._then(self.pause(0), begin)
 
+    def _know(self, rounds: Rounds) -> None:
+        self.scheduler.judges.know(judge for one in rounds for batch in one for judge, _ in batch.judges)
+
     def apart(self, split: Split, moves: Moves = "never") -> None:
         """As ``Scheduler.apart``; the first time every device has its role."""
         first = not self.scheduler.ahead
         self.scheduler.apart(split, moves)
         if first:
-            self._awake = [{role} for role in self.scheduler.roles]
+            judges = self.scheduler.judges.of
+            self._awake = [
+                {f"judge {judges[n]}" if role == "judge" else role} for n, role in enumerate(self.scheduler.roles)
+            ]
         self._decide()
 
     def lend(self, step: int) -> None:
@@ -188,6 +205,7 @@ class SimulatedDevices:
     def rounds_ahead(self, step: int, rounds: Rounds, then: Callable[[], None]) -> None:
         """Add the work of ``step`` for devices that have fixed roles; ``then`` is called when all is judged."""
         left = deque(rounds)
+        self._know(rounds)
 
         def begin() -> None:
             if left:
@@ -212,13 +230,13 @@ class SimulatedDevices:
         self, batch: MicroBatch, then: Callable[[], None], at: tuple[int, int], of: tuple[int, int] | None = None
     ) -> None:
         """A micro-batch is sampled; ``then`` is called when it is judged and the rewards outside have answered."""
-        ended = _last_of(max(1, bool(batch.judging) + len(batch.calls)), then)
-        if batch.judging:
-            self._put(SimulatedTask("judge", batch.judging, ended, of=of, at=at))
+        ended = _last_of(max(1, len(batch.parts) + len(batch.calls)), then)
+        for judge, seconds in batch.parts:
+            self._put(SimulatedTask("judge", seconds, ended, of=of, judge=judge, at=at))
         for call in batch.calls:
             began, until = self._calls.answered(call, self.time.now)
             self.time.after(until - self.time.now, partial(self._called, call, began, of, ended))
-        if not batch.judging and not batch.calls:
+        if not batch.parts and not batch.calls:
             ended()
 
     def _called(self, call: Call, began: float, of: tuple[int, int] | None, then: Callable[[], None]) -> None:
@@ -266,27 +284,27 @@ class SimulatedDevices:
 
     def _decide(self) -> None:
         for device, task in self.scheduler.handed():
-            turn = self._turn(device, task.to or task.role)
+            turn = self._turn(device, task.to or task.role, task.judge)
             self.decisions.append((device, task.role, task.at))
             times = self.times(device, task, turn)
             whole = times.begins + times.turns + times.works + times.ends
             self.time.after(whole, partial(self._done, device, task, times, self.time.now))
 
-    def _turn(self, device: int, role: Role) -> float:
+    def _turn(self, device: int, role: Role, judge: str) -> float:
         """Have the role on the device; returns the seconds of the switch.
 
         A device that trains keeps a judge that it has, and the weights to sample with until it is back.
         """
-        awake = self._awake[device]
+        awake, needed = self._awake[device], f"judge {judge}" if role == "judge" else role
         if self.scheduler.roles[device] != "train":
-            self._awake[device] = {role}
-            return 0.0 if role in awake else self._price[role]
+            self._awake[device] = {needed}
+            return 0.0 if needed in awake else self._price[role]
         if role == "train":
             lent = "rollout" in awake
             awake.discard("rollout")
             return self._price[role] if lent else 0.0
-        turn = 0.0 if role in awake else self._price[role]
-        awake.add(role)
+        turn = 0.0 if needed in awake else self._price[role]
+        awake.add(needed)
         return turn
 
     def _done(self, device: int, task: SimulatedTask, times: Times, handed: float) -> None:

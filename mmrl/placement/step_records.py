@@ -31,6 +31,7 @@ def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[st
             **({"of": e.of + 1} if e.of is not None and e.of + 1 != step else {}),
             **({"round": e.round} if e.round > 0 else {}),
             **({"cut": True} if e.cut else {}),
+            **({"judge": e.judge} if e.judge else {}),
             **({} if e.priced else {"priced": False}),
         }
         for e in events

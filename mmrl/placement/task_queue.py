@@ -29,6 +29,8 @@ class Task:
     """The weights to sample with, if the device does not train."""
     of: tuple[int, int] | None = None
     """The step and round it belongs to, if devices also work for later steps; None means the current ones."""
+    judge: str = ""
+    """The reward that judges."""
     answer: Future[Any] = field(default_factory=Future)
 
     @property

@@ -28,6 +28,11 @@ class Schedulable(Protocol):
         """The step and round it belongs to, if devices also work for later steps; None means the current ones."""
         ...
 
+    @property
+    def judge(self) -> str:
+        """The reward that judges, where it is a task of judging; else empty."""
+        ...
+
 
 class Call(NamedTuple):
     """A call of a reward that computes outside of the devices: its requests, their seconds together, and how many of
@@ -56,6 +61,8 @@ class Event(NamedTuple):
     priced: bool = True
     """For a role switch: whether a switch within a phase would take as long."""
     call: Call | None = None
+    judge: str = ""
+    """Which of several judges; empty where there is one."""
 
 
 class StepEvents(list[Event]):

@@ -231,7 +231,8 @@ def phases_of(
     assert measured is not None
     assert counts is not None
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
-    sleeping = sum(one.bytes for one in made.asked if one.sleeps) if sleeps(made.recipe) else 0
+    sleepers = [one.bytes for one in made.asked if one.sleeps] if sleeps(made.recipe) else []
+    sleeping = sum(sleepers)
     engine = {one.role: _held(made, one) for one in description.beside}
     copies = copies_of(made.recipe, objective)
     visiting = {"train": copied * ("reference" in copies)} if not keeps_reference(made) else {}
@@ -242,18 +243,20 @@ def phases_of(
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }
+    together = judges_beside_sampling(made.recipe)  # one of several devices has one of several judges awake
     lent = {"borrowed weights": copied} if made.recipe.placement.lend else {}
     awake: dict[str, dict[str, int]] = dict.fromkeys(("sample", "decode"), engine | lent)
-    if judges_beside_sampling(made.recipe):
+    if together:
         judges = {"rewards' models": always["rewards' models"] + sleeping}
         awake = {"encode": engine} | dict.fromkeys(awake, engine | judges)
-    own = _own_of_phases(made, sizes, inputs, always["rewards' models"] + sleeping)
+    judging = sleeping if together else max(sleepers, default=0)
+    own = _own_of_phases(made, sizes, inputs, always["rewards' models"] + judging)
     for phase in ("encode", "sample", "decode", "judge"):
         own[phase] |= _gathered_to_sample(made, description, sizes)
     for phase in (*PHASES[:3], "judge", *PHASES[3:]):
         if phase in ("sample", "decode", "judge") and not counts.micro_batches:
             continue
-        if phase == "judge" and (not sleeping or judges_beside_sampling(made.recipe)):
+        if phase == "judge" and (not sleeping or together):
             continue
         inside = {phase, "sample", "decode"} if pathwise else {phase}  # the modules that sample stay during its update
         if phase == "judge":

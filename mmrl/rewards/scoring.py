@@ -212,14 +212,17 @@ class RewardSet:
         context = Context(step, self.device, self.folder, label)
         return replace(self._here[label].one(samples, context), sent=context.sent)
 
-    def sleep(self) -> None:
-        """Free the device's memory that rewards use, for those that can sleep. Raises ``UserError``."""
+    def sleep(self, but: str = "") -> None:
+        """Free the device's memory that rewards use, for those that can sleep, ``but`` this one. Raises
+        ``UserError``."""
         for entry in self._entries:
-            entry.loaded.sleep(self.device)
+            if entry.label != but:
+                entry.loaded.sleep(self.device)
 
-    def wake(self) -> bool:
-        """Make the rewards ready on the device. Returns whether a later waking is faster. Raises ``UserError``."""
-        came = [entry.loaded.wake(self.device) for entry in self._entries]
+    def wake(self, label: str = "") -> bool:
+        """Make the rewards, or the one called ``label``, ready on the device. Returns whether a later waking is faster.
+        Raises ``UserError``."""
+        came = [entry.loaded.wake(self.device) for entry in self._entries if label in ("", entry.label)]
         return any(came)
 
     def _wake_or_close(self) -> None:

@@ -132,7 +132,15 @@ def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Ro
 
 def _rounds(rows: Sequence[Row]) -> Rounds:
     return rounds(
-        Event(row.get("device", -1), row["role"], row["began"], row["ended"], row.get("round", 0), call=_call(row))
+        Event(
+            row.get("device", -1),
+            row["role"],
+            row["began"],
+            row["ended"],
+            row.get("round", 0),
+            call=_call(row),
+            judge=row.get("judge", ""),
+        )
         for row in rows
     )
 
