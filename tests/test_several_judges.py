@@ -171,7 +171,9 @@ def test_the_plan_counts_one_judge_that_is_awake(sleep, judging):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["{type: partial, judges: 2, sleep: true}", "adaptive"])
+@pytest.mark.parametrize(
+    "placement", ["{type: partial, judges: 2, sleep: true}", pytest.param("adaptive", marks=pytest.mark.long)]
+)
 def test_two_judges_on_devices_of_their_own_learn_as_on_one_device(tmp_path, placement):
     pytest.importorskip("ray")
     twice = second()

@@ -232,25 +232,23 @@ def phases_of(
     assert counts is not None
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     sleepers = [one.bytes for one in made.asked if one.sleeps] if sleeps(made.recipe) else []
-    sleeping = sum(sleepers)
+    sleeping, together = sum(sleepers), judges_beside_sampling(made.recipe)  # else one judge of several is awake
     engine = {one.role: _held(made, one) for one in description.beside}
     copies = copies_of(made.recipe, objective)
     visiting = {"train": copied * ("reference" in copies)} if not keeps_reference(made) else {}
-    moments = {"optimizer state": measured.adam}
     always = {
         "copies of the trained weights": copied * len(copies) - sum(visiting.values()),
         **({} if sleeps(made.recipe) else engine),
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }
-    together = judges_beside_sampling(made.recipe)  # one of several devices has one of several judges awake
     lent = {"borrowed weights": copied} if made.recipe.placement.lend else {}
     awake: dict[str, dict[str, int]] = dict.fromkeys(("sample", "decode"), engine | lent)
     if together:
         judges = {"rewards' models": always["rewards' models"] + sleeping}
         awake = {"encode": engine} | dict.fromkeys(awake, engine | judges)
-    judging = sleeping if together else max(sleepers, default=0)
-    own = _own_of_phases(made, sizes, inputs, always["rewards' models"] + judging)
+    judging = always["rewards' models"] + (sleeping if together else max(sleepers, default=0))
+    own = _own_of_phases(made, sizes, inputs, judging)
     for phase in ("encode", "sample", "decode", "judge"):
         own[phase] |= _gathered_to_sample(made, description, sizes)
     for phase in (*PHASES[:3], "judge", *PHASES[3:]):
@@ -267,7 +265,7 @@ def phases_of(
                 weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
         parts = {
             **weights,
-            **(moments if phase == "optimizer" or keeps_optimizer(made) else {}),
+            **({"optimizer state": measured.adam} if phase == "optimizer" or keeps_optimizer(made) else {}),
             **always,
             **awake.get(phase, {}),
             **own[phase],
