@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
@@ -20,6 +21,8 @@ from mmrl.training.loop import train_step
 from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Prompt
 from tests.ranks import launched
+
+allow_cpu_only()  # before transformers imports torchvision
 
 EQUAL_SHAPES = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
 PICTURES = [*EQUAL_SHAPES, "sampling.steps=4", "sampling.window={size: 2}", "algorithm.kl_coef=0.01"]
