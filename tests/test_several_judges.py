@@ -78,6 +78,14 @@ def test_a_device_takes_its_own_judge_s_task_then_that_with_the_most_work_per_de
     assert made.choose([*tasks("b", 1), *tasks("a", 2)], 0, [0, 1], 0.0) == 0  # the step that trains first
 
 
+def test_a_lent_device_prefers_the_judge_that_it_has():
+    made = judges(a=1.0, b=1.0)
+    made.of = ["b", "", "", ""]
+    assert made.preferred(iter(tasks("aab")), 0).judge == "b"
+    assert made.preferred(iter(tasks("aab")), 1).judge == "a"
+    assert made.preferred(iter(tasks("aa")), 0).judge == "a"
+
+
 def test_one_judge_is_taken_in_order():
     made = Judges(2)
     made.know(["a"])

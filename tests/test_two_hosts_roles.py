@@ -21,7 +21,14 @@ from tests.test_two_hosts import ENVIRONMENT, lose, ray
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # in short: tests/test_three_roles.py and test_two_hosts.py
 SMALL = ["train.steps=5", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
-SMALL += ["sampling.batch_size=4", "checkpoint.every=1", "eval.every=null", "optim.lr=1e-4", "rewards.0.batch_size=4"]
+SMALL += [
+    "sampling.batch_size=4",
+    "checkpoint.every=1",
+    "eval.every=null",
+    "model.dtype=float32",
+    "optim.lr=1e-4",
+    "rewards.0.batch_size=4",
+]
 BRIGHT = """
 import mmrl
 import numpy as np
@@ -106,9 +113,9 @@ def test_three_roles_on_two_hosts_learn_as_fixed_roles_on_one(two, tmp_path, rec
     )
     try:
         with half_as_fast(hosts[1]):
-            ray_runs.wait_for(process, out, 2)
+            ray_runs.wait_for(process, out, 2, timeout=600)
             actors(hosts[1])[-1].kill()  # a device that samples and judges
-            said, _ = process.communicate(timeout=600)
+            said, _ = process.communicate(timeout=1200)
     finally:
         process.kill()
     assert process.returncode == 0, said

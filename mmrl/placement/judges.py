@@ -7,7 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from mmrl.placement.adaptive import worth_moving
@@ -97,6 +97,13 @@ class Judges:
         if fresh or not there[judge] or worth_moving(0.0, left[judge], there[judge], price):
             return places[judge]
         return None
+
+    def preferred(self, tasks: Iterator[T], device: int) -> T:
+        """The first of ``tasks``, there is one, or the first for the judge that the device has."""
+        first = next(tasks)
+        if not self.several or first.judge == self.of[device]:
+            return first
+        return next((task for task in tasks if task.judge == self.of[device]), first)
 
 
 def shares(work: dict[str, float], devices: int) -> dict[str, int]:

@@ -281,8 +281,8 @@ class Scheduler(Generic[T]):
         for role in LENT if any(wanted.values()) else ():
             idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
             while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
-                device, fits = idle.pop(0), [t for t in self._tasks[role] if is_for(t, step)]
-                task = next((t for t in fits if t.judge == self.judges.of[device]), fits[0])
+                device, fits = idle.pop(0), (t for t in self._tasks[role] if is_for(t, step))
+                task = self.judges.preferred(fits, device) if role == "judge" else next(fits)
                 self._tasks[role].remove(task)
                 wanted[role] -= 1
                 self.lent += 1
