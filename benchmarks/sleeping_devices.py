@@ -160,6 +160,8 @@ class SleepingDevices(MultiDevice):
         """Of ``run_ahead``: the seconds from the end of each step's training until the next step may train."""
         self._lent: set[int] = set()
         self._latest: dict[int, Key] = {}
+        self._did: dict[int, str] = {}
+        """What each device did last."""
         self.context: Any = SimpleNamespace(
             rewards=SimpleNamespace(on_device=[*judges], call_by=self._called_by),
             recipe=SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers")),
@@ -258,6 +260,8 @@ class SleepingDevices(MultiDevice):
         self.performed.append((device, task.name, words))
         if task.call is lending.lent:
             task = Task(task.role, *task.arguments)
+        if task.call is device_tasks.load_version and self._did.get(device) == "judge":
+            time.sleep(self._price)  # it moves
         if task.call is lending.borrow:
             self._lent.add(device)
             time.sleep(self._price)
@@ -267,10 +271,12 @@ class SleepingDevices(MultiDevice):
         if task.call is device_tasks.apply:
             time.sleep(self._training)
         if task.call is device_tasks.sample:
+            self._did[device] = "rollout"
             self._sleep("rollout", task.arguments[0], task.arguments[0].seconds.sampling)
             return task.arguments[0], []
         if task.call is device_tasks.score:
             chunk = task.arguments[1][0]
+            self._did[device] = "judge"
             self._sleep("judge", chunk, dict(chunk.seconds.judges).get(task.judge, chunk.seconds.judging))
             return SimpleNamespace(sent=Counter())
         if task.call is device_tasks.switch_role:

@@ -1,6 +1,7 @@
 """Devices that move between sampling and judging while others train and are lent: equal outcomes, refusals."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mmrl.errors import UserError
 from mmrl.placement import adaptive
 from mmrl.placement.adaptive import Split
 from mmrl.placement.multi_device import MultiDevice
+from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask
 from mmrl.placement.tasks import LENT
 from mmrl.report.clock import Clock
 from mmrl.run import build
@@ -189,3 +191,15 @@ def test_two_controllers_learn_as_without_moves_though_a_device_is_killed(tmp_pa
     assert {line["controller"] for line in lines if line.get("device") == 0 and line["role"] in LENT} == {0, 1}
     assert {line["role"] for line in lines if line.get("device") == 2} >= {"rollout", "judge"}
     assert [line["step"] for line in lines if "decision" in line] == [1, 2, 3, 4, 5]
+
+
+def test_a_simulated_device_that_moves_keeps_its_judge_and_loads_new_weights_once():
+    devices = SimulatedDevices(2, 5.0, back=3.0)
+    devices.apart(Split(1, 0), "worth")
+    task = partial(SimulatedTask, seconds=1.0, then=lambda: None)
+    sample, judge = (lambda updates: task("rollout", updates=updates)), task("judge")
+    moved = [devices._turn(1, one) for one in (sample(0), judge, judge, sample(0), judge, sample(1), sample(2), judge)]
+    assert moved == [0.0, 5.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0]
+    assert devices._turn(0, task("judge")) == 5.0  # it trains, and is lent
+    devices.warm()
+    assert devices._turn(0, task("judge")) == 0.0

@@ -70,6 +70,7 @@ def _period(scheduler: Scheduler[Any], workers: int, candidate: Candidate, work:
     devices = SimulatedDevices(beside.trainers + workers, to_judge, back=back, home=home)
     devices.scheduler.expect(scheduler)
     devices.apart(candidate.split, candidate.moves)
+    devices.warm()
     count = 2 * beside.staleness + 3
     run = SimulatedAhead(
         [devices],

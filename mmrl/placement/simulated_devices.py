@@ -126,6 +126,9 @@ class SimulatedDevices:
         }
         self._awake: list[set[str]] = [{"rollout"} for _ in range(devices)]
         """The roles that a device can take without a switch; of several judges each is one."""
+        self._last: list[Role] = ["rollout"] * devices
+        self._loaded: list[int | None] = [None] * devices
+        """The version of the weights that each device sampled with last."""
         for device in range(devices):
             self.scheduler.idle(device)
 
@@ -184,10 +187,14 @@ class SimulatedDevices:
         self.scheduler.apart(split, moves)
         if first:
             judges = self.scheduler.judges.of
-            self._awake = [
-                {f"judge {judges[n]}" if role == "judge" else role} for n, role in enumerate(self.scheduler.roles)
-            ]
+            self._last = list(self.scheduler.roles)
+            self._awake = [{f"judge {judges[n]}" if role == "judge" else role} for n, role in enumerate(self._last)]
         self._decide()
+
+    def warm(self) -> None:
+        """Every device that samples ahead has had all judges, which it keeps."""
+        for awake in self._awake:
+            awake |= {f"judge {name}" for name in self.scheduler.judges.names or [""]}
 
     def lend(self, step: int) -> None:
         """As ``Scheduler.lend``."""
@@ -284,19 +291,22 @@ class SimulatedDevices:
 
     def _decide(self) -> None:
         for device, task in self.scheduler.handed():
-            turn = self._turn(device, task.to or task.role, task.judge)
+            turn = self._turn(device, task)
             self.decisions.append((device, task.role, task.at))
             times = self.times(device, task, turn)
             whole = times.begins + times.turns + times.works + times.ends
             self.time.after(whole, partial(self._done, device, task, times, self.time.now))
 
-    def _turn(self, device: int, role: Role, judge: str) -> float:
-        """Have the role on the device; returns the seconds of the switch.
+    def _turn(self, device: int, task: SimulatedTask) -> float:
+        """Have the task's role on the device; returns the seconds of the switch.
 
         A device that trains keeps a judge that it has, and the weights to sample with until it is back.
         """
-        awake, needed = self._awake[device], f"judge {judge}" if role == "judge" else role
+        role = task.to or task.role
+        awake, needed = self._awake[device], f"judge {task.judge}" if role == "judge" else role
         if self.scheduler.roles[device] != "train":
+            if self.scheduler.ahead:
+                return self._moved(device, role, needed, task.updates)
             self._awake[device] = {needed}
             return 0.0 if needed in awake else self._price[role]
         if role == "train":
@@ -306,6 +316,17 @@ class SimulatedDevices:
         turn = 0.0 if needed in awake else self._price[role]
         awake.add(needed)
         return turn
+
+    def _moved(self, device: int, role: Role, needed: str, updates: int | None) -> float:
+        """As ``_turn``, of a device that samples ahead: it keeps the judges that it has had. New weights take time
+        only where it comes from judging."""
+        last, self._last[device] = self._last[device], role
+        if role == "judge":
+            turn = 0.0 if needed in self._awake[device] else self._price[role]
+            self._awake[device].add(needed)
+            return turn
+        loaded, self._loaded[device] = self._loaded[device], updates
+        return self._price[role] if last == "judge" and loaded != updates else 0.0
 
     def _done(self, device: int, task: SimulatedTask, times: Times, handed: float) -> None:
         began = handed + times.begins
