@@ -10,13 +10,14 @@ import pytest
 from mmrl.config.loader import load_recipe
 from mmrl.config.names import resolve_options
 from mmrl.config.placement import Placement
+from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split
 from mmrl.placement.hindsight import rounds
 from mmrl.placement.judges import Judges, shares
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices
 from mmrl.placement.step_records import as_rows
 from mmrl.simulator.trace_from_run import read_run
-from tests.planning import planned
+from tests.planning import planned, planned_in_short
 from tests.ray_runs import JUDGED, alike, placed, rows, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -144,9 +145,36 @@ def test_the_work_of_a_step_and_its_record_know_the_judges(tmp_path):
     assert [batch.judges for batch in found] == [batch.judges for batch in work[0]]
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["placement={type: partial, one_judge: true}", "devices_per_controller=3"], "set placement.sleep=true"),
+        (["placement={sleep: true, one_judge: true}"], "devices_per_controller to 2 or more"),
+    ],
+)
+def test_one_judge_is_refused_where_nothing_sleeps(words, why):
+    with pytest.raises(UserError, match=why):
+        load_recipe(["shapes-judge"], words)
+
+
+def test_one_judge_of_one_is_refused_by_the_plan():
+    placement = "placement={type: partial, sleep: true, one_judge: true}"
+    problems = planned_in_short("shapes-judge", "devices_per_controller=2", placement).problems
+    assert any("placement.one_judge: 1 of the recipe's rewards" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("alone", "wakes"), [(True, 8), (False, 2)])
+def test_one_device_with_two_judges_keeps_both_or_changes(alone, wakes):
+    devices = SimulatedDevices(2, 5.0)
+    devices.scheduler.judges.alone = alone
+    devices.step([[judged(30.0, a=1.0, b=1.0)] * 4], Split(1, 1), "never")  # each waits for the next to be sampled
+    events = devices.scheduler.events
+    assert len([e for e in events if e.role == "wake"]) == (wakes if alone else 1)
+
+
 @pytest.mark.parametrize("sleep", [False, True])
 def test_devices_switch_to_the_judge_that_they_are_asked(sleep):
-    settings = Placement(type="partial", judges=2, sleep=sleep)
+    settings = Placement(type="partial", judges=2, sleep=sleep, one_judge=sleep)
     devices = SleepingDevices(3, settings, 0.02, judges=["a", "b"])
     try:
         devices.run_step(0, [[judged(0.002, a=0.01, b=0.01)] * 8])
@@ -168,9 +196,9 @@ def second():
     return [f"rewards={json.dumps([judge, {**judge, 'label': 'second', 'weight': 0.5}])}"]
 
 
-@pytest.mark.parametrize(("sleep", "judging"), [(True, 1), (False, 2)])
-def test_the_plan_counts_one_judge_that_is_awake(sleep, judging):
-    placement = f"placement={{type: partial, judges: 2, sleep: {str(sleep).lower()}}}"
+@pytest.mark.parametrize(("alone", "judging"), [(True, 1), (False, 2)])
+def test_the_plan_counts_one_judge_that_is_awake(alone, judging):
+    placement = f"placement={{type: partial, judges: 2, sleep: true, one_judge: {str(alone).lower()}}}"
     made = planned("shapes-judge", *second(), "devices_per_controller=3", placement)
     assert made.problems == []
     sizes = {one.bytes for one in made.asked if one.trained_on}
@@ -180,7 +208,8 @@ def test_the_plan_counts_one_judge_that_is_awake(sleep, judging):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "placement", ["{type: partial, judges: 2, sleep: true}", pytest.param("adaptive", marks=pytest.mark.long)]
+    "placement",
+    ["{type: partial, judges: 2, sleep: true, one_judge: true}", pytest.param("adaptive", marks=pytest.mark.long)],
 )
 def test_two_judges_on_devices_of_their_own_learn_as_on_one_device(tmp_path, placement):
     pytest.importorskip("ray")

@@ -36,6 +36,11 @@ class Placement(Section):
     """Judges, and an engine that runs beside the device's trainer, free their memory while the device does other work;
     with one device: while it trains. On a CPU judges are loaded from disk again, and engines restart."""
 
+    one_judge: bool = False
+    """With ``sleep`` and several judges: a device has one of them awake at a time, so that it needs no memory for them
+    together. To ask another one it puts the first to sleep. False: a device keeps those that it is asked for until it
+    samples or trains."""
+
     @property
     def follows(self) -> bool:
         """Whether the split follows the measured load between steps."""
@@ -57,7 +62,7 @@ class Placement(Section):
         """What a run goes on with where a decision of the policy cannot be: its name and the section."""
         if self.apart:
             return "a greedy split", self.model_copy(update={"split": "greedy", "judges": None})
-        return "colocate", Placement(sleep=self.sleep)
+        return "colocate", Placement(sleep=self.sleep, one_judge=self.one_judge)
 
     def training(self, devices: int) -> int:
         """How many of a controller's ``devices`` train."""

@@ -230,14 +230,14 @@ def load_version(context: StepContext, version: Version) -> None:
     context.policy.load_version(version)
 
 
-def switch_role(context: StepContext, role: str, sleep: bool, judge: str = "") -> bool:
+def switch_role(context: StepContext, role: str, sleep: bool, judge: str = "", alone: bool = False) -> bool:
     """Wake the models that ``role`` needs on this device: ``judge`` (empty: all judges), or the engine that samples.
 
-    ``sleep``: put all others to sleep first. Returns whether something was started for the first time, so that the time
-    says nothing about the next switch.
+    ``sleep``: put all others to sleep first, ``alone``: other judges too. Returns whether something was started for the
+    first time, so that the time says nothing about the next switch.
     """
     if sleep:
-        if role != "judge" or judge:
+        if role != "judge" or alone:
             context.rewards.sleep(but=judge if role == "judge" else "")
         if role != "rollout":
             context.pipeline.sleep()

@@ -17,10 +17,12 @@ T = TypeVar("T", bound=Schedulable)
 
 
 class Judges:
-    """Final class. ``of``: each device's judge, empty before it had one. With one judge it has nothing to do."""
+    """Final class. ``of``: each device's judge, empty before it had one. With one judge it has nothing to do.
+    ``alone``: a device has one judge awake at a time."""
 
     def __init__(self, devices: int) -> None:
         self.of = [""] * devices
+        self.alone = False
         self._seconds: dict[str, float] = {}
         """The recent mean of a micro-batch, by judge."""
 
@@ -44,7 +46,7 @@ class Judges:
 
     def expect(self, other: Judges) -> None:
         """Expect what ``other`` has measured."""
-        self._seconds = dict(other._seconds)
+        self._seconds, self.alone = dict(other._seconds), other.alone
 
     @property
     def each(self) -> float:
@@ -97,6 +99,10 @@ class Judges:
         if fresh or not there[judge] or worth_moving(0.0, left[judge], there[judge], price):
             return places[judge]
         return None
+
+    def at_first(self, device: int, judging: int) -> str:
+        """The judge that a device wakes at the start of a phase in which ``judging`` devices judge; empty: all."""
+        return self.of[device] if self.several and (self.alone or judging >= len(self._seconds)) else ""
 
     def preferred(self, tasks: Iterator[T], device: int) -> T:
         """The first of ``tasks``, there is one, or the first for the judge that the device has."""

@@ -85,6 +85,7 @@ class MultiDevice:
             lambda calls: Outside(self._board, calls, self._for),
         )
         self._board.scheduler.judges.know(context.rewards.on_device)
+        self._board.scheduler.judges.alone = self.settings.one_judge
         if self.settings.apart:
             self.state = adaptive.starting(self.settings, self._count, judged=bool(context.rewards.on_device))
             self._board.apart(self.state.split, self.state.moves)
@@ -140,7 +141,7 @@ class MultiDevice:
         self._board.begin(split, moves, to_come, members := self._replicas.members)
         if split.judge:  # judges wake while the others sample
             for device in set(range(split.rollout, self._count)).difference(members):
-                judge = self._board.scheduler.judges.of[device]
+                judge = self._board.scheduler.judges.at_first(device, split.judge)
                 self._board.put(Task("train", device_tasks.ready, ("judge",), device=device, judge=judge))
 
     def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
@@ -351,11 +352,12 @@ class MultiDevice:
                 self._board.done(device, None, began, turned, turned)
                 continue
             try:
-                judge = task.judge if self._board.scheduler.judges.several else ""
-                needed = needs(context, role, judge) if role else set()
+                needed = needs(context, role, task.judge) if role else set()
+                if role == "judge" and not self.settings.one_judge:
+                    needed |= {one for one in awake if one.startswith("judge")}
                 if role and (needed != awake if self.settings.sleep else needed - awake):
                     with self._starting_up():
-                        how = (role, self.settings.sleep, judge)
+                        how = (role, self.settings.sleep, task.judge, self.settings.one_judge)
                         once = self._perform(context, device, Task(task.role, device_tasks.switch_role, how))
                     awake = needed if self.settings.sleep else needed | awake
                     priced = (self.settings.sleep or moved) and not once and role != "train"

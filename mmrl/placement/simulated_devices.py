@@ -164,7 +164,7 @@ class SimulatedDevices:
                 self.scheduler.begin(split, moves, len(batches))
                 self._decide()
                 for device in range(split.rollout, split.rollout + split.judge):  # judges wake while others sample
-                    judge = self.scheduler.judges.of[device]
+                    judge = self.scheduler.judges.at_first(device, split.judge)
                     ready = SimulatedTask("train", 0.0, _nothing, device, to="judge", judge=judge, at=(number, device))
                     self._put(ready)
 
@@ -302,28 +302,33 @@ class SimulatedDevices:
 
         A device that trains keeps a judge that it has, and the weights to sample with until it is back.
         """
-        role = task.to or task.role
-        awake, needed = self._awake[device], f"judge {task.judge}" if role == "judge" else role
+        role, awake = task.to or task.role, self._awake[device]
+        needed = {f"judge {name}" for name in self._judges_of(task)} if role == "judge" else {role}
         if self.scheduler.roles[device] != "train":
             if self.scheduler.ahead:
                 return self._moved(device, role, needed, task.updates)
-            self._awake[device] = {needed}
-            return 0.0 if needed in awake else self._price[role]
+            kept = {one for one in awake if role == "judge" and one.startswith("judge")}
+            self._awake[device] = needed if self.scheduler.judges.alone else needed | kept
+            return 0.0 if needed <= awake else self._price[role]
         if role == "train":
             lent = "rollout" in awake
             awake.discard("rollout")
             return self._price[role] if lent else 0.0
-        turn = 0.0 if needed in awake else self._price[role]
-        awake.add(needed)
+        turn = 0.0 if needed <= awake else self._price[role]
+        awake |= needed
         return turn
 
-    def _moved(self, device: int, role: Role, needed: str, updates: int | None) -> float:
+    def _judges_of(self, task: SimulatedTask) -> list[str]:
+        """The judges that a task needs: its own, or all."""
+        return [task.judge] if task.judge else self.scheduler.judges.names or [""]
+
+    def _moved(self, device: int, role: Role, needed: set[str], updates: int | None) -> float:
         """As ``_turn``, of a device that samples ahead: it keeps the judges that it has had. New weights take time
         only where it comes from judging."""
         last, self._last[device] = self._last[device], role
         if role == "judge":
-            turn = 0.0 if needed in self._awake[device] else self._price[role]
-            self._awake[device].add(needed)
+            turn = 0.0 if needed <= self._awake[device] else self._price[role]
+            self._awake[device] |= needed
             return turn
         loaded, self._loaded[device] = self._loaded[device], updates
         return self._price[role] if last == "judge" and loaded != updates else 0.0

@@ -53,6 +53,8 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
             f"{of_engine(plan.recipe)} devices; set placement.type to partial, whose first devices sample and whose "
             "last judge before all train, or to disaggregated"
         )
+    if plan.recipe.placement.one_judge and len(judged) < 2:
+        yield f"placement.one_judge: {len(judged)} of the recipe's rewards computes on devices; remove it"
     if sleeps(plan.recipe) and plan.recipe.devices_per_controller == 1:
         yield from _all_awake(plan)
     if kind == "colocate":

@@ -232,7 +232,7 @@ def phases_of(
     assert counts is not None
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     sleepers = [one.bytes for one in made.asked if one.sleeps] if sleeps(made.recipe) else []
-    sleeping, together = sum(sleepers), judges_beside_sampling(made.recipe)  # else one judge of several is awake
+    sleeping, together = sum(sleepers), judges_beside_sampling(made.recipe)
     engine = {one.role: _held(made, one) for one in description.beside}
     copies = copies_of(made.recipe, objective)
     visiting = {"train": copied * ("reference" in copies)} if not keeps_reference(made) else {}
@@ -247,7 +247,7 @@ def phases_of(
     if together:
         judges = {"rewards' models": always["rewards' models"] + sleeping}
         awake = {"encode": engine} | dict.fromkeys(awake, engine | judges)
-    judging = always["rewards' models"] + (sleeping if together else max(sleepers, default=0))
+    judging = always["rewards' models"] + (max(sleepers, default=0) if made.recipe.placement.one_judge else sleeping)
     own = _own_of_phases(made, sizes, inputs, judging)
     for phase in ("encode", "sample", "decode", "judge"):
         own[phase] |= _gathered_to_sample(made, description, sizes)

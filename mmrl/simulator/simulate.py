@@ -115,6 +115,8 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, pr
     out, time = Outcome(name, cluster.total), SimulatedTime()
     state = starting(settings, cluster.devices)
     controllers = [SimulatedDevices(cluster.devices, trace.price, time, slow=slow) for slow in cluster.slows()]
+    for devices in controllers:
+        devices.scheduler.judges.alone = settings.one_judge
     for work in trace.steps:
         split, moves = opening(state, judged=True)
         if prompts_move:
