@@ -1,21 +1,23 @@
 """RL with a judge, with a student distilled from it, and with both: gain, calls of the judge, drift of the student.
 
-    python benchmarks/proof_distill.py --recipe shapes-judge --truth shapes/success --seeds 0 --samples 3000 --steps 40
+    python benchmarks/proof_distill.py --recipe scenes-judge --truth exact/correct --heldout 1024
+    python benchmarks/proof_distill.py --recipe shapes-judge --truth shapes/success --heldout 512
 
-The students are distilled once (``mmrl distill RECIPE``, ``--samples`` verdicts). Arms, each of ``--steps`` steps at a
-constant learning rate:
+Arms, each of ``--steps`` steps at a constant learning rate. ``judge`` asks the recipe's judge about every sample. The
+others may call it ``--share`` as often, all calls counted:
 
-- judge: the recipe's judge is asked about every sample.
-- student: the student alone.
-- cascade: the student, and the judge about the fifth of the samples of which it is least sure (``judge_below`` as
-  ``mmrl distill`` printed it, on held-out samples of the policy before RL).
-- refreshed: the student alone; after half of the steps it is distilled again, with ``--samples`` / 4 new verdicts
-  about what the policy makes then, beside the old ones.
+- student: all of them make the students (``mmrl distill RECIPE``), and RL asks a student alone.
+- cascade: half of them make students; RL asks the judge about those samples of which the student is least sure
+  (``judge_below`` as ``mmrl distill`` printed it, on held-out samples of the policy before RL: how often it is asked
+  then is measured).
+- refreshed: half of them make students; after half of the steps the other half, about what the policy makes then, and
+  the old ones make new students.
 
-``gain``: of ``--truth``, a held-out measure that no arm trains on. ``calls``: verdicts of the judge that training used;
-with ``distilling`` those that made the students. ``drift``: how well the student that an arm ended with agrees with the
-judge on ``--drift`` new samples of the trained policy. Every run is resumable: what is finished is not done again.
-Where ``mmrl distill`` refuses its students (none is better than chance) that is printed, and only ``judge`` is run.
+``gain``: of ``--truth``, a held-out measure that no arm trains on. ``calls``: verdicts of the judge that RL asked for;
+``distilling``: those that made the students. ``drift``: how well the student that an arm ended with agrees with the
+judge on ``--drift`` new samples of the trained policy. The last line of a seed has each arm's share of the judge's gain
+and calls; the last line of all their means over seeds. Every run is resumable: what is finished is not done again.
+Where ``mmrl distill`` refuses its students (none is better than chance) that is printed, and the arm is not run.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from typing import Any
 
 import torch
 
+from mmrl.config.loader import load_recipe
 from mmrl.distill.collection import collect, open_policy
 from mmrl.distill.distilling import judge_of
-from mmrl.distill.folder import NAME, load_students
+from mmrl.distill.folder import NAME, load_encoder, load_students
 from mmrl.distill.measuring import agreement
 from mmrl.distill.sides import VERDICTS, sides_of
 from mmrl.distill.training import scores, table_of
@@ -57,12 +60,14 @@ def command(*words: str, log: Path) -> None:
         )
 
 
-def distilled(given: argparse.Namespace, seed: int) -> Path | None:
-    """The folder of a seed's students; None where they were refused."""
-    folder = given.out / f"students-{seed}"
-    words = [given.recipe, f"seed={seed}", *given.overrides, "--seed", str(seed), "--samples", str(given.samples)]
+def distilled(given: argparse.Namespace, samples: int, seed: int) -> Path | None:
+    """The folder of students of so many verdicts; None where they were refused."""
+    name = f"students-{samples}-{seed}"
+    folder = given.out / name
+    words = [given.recipe, f"seed={seed}", *given.overrides, "--seed", str(seed), "--samples", str(samples)]
     words += ["--reward", given.reward] if given.reward else []
-    distil(words, folder, given.out / f"students-{seed}.log")
+    words += ["--backbone", given.backbone]
+    distil(words, folder, given.out / f"{name}.log")
     return folder if (folder / NAME).exists() else None
 
 
@@ -78,6 +83,13 @@ def distil(words: list[str], folder: Path, log: Path) -> None:
         (folder / REFUSED).write_text(log.read_text().strip().splitlines()[-1])
 
 
+def threshold(students: Path, share: float) -> float:
+    """The ``judge_below`` with which at most ``share`` of the samples are asked, as ``mmrl distill`` printed it."""
+    rows = json.loads((students / NAME).read_text())["figures"]["judge_below"]
+    fitting = [row["judge_below"] for row in rows if row["asked"] <= share + 0.01]
+    return max(fitting, default=0.0)
+
+
 def train(given: argparse.Namespace, arm: str, seed: int, students: Path | None) -> Path:
     """The finished run of an arm."""
     out = given.out / f"{arm}-{seed}"
@@ -88,8 +100,7 @@ def train(given: argparse.Namespace, arm: str, seed: int, students: Path | None)
         assert students is not None
         if not own.exists():
             shutil.copytree(students, own)
-        below = json.loads((own / NAME).read_text())["figures"]["judge_below"][1]["judge_below"]
-        asks = f", judge_below: {below}" if arm == "cascade" else ""
+        asks = f", judge_below: {threshold(own, given.share / 2)}" if arm == "cascade" else ""
         changes.append(f"rewards=[{{name: distilled, batch_size: 144, options: {{path: {own}{asks}}}}}]")
 
     def steps(count: int) -> None:
@@ -101,7 +112,7 @@ def train(given: argparse.Namespace, arm: str, seed: int, students: Path | None)
         steps(given.steps // 2)
         fresh = given.out / f"{arm}-{seed}-fresh"
         shutil.rmtree(fresh, ignore_errors=True)
-        words = [str(out), "--samples", str(given.samples // 4), "--also", str(students)]
+        words = [str(out), "--samples", str(given.budget // 2), "--also", str(students), "--backbone", given.backbone]
         distil(words, fresh, given.out / f"{arm}-{seed}.log")
         if (fresh / NAME).exists():  # otherwise it goes on with the students of before
             shutil.copytree(fresh, own, dirs_exist_ok=True)
@@ -125,7 +136,7 @@ def drift(given: argparse.Namespace, arm: str, run: Path, students: Path) -> dic
         context.pipeline.close()
         context.compute.devices.close()
     record, module = load_students(students)
-    table = table_of(*sides_of(made.samples), made.values, made.groups, record.shape)
+    table = table_of(*sides_of(made.samples), made.values, made.groups, load_encoder(students))
     logits = dict(zip(("dual", "interaction"), scores(module, table), strict=True))[record.student]
     said = record.verdicts(logits, record.student)
     found = agreement(said, table.verdicts, made.groups, table.of_prompt.tolist()).as_json()
@@ -140,10 +151,50 @@ def measured(given: argparse.Namespace, arm: str, seed: int, students: Path | No
     rows, key = read(run / "heldout.jsonl"), f"reward/{given.truth}"
     calls = sum(1 for row in rows_of(run / TRANSCRIPTS) if int(str(row["step"])) >= 0)
     own = students if arm == "judge" else given.out / f"{arm}-{seed}-students"
-    making = 0 if arm == "judge" else given.samples + (given.samples // 4 if arm == "refreshed" else 0)
-    result = {"arm": arm, "seed": seed, "before": rows[0][key], "after": rows[-1][key], "calls": calls}
-    result |= {"distilling": making, "cpu_seconds": read(run / "metrics.jsonl")[-1]["perf/cpu_seconds"]}
+    result = {"arm": arm, "seed": seed, "before": rows[0][key], "after": rows[-1][key]}
+    result |= {"gain": rows[-1][key] - rows[0][key], "calls": calls, "distilling": making(given, arm)}
+    result |= {"cpu_seconds": read(run / "metrics.jsonl")[-1]["perf/cpu_seconds"]}
     return result | {"drift": None if own is None else drift(given, f"{arm}-{seed}", run, own)}
+
+
+def making(given: argparse.Namespace, arm: str) -> int:
+    """How many verdicts an arm's students are made of."""
+    return {"judge": 0, "cascade": given.budget // 2, "refreshed": given.budget // 2 * 2}.get(arm, given.budget)
+
+
+def ratios(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each arm beside ``judge``: its share of the judge's gain and of the judge's calls, sums over seeds."""
+    found = {}
+    sums = {
+        arm: {key: sum(row[key] for row in results if row["arm"] == arm) for key in ("gain", "calls", "distilling")}
+        for arm in dict.fromkeys(row["arm"] for row in results)
+    }
+    whole = sums.get("judge")
+    for arm, own in sums.items():
+        if whole is not None and arm != "judge":
+            calls = (own["calls"] + own["distilling"]) / whole["calls"]
+            found[arm] = {"gain": round(own["gain"] / whole["gain"], 3), "calls": round(calls, 3)}
+    return found
+
+
+def of_seed(given: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+    """The results of all arms that can be run, each printed."""
+    results = []
+    for arm in given.arms:
+        samples = given.budget if arm in ("judge", "student") else given.budget // 2
+        wanted = arm != "judge" or "student" in given.arms
+        students = distilled(given, samples, seed) if wanted else None
+        if wanted and students is None and arm != "judge":
+            refused = (given.out / f"students-{samples}-{seed}" / REFUSED).read_text()
+            print(json.dumps({"arm": arm, "seed": seed, "samples": samples, "refused": refused}), flush=True)
+            continue
+        if students is not None and arm != "judge":
+            figures = json.loads((students / NAME).read_text())["figures"]
+            said = {name: figures[name] for name in ("student", "heldout", "judge_below")}
+            print(json.dumps({"seed": seed, "samples": samples, **said}), flush=True)
+        results.append(measured(given, arm, seed, students))
+        print(json.dumps(results[-1]), flush=True)
+    return results
 
 
 def main() -> None:
@@ -152,9 +203,10 @@ def main() -> None:
     parser.add_argument("--recipe", default="shapes-judge")
     parser.add_argument("--truth", default="shapes/success")
     parser.add_argument("--reward", help="label of the judge, where the recipe has several")
+    parser.add_argument("--backbone", default="policy", choices=("policy", "none"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--samples", type=int, default=3000, help="verdicts that make the students")
+    parser.add_argument("--share", type=float, default=0.2, help="of the judge's calls that other arms may use")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--heldout", type=int, default=256)
     parser.add_argument("--drift", type=int, default=240)
@@ -163,18 +215,12 @@ def main() -> None:
     torch.set_num_threads(1)
     given.out = given.out.resolve()  # a path in a recipe is seen from the recipe's folder
     given.out.mkdir(parents=True, exist_ok=True)
+    train_ = load_recipe([given.recipe], given.overrides).recipe.train
+    given.budget = round(given.share * given.steps * train_.prompts_per_step * train_.group_size)
+    results = [row for seed in given.seeds for row in of_seed(given, seed)]
     for seed in given.seeds:
-        students = distilled(given, seed)
-        if students is None:
-            refused = (given.out / f"students-{seed}" / REFUSED).read_text()
-            print(json.dumps({"seed": seed, "samples": given.samples, "refused": refused}), flush=True)
-        else:
-            figures = json.loads((students / NAME).read_text())["figures"]
-            said = {name: figures[name] for name in ("student", "heldout", "judge_below")}
-            print(json.dumps({"seed": seed, "samples": given.samples, **said}), flush=True)
-        for arm in given.arms:
-            if arm == "judge" or students is not None:
-                print(json.dumps(measured(given, arm, seed, students)), flush=True)
+        print(json.dumps({"seed": seed, "shares": ratios([row for row in results if row["seed"] == seed])}))
+    print(json.dumps({"seeds": given.seeds, "shares": ratios(results)}))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import mmrl
-from mmrl.distill.folder import NAME, Record, Student, load_students, logits_of, read, student_of
+from mmrl.distill.encoders import Backbone
+from mmrl.distill.folder import NAME, Record, Student, load_encoder, load_students, logits_of, read, student_of
 from mmrl.distill.formulas import sureness
-from mmrl.distill.sides import sides_of
-from mmrl.distill.students import inputs_of
+from mmrl.distill.sides import sides_of, unique
 from mmrl.errors import UserError
 from mmrl.json_types import as_object, as_text
 from mmrl.rewards import loading
@@ -30,10 +31,13 @@ from mmrl.trajectory import Sample
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
-    """The students, and the judge's model where it may be asked. Raises ``UserError``."""
+    """The students, the model that reads for them, and the judge's where it may be asked. Raises ``UserError``."""
     path, below = str(options["path"]), float(options.get("judge_below", 0.0))
     said = read(Path(path))
     students = [Weights(path, "float32")]
+    if said.backbone is not None:
+        model = as_object(as_object(said.backbone["model"])["model"])
+        students.append(Weights(as_text(model["path"]), "float32"))
     if below <= 0:
         return students
     name, given = _judge_of(said, options.get("judge"))
@@ -76,6 +80,9 @@ class Distilled(Sleeping):
             raise UserError(f"options.judge_below is {judge_below}; give a number from 0 (never ask) to 1 (always ask)")
         self.below = float(judge_below)
         self.students = self.frozen(students, lambda: load_students(folder)[1])
+        self.encoder = load_encoder(folder)
+        if isinstance(self.encoder, Backbone):
+            self.frozen(self.encoder.modules, lambda: _modules(folder))
         self.judge = None
         inputs: tuple[Input, ...] = (self.said.answers,)
         own_deadline = False
@@ -108,18 +115,11 @@ class Distilled(Sleeping):
         """The student's verdicts, and which samples it is not sure of."""
         self.wake(context.device)
         prompts, answers = sides_of(samples)
-        rows = list(dict.fromkeys((side.text, *map(id, side.pictures)) for side in prompts))
-        place = {key: n for n, key in enumerate(rows)}
-        of_prompt = [place[(side.text, *map(id, side.pictures))] for side in prompts]
-        firsts = [of_prompt.index(n) for n in range(len(rows))]
-        shape, (of_prompts, of_answers) = self.said.shape, self.said.pictures
-        logits = logits_of(
-            self.students,
-            inputs_of([prompts[n] for n in firsts], shape, of_prompts).to(context.device),
-            torch.tensor(of_prompt, device=context.device),
-            inputs_of(answers, shape, of_answers).to(context.device),
-            self.student,
-        )
+        rows, of_prompt = unique(prompts)
+        self.encoder.at(context.device)
+        asked, given = self.encoder.read(rows, of_prompt, answers)
+        places = torch.tensor(of_prompt, device=context.device)
+        logits = logits_of(self.students, asked.to(context.device), places, given.to(context.device), self.student)
         verdicts = self.said.verdicts(logits, self.student)
         unsure = sureness(verdicts) < self.below
         asked = [n for n in range(len(samples)) if self.below >= 1 or bool(unsure[n])]
@@ -169,6 +169,12 @@ def _judge_of(said: Record, given: Mapping[str, Any] | None) -> tuple[str, dict[
             "as $NAME of an environment variable"
         )
     return as_text(said.judge["name"]), options
+
+
+def _modules(folder: Path) -> nn.Module:
+    encoder = load_encoder(folder)
+    assert isinstance(encoder, Backbone)
+    return encoder.modules
 
 
 def _built(said: Record, given: Mapping[str, Any] | None) -> loading.Loaded:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.distill.distilling import check
+from mmrl.distill.encoders import Words
 from mmrl.distill.folder import load_students
 from mmrl.distill.formulas import calibrated, losses, maxsim, platt, sureness, threshold_of
 from mmrl.distill.measuring import agreement, askings
@@ -243,14 +244,14 @@ def coloured(count: int, seed: int) -> Table:
             answers.append(Side("", (Image.fromarray(noisy),)))
             verdicts.append(0.95 if name == wanted else 0.05)
             groups.append(group)
-    return table_of(prompts, answers, verdicts, groups, SMALL)
+    return table_of(prompts, answers, verdicts, groups, Words(SMALL))
 
 
 def test_students_learn_what_a_picture_and_a_prompt_have_in_common() -> None:
     learn, check, test = coloured(24, 0), coloured(6, 1), coloured(12, 2)
     before = torch.random.get_rng_state()
     settings = Settings(epochs=40, patience=40, groups=6, lr=5e-3)
-    students, again = (train(learn, check, SMALL, settings, "cpu") for _ in range(2))
+    students, again = (train(learn, check, Words(SMALL), settings, "cpu") for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), before)
     for one, other in zip(students.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -261,8 +262,10 @@ def test_students_learn_what_a_picture_and_a_prompt_have_in_common() -> None:
 
 def test_groups_of_one_prompt_are_in_one_part() -> None:
     prompts = [Side(f"prompt {n // 6}") for n in range(120)]
-    table = table_of(prompts, [Side(str(n)) for n in range(120)], [0.5] * 120, [n // 3 for n in range(120)], SMALL)
-    parts = split(table, 0)
+    table = table_of(
+        prompts, [Side(str(n)) for n in range(120)], [0.5] * 120, [n // 3 for n in range(120)], Words(SMALL)
+    )
+    parts = split(table.of_prompt.tolist(), table.groups, 0)
     assert sorted(n for part in parts for n in part) == list(range(40))
     named = [{int(table.of_prompt[table.groups[n][0]]) for n in part} for part in parts]
     assert [len(one) for one in named] == [13, 3, 4]
@@ -278,12 +281,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-DIGITS = ["--reward", "digits", "--passes", "8"]
+DIGITS = ["--reward", "digits", "--passes", "8", "--backbone", "none"]
 
 
 @pytest.fixture(scope="module")
 def made(root: Path) -> Path:
-    """A distilled counter of digits."""
+    """A distilled counter of digits, without a model that reads."""
     out = root / "distilled"
     assert mmrl("distill", str(root / "tiny.yaml"), "--out", str(out), "--samples", "320", *DIGITS) == 0
     return out
@@ -303,6 +306,7 @@ TEXTS = ["12 34", "none at all", "7", "", "a 9 b 8", "111"]
 def test_the_folder_holds_no_pickle_and_its_figures(made: Path) -> None:
     assert sorted(file.name for file in made.iterdir()) == ["distilled.json", "model.safetensors", "verdicts.jsonl"]
     said = json.loads((made / "distilled.json").read_text())
+    assert said["format"] == 1  # as before there was a model that reads
     assert said["figures"]["new_verdicts"] == 320
     assert said["figures"]["heldout"]["interaction"]["order"][1] > 0.5
     assert len((made / "verdicts.jsonl").read_text().splitlines()) == 320
@@ -443,6 +447,8 @@ def test_a_run_is_distilled_again_with_the_verdicts_of_before(
         "64",
         "--passes",
         "4",
+        "--backbone",
+        "none",
         "--also",
         str(made),
         "--out",

@@ -57,7 +57,7 @@ LAYERS = {
     "text": "text",
     "engines": "engines",
     "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring",
-    "rewards, judge": "distill knowledge labels rewards judge",
+    "rewards, judge": "distill knowledge labels readers rewards judge",
     "step context": "training.batch training.micro_batches training.step_context training.step_metrics",
     "placement": "placement",
     "checkpoint": "checkpoint",

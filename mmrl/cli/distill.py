@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,13 @@ from mmrl.garbage import rarely_collected
 
 if TYPE_CHECKING:
     from mmrl.distill.distilling import Outcome, Source
+
+
+class Backbone(StrEnum):
+    """What reads for the students."""
+
+    policy = "policy"
+    none = "none"
 
 
 def distill(
@@ -31,6 +39,13 @@ def distill(
         typer.Option(metavar="DIR", help="Use the verdicts of this earlier distillation too; may be repeated."),
     ] = None,
     checkpoint: CheckpointOption = "latest",
+    backbone: Annotated[
+        Backbone,
+        typer.Option(
+            help="What reads for the students: the recipe's model, frozen as before training, or none (words and "
+            "pixels; needs many more verdicts)."
+        ),
+    ] = Backbone.policy,
     passes: Annotated[int, typer.Option(min=1, help="The most passes over the verdicts that train the students.")] = 40,
     seed: Annotated[int, typer.Option(help="Of the students' first weights and of the held-out part.")] = 0,
     as_json: JsonOption = False,
@@ -45,7 +60,8 @@ def distill(
         from mmrl.distill.training import Settings
 
     def made() -> Outcome:
-        return distil(opened, out, samples, reward, also or (), Settings(epochs=passes, seed=seed))
+        settings = Settings(epochs=passes, seed=seed)
+        return distil(opened, out, samples, reward, also or (), settings, from_nothing=backbone is Backbone.none)
 
     if as_json:
         with json_alone() as write:

@@ -12,12 +12,15 @@ import torch
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.names import resolve_drop_in, resolve_options
 from mmrl.config.schema import Recipe, Reward
-from mmrl.distill.collection import collect, open_policy
+from mmrl.distill.collection import Verdicts, collect, open_policy
+from mmrl.distill.comparing import Comparing
+from mmrl.distill.encoders import Backbone, Encoder, Words, backbone_of
 from mmrl.distill.folder import STUDENTS, Record, Student, read, write
 from mmrl.distill.formulas import platt
 from mmrl.distill.measuring import Agreement, Asking, agreement, askings
-from mmrl.distill.sides import VERDICTS, Pairs, read_pairs, sides_of, write_pairs
-from mmrl.distill.students import Shape, Students
+from mmrl.distill.read_students import ReadStudents
+from mmrl.distill.sides import VERDICTS, Pairs, read_pairs, rows_of, sides_of, unique, write_pairs
+from mmrl.distill.students import Inputs, Shape, Students
 from mmrl.distill.training import Settings, Table, scores, split, table_of, train
 from mmrl.errors import UserError
 from mmrl.export import new_directory, refuse_taken
@@ -26,6 +29,8 @@ from mmrl.rewards.loading import Found, find
 
 _LEAST_PROMPTS = 8
 _EQUAL = 1e-6
+_READ = {"patience": None, "lr": 1e-3, "weight_decay": 0.1}
+"""Settings of students for whom a model reads: with few groups the validation loss is too noisy to choose a pass."""
 
 
 @dataclass(frozen=True)
@@ -65,50 +70,62 @@ def distil(
     reward: str | None = None,
     also: Sequence[Path] = (),
     settings: Settings | None = None,
+    *,
+    from_nothing: bool = False,
 ) -> Outcome:
     """Ask the judge of ``source`` about ``samples`` new samples, train students, and write them into the new folder
     ``out``.
 
     ``reward``: the label of the judge, needed where there are several. ``also``: folders of earlier distillations,
-    whose verdicts are used too. Raises ``UserError`` for a judge that cannot be distilled, for verdicts that teach
-    nothing, and where no student is better than chance; then ``out`` keeps the verdicts alone.
+    whose verdicts are used too. ``settings``: None takes those that fit the students. ``from_nothing``: the students
+    read words and pixels; otherwise the recipe's own model reads for them, as it is before training.
+    Raises ``UserError`` for a judge that cannot be distilled, for verdicts that teach nothing, for a model that cannot
+    read, and where no student is better than chance; then ``out`` keeps the verdicts alone.
     """
     refuse_taken(out)
     judge, found = judge_of(source.recipe, source.root, reward)
     before = Pairs()
     for folder in also:
         before.extend(read_pairs(folder / VERDICTS))
-    context = open_policy(source.recipe, source.root, judge, source.run, source.checkpoint)
+    said = None if from_nothing else backbone_of(source.recipe, source.root)
+    backbone = None if said is None else Backbone(said)  # before the judge is asked: it may be unable to read
     with new_directory(out, "the distilled judge") as aside:
-        try:
-            made = collect(context, samples, aside, start=len({*before.groups}))
-        finally:
-            context.rewards.close()
-            context.pipeline.close()
-            context.compute.devices.close()
-        if made.failed:
-            print(f"warning: {made.failed} samples have no verdict: {made.reason}", file=sys.stderr)
+        made, device = _asked(source, judge, samples, aside, start=len({*before.groups}))
         pairs = Pairs(*sides_of(made.samples), made.values, made.groups)
         asked = len(pairs)
         pairs.extend(before)
         check(pairs)
         options = resolve_options(source.root, judge.options, found.declaration.paths)
         options = {key: value for key, value in options.items() if key != "budget"}
-        device = str(context.compute.device)
         write_pairs(aside / VERDICTS, pairs)  # they cost the judge's calls: kept if no student is good enough, too
         try:
-            students, record, measured = fitted(pairs, settings or Settings(), device)
+            students, record, measured = fitted(pairs, settings or Settings(), device, backbone)
         except UserError as error:
             outcome: Outcome | UserError = error
         else:
             outcome = replace(measured, asked=asked)
             named = {"name": resolve_drop_in(source.root, judge.name), "options": options}
-            write(aside, replace(record, judge=named, figures=outcome.as_json()), students)
+            done = replace(record, judge=named, figures=outcome.as_json(), backbone=said)
+            write(aside, done, students, backbone.adapter if backbone is not None else {})
     if isinstance(outcome, UserError):
         raise UserError(
             f"{outcome}. The {len(pairs)} verdicts are kept: a call with --also {out} and another --out uses them too"
         ) from outcome
     return outcome
+
+
+def _asked(source: Source, judge: Reward, samples: int, folder: Path, start: int) -> tuple[Verdicts, str]:
+    """The judge's verdicts of new samples, and the device that computed. Says how many samples have none."""
+    context = open_policy(source.recipe, source.root, judge, source.run, source.checkpoint)
+    try:
+        made = collect(context, samples, folder, start)
+    finally:
+        context.rewards.close()
+        context.pipeline.close()
+        context.compute.devices.close()
+    if made.failed:
+        print(f"warning: {made.failed} samples have no verdict: {made.reason}", file=sys.stderr)
+    return made, str(context.compute.device)
 
 
 def judge_of(recipe: Recipe, root: Path, label: str | None) -> tuple[Reward, Found]:
@@ -156,31 +173,71 @@ def check(pairs: Pairs) -> None:
         )
 
 
-def fitted(pairs: Pairs, settings: Settings, device: str) -> tuple[Students, Record, Outcome]:
-    """Students trained on ``pairs``, with what their folder says (but for the judge), and their held-out agreement.
+def fitted(
+    pairs: Pairs, settings: Settings, device: str, backbone: Backbone | None = None
+) -> tuple[Comparing, Record, Outcome]:
+    """Students trained on ``pairs``, with what their folder says (but for the judge and the backbone), and their
+    held-out agreement. ``backbone``: what reads for them; without it they begin from nothing.
 
+    Measured are students that were not trained on the held-out part; returned are others, trained on that part too.
     Raises ``UserError`` where none is better than chance.
     """
-    pictures = max(max(len(side.pictures) for side in of) for of in (pairs.prompts, pairs.answers))
-    shape = Shape(pictures=max(1, pictures), side=_side(pairs))
-    table = table_of(pairs.prompts, pairs.answers, pairs.verdicts, pairs.groups, shape)
-    parts = [table.part(groups) for groups in split(table, settings.seed)]
     answers = "text" if any(side.text for side in pairs.answers) or not pairs.answers[0].pictures else "image"
-    settings = replace(settings, others=1.0 if answers == "image" else 0.0)
-    students = train(parts[0], parts[1], shape, settings, device)
+    encoder: Encoder = backbone or Words(_shape(pairs))
+    if backbone is not None:
+        backbone.modules.to(device)
+        backbone.at(device)
+        settings = replace(settings, **_READ)
+        if backbone.adapter:  # it knows these verdicts by now: students that read it for long learn them by heart
+            settings = replace(settings, epochs=max(1, settings.epochs // 4))
+    elif answers == "image":
+        settings = replace(settings, others=1.0)
+    learn, check, test = split(unique(pairs.prompts)[1], rows_of(pairs.groups), settings.seed)
+    students, table = _trained(pairs, learn, check, encoder, settings, device)
     lines: dict[Student, tuple[float, float]] = {}
-    found: dict[Student, Agreement] = {}
-    logits = [dict(zip(STUDENTS, scores(students, part, device), strict=True)) for part in parts[1:]]
-    places = table.prompts.pictures.shape[1], table.answers.pictures.shape[1]
-    record = Record(shape, answers, places, lines, "interaction", {}, {})
-    for name in STUDENTS:
-        lines[name] = platt(logits[0][name], parts[1].verdicts)
-        found[name] = _agreement(record.verdicts(logits[1][name], name), parts[2])
+    record = Record(students.shape, answers, _places(table), lines, "interaction", {}, {})
+    _calibrate(students, table.part(check), lines, device)
+    part = table.part(test)
+    logits: dict[Student, torch.Tensor] = dict(zip(STUDENTS, scores(students, part, device), strict=True))
+    found: dict[Student, Agreement] = {name: _agreement(record.verdicts(logits[name], name), part) for name in STUDENTS}
     _refuse_chance(found, lines)
     student = max(STUDENTS, key=lambda name: (lines[name][0] > 0, found[name].order[0], found[name].spearman))
-    chosen = record.verdicts(logits[1][student], student)
-    outcome = Outcome(len(pairs), 0, found, student, askings(chosen, parts[2].verdicts, _numbers(parts[2])))
+    chosen = record.verdicts(logits[student], student)
+    outcome = Outcome(len(pairs), 0, found, student, askings(chosen, part.verdicts, _numbers(part)))
+    students, table = _trained(pairs, [*learn, *test], check, encoder, settings, device)
+    _calibrate(students, table.part(check), lines, device)
     return students, replace(record, student=student), outcome
+
+
+def _trained(
+    pairs: Pairs, learn: Sequence[int], check: Sequence[int], encoder: Encoder, settings: Settings, device: str
+) -> tuple[Students | ReadStudents, Table]:
+    """Students trained on the groups ``learn``, after the model that reads for them, and the table of what is read."""
+    if isinstance(encoder, Backbone):
+        encoder.tune(pairs, learn, settings.seed)
+    table = table_of(pairs.prompts, pairs.answers, pairs.verdicts, pairs.groups, encoder)
+    students = train(table.part(learn), table.part(check), encoder, settings, device)
+    assert isinstance(students, Students | ReadStudents)
+    return students, table
+
+
+def _calibrate(students: Comparing, part: Table, lines: dict[Student, tuple[float, float]], device: str) -> None:
+    """Fill ``lines`` with slope and shift of each student, on verdicts that it was not trained on."""
+    for name, logits in zip(STUDENTS, scores(students, part, device), strict=True):
+        lines[name] = platt(logits, part.verdicts)
+
+
+def _shape(pairs: Pairs) -> Shape:
+    pictures = max(max(len(side.pictures) for side in of) for of in (pairs.prompts, pairs.answers))
+    return Shape(pictures=max(1, pictures), side=_side(pairs))
+
+
+def _places(table: Table) -> tuple[int, int]:
+    """Places for pictures of a prompt and of an answer, where students read pictures themselves."""
+    prompts, answers = table.prompts, table.answers
+    if isinstance(prompts, Inputs) and isinstance(answers, Inputs):
+        return prompts.pictures.shape[1], answers.pictures.shape[1]
+    return 0, 0
 
 
 def _agreement(said: torch.Tensor, part: Table) -> Agreement:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,8 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from mmrl.distill.comparing import Comparing, Rows
+from mmrl.distill.encoders import Backbone, Encoder, Words
 from mmrl.distill.formulas import calibrated
-from mmrl.distill.students import Inputs, Shape, Students
+from mmrl.distill.read_students import ReadShape, ReadStudents
+from mmrl.distill.students import Shape, Students
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
@@ -22,7 +27,9 @@ from mmrl.secrets import masked
 
 NAME = "distilled.json"
 WEIGHTS = "model.safetensors"
-FORMAT = 1
+_ADAPTER = "backbone."
+FORMATS = 1, 2
+"""Of students that begin from nothing, and of those that begin from a model."""
 Student = Literal["dual", "interaction"]
 STUDENTS: tuple[Student, ...] = ("dual", "interaction")
 Answers = Literal["image", "text"]
@@ -31,34 +38,39 @@ Answers = Literal["image", "text"]
 @dataclass(frozen=True)
 class Record:
     """What distilled.json says. ``answers``: what the students read of a sample. ``pictures``: the most pictures of a
-    prompt, and of an answer. ``calibration``: slope and shift of each student. ``student``: which to ask. ``judge``:
-    the reward that gave the verdicts, ``{name, options}``. ``figures``: of the held-out verdicts."""
+    prompt, and of an answer, for students that begin from nothing. ``calibration``: slope and shift of each student.
+    ``student``: which to ask. ``judge``: the reward that gave the verdicts, ``{name, options}``. ``figures``: of the
+    held-out verdicts. ``backbone``: the model that reads for the students (``encoders.backbone_of``); None without."""
 
-    shape: Shape
+    shape: Shape | ReadShape
     answers: Answers
     pictures: tuple[int, int]
     calibration: dict[Student, tuple[float, float]]
     student: Student
     judge: JsonObject
     figures: JsonObject
+    backbone: JsonObject | None = None
 
     def verdicts(self, logits: Tensor, student: Student) -> Tensor:
         """Calibrated verdicts in [0, 1], float64."""
         return calibrated(logits.double(), *self.calibration[student])
 
 
-def write(folder: Path, record: Record, students: Students) -> None:
-    """Write both files into ``folder``, which exists. Secrets of the judge's options are masked."""
-    weights = save({name: tensor.cpu().contiguous() for name, tensor in students.state_dict().items()})
+def write(folder: Path, record: Record, students: Comparing, adapter: Mapping[str, Tensor] | None = None) -> None:
+    """Write both files into ``folder``, which exists. ``adapter``: the trained weights of the backbone. Secrets of the
+    judge's options are masked."""
+    tensors = {**students.state_dict(), **{_ADAPTER + name: of.detach() for name, of in (adapter or {}).items()}}
+    weights = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     write_atomic(folder / WEIGHTS, weights)
     said = {
-        "format": FORMAT,
+        "format": FORMATS[record.backbone is not None],
         "shape": record.shape.as_json(),
         "answers": record.answers,
         "pictures": record.pictures,
         "calibration": record.calibration,
         "student": record.student,
         "judge": masked(record.judge),
+        "backbone": record.backbone,
         "weights": hashlib.sha256(weights).hexdigest(),
         "figures": record.figures,
     }
@@ -73,8 +85,10 @@ def read(folder: Path) -> Record:
 def _read(folder: Path) -> tuple[Record, str]:
     try:
         said = as_object(json.loads((folder / NAME).read_text(encoding="utf-8")))
-        if said["format"] != FORMAT:
-            raise UserError(f"{folder / NAME} has format {said['format']}, and this version reads {FORMAT}")
+        if said["format"] not in FORMATS:
+            raise UserError(f"{folder / NAME} has format {said['format']}, and this version reads {FORMATS}")
+        backbone = None if said.get("backbone") is None else as_object(said["backbone"])
+        kind = Shape if backbone is None else ReadShape
         pictures = [as_integer(n) for n in as_list(said["pictures"])]
         given = as_object(said["calibration"])
         lines: dict[Student, tuple[float, float]] = {}
@@ -82,13 +96,14 @@ def _read(folder: Path) -> tuple[Record, str]:
             slope, shift = (float(as_number(x)) for x in as_list(given[name]))
             lines[name] = slope, shift
         found = Record(
-            Shape.of(as_object(said["shape"])),
+            kind.of(as_object(said["shape"])),
             _one_of(as_text(said["answers"]), ("image", "text")),  # pyright: ignore[reportArgumentType]
             (pictures[0], pictures[1]),
             lines,
             student_of(as_text(said["student"])),
             as_object(said["judge"]),
             as_object(said["figures"]),
+            backbone,
         )
         return found, as_text(said["weights"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -112,25 +127,51 @@ def _one_of(name: str, known: tuple[str, ...]) -> str:
     return name
 
 
-def load_students(folder: Path) -> tuple[Record, Students]:
+def load_students(folder: Path) -> tuple[Record, Comparing]:
     """The students, frozen and on the CPU. Raises ``UserError``, also where the weights are not those of the json."""
     said, digest = _read(folder)
-    file = folder / WEIGHTS
-    try:
-        data = file.read_bytes()
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise ValueError(f"its sha256 is not that of {NAME}")
-        with torch.random.fork_rng(devices=[]):
-            students = Students(said.shape)
-        students.load_state_dict(load(data))
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        why = str(error).splitlines()[0]
-        raise UserError(f"options.path: {file} cannot be loaded ({why}); run mmrl distill again") from error
+    with torch.random.fork_rng(devices=[]):
+        students = Students(said.shape) if isinstance(said.shape, Shape) else ReadStudents(said.shape)
+    with _readable(folder):
+        tensors = _tensors(folder, digest)
+        students.load_state_dict({name: of for name, of in tensors.items() if not name.startswith(_ADAPTER)})
     return said, students.eval().requires_grad_(False)
 
 
+def load_encoder(folder: Path) -> Encoder:
+    """What reads for the students. Raises ``UserError``, also where their model is not there, or is another."""
+    said, digest = _read(folder)
+    if said.backbone is None:
+        assert isinstance(said.shape, Shape)
+        return Words(said.shape, said.pictures)
+    backbone = Backbone(said.backbone)
+    with _readable(folder):
+        tensors = _tensors(folder, digest)
+        own = {name.removeprefix(_ADAPTER): of for name, of in tensors.items() if name.startswith(_ADAPTER)}
+        backbone.load(own)
+    return backbone
+
+
+def _tensors(folder: Path, digest: str) -> dict[str, Tensor]:
+    data = (folder / WEIGHTS).read_bytes()
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"its sha256 is not that of {NAME}")
+    return load(data)
+
+
+@contextmanager
+def _readable(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, UserError):
+            raise
+        why = str(error).splitlines()[0]
+        raise UserError(f"options.path: {folder / WEIGHTS} cannot be loaded ({why}); run mmrl distill again") from error
+
+
 @torch.no_grad()
-def logits_of(students: Students, prompts: Inputs, of_prompt: Tensor, answers: Inputs, student: Student) -> Tensor:
+def logits_of(students: Comparing, prompts: Rows, of_prompt: Tensor, answers: Rows, student: Student) -> Tensor:
     """The logits ``[N]`` of one student for pairs, on the CPU; ``of_prompt`` says which prompt a pair has."""
     asked = students.encode(prompts, 0).rows(of_prompt)
     given = students.encode(answers, 1)

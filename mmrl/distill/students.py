@@ -1,4 +1,4 @@
-"""The students: one small encoder for prompts and answers, with two ways to compare them.
+"""The students that begin from nothing: one small encoder for prompts and answers, with two ways to compare them.
 
 It reads a *side*: words (of any language, hashed to the rows of a table, so that no tokenizer is needed) and pictures
 (a small convolutional network, a token for each place). The mean of its output tokens makes the vector of the dual
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from mmrl.distill.formulas import maxsim
+from mmrl.distill.comparing import Comparing, Encoded, Rows
 from mmrl.errors import UserError
 
 _WORDS = re.compile(r"\d|[^\W\d_]+|[^\w\s]|_", re.UNICODE)
@@ -74,27 +74,14 @@ class Inputs:
     pictures: Tensor
     there: Tensor
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
     def rows(self, index: Tensor) -> Inputs:
         return Inputs(self.ids[index], self.pictures[index], self.there[index])
 
     def to(self, device: torch.device | str) -> Inputs:
         return Inputs(self.ids.to(device), self.pictures.to(device), self.there.to(device))
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """``vectors`` ``[B, D]``, and ``tokens`` ``[B, T, K]`` of length 1 with their ``mask`` ``[B, T]``."""
-
-    vectors: Tensor
-    tokens: Tensor
-    mask: Tensor
-
-    def rows(self, index: Tensor) -> Encoded:
-        return Encoded(self.vectors[index], self.tokens[index], self.mask[index])
-
-    def across(self, dimension: int) -> Encoded:
-        """With one more dimension, so that each of two sides is compared with each."""
-        return Encoded(*(of.unsqueeze(dimension) for of in (self.vectors, self.tokens, self.mask)))
 
 
 def words_of(text: str, shape: Shape) -> list[int]:
@@ -124,11 +111,11 @@ def inputs_of(sides: Sequence[Side], shape: Shape, pictures: int) -> Inputs:
     return Inputs(ids[:, :width], pixels, there)
 
 
-class Students(nn.Module):
+class Students(Comparing):
     """Both students, over one encoder. ``prompt`` and ``answer`` sides are told apart by an embedding."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
+        super().__init__(shape.width)
         self.shape = shape
         width = shape.width
         self.words = nn.Embedding(shape.buckets, width, padding_idx=0)
@@ -160,13 +147,11 @@ class Students(nn.Module):
         self.mix = nn.TransformerEncoder(layer, shape.layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.vector = nn.Linear(width, width, bias=False)
         self.token = nn.Linear(width, shape.token_width, bias=False)
-        self.scales = nn.Parameter(torch.tensor([0.0, 2.0]))
-        """Logarithms of what multiplies the dual encoder's product, and the late interaction's."""
-        self.shifts = nn.Parameter(torch.zeros(2))
         nn.init.normal_(self.words.weight, std=0.3)
 
-    def encode(self, inputs: Inputs, side: int) -> Encoded:
+    def encode(self, inputs: Rows, side: int) -> Encoded:
         """``side``: 0 for prompts, 1 for answers."""
+        assert isinstance(inputs, Inputs)
         n = len(inputs.ids)
         parts = [self.first.expand(n, 1, -1)]
         masks = [torch.ones(n, 1, device=inputs.ids.device)]
@@ -183,13 +168,3 @@ class Students(nn.Module):
         mixed = self.mix(torch.cat(parts, 1) + self.sides[side], src_key_padding_mask=mask == 0)
         mean = (mixed * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
         return Encoded(self.vector(mean), normalize(self.token(mixed), dim=-1), mask)
-
-    def dual(self, prompts: Encoded, answers: Encoded) -> Tensor:
-        """Logits ``[B]`` of pairs (or of any shape that both broadcast to), by the product of two vectors."""
-        products = (prompts.vectors * answers.vectors).sum(-1) / self.shape.width**0.5
-        return products * self.scales[0].exp() + self.shifts[0]
-
-    def interaction(self, prompts: Encoded, answers: Encoded) -> Tensor:
-        """Logits ``[B]`` of pairs, by late interaction."""
-        found = maxsim(prompts.tokens, prompts.mask, answers.tokens, answers.mask)
-        return found * self.scales[1].exp() + self.shifts[1]

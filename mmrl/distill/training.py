@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmrl.distill.comparing import Comparing, Encoded, Rows
+from mmrl.distill.encoders import Encoder, students_of
 from mmrl.distill.formulas import losses
-from mmrl.distill.students import Encoded, Inputs, Shape, Side, Students, inputs_of
+from mmrl.distill.read_students import Features
+from mmrl.distill.sides import rows_of, unique
+from mmrl.distill.students import Inputs, Side
 from mmrl.report.progress import Progress
 
 _CHUNK = 512
@@ -28,8 +32,8 @@ class Table:
     ``groups``: the rows of each group, which were drawn together for one prompt.
     """
 
-    prompts: Inputs
-    answers: Inputs
+    prompts: Inputs | Features
+    answers: Inputs | Features
     of_prompt: Tensor
     verdicts: Tensor
     groups: list[list[int]]
@@ -50,12 +54,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Settings:
-    """``epochs``: most passes over the groups; ``patience``: passes without a better validation loss that end it.
+    """``epochs``: most passes over the groups; ``patience``: passes without a better validation loss that end it, and
+    the best pass counts; None: all passes are made, and the last counts.
     ``others``: the weight of lists in which the answers to other prompts stand too, as ones that the judge would
     reject: right for pictures, wrong where one answer fits many prompts."""
 
     epochs: int = 40
-    patience: int = 12
+    patience: int | None = 12
     groups: int = 8
     lr: float = 3e-3
     weight_decay: float = 0.05
@@ -69,38 +74,22 @@ def table_of(
     answers: Sequence[Side],
     verdicts: Sequence[float],
     groups: Sequence[int],
-    shape: Shape,
+    encoder: Encoder,
 ) -> Table:
     """The table of pairs, in the order of ``groups``, the number of each pair's group."""
-    keys: dict[tuple[str, tuple[bytes, ...]], int] = {}
-    rows: list[Side] = []
-    of_prompt = []
-    for side in prompts:
-        key = side.text, tuple(picture.tobytes() for picture in side.pictures)
-        if key not in keys:
-            keys[key] = len(rows)
-            rows.append(side)
-        of_prompt.append(keys[key])
-    by_group: dict[int, list[int]] = {}
-    for n, group in enumerate(groups):
-        by_group.setdefault(group, []).append(n)
-    most = (max(len(side.pictures) for side in of) for of in (prompts, answers))
-    places = [min(shape.pictures, count) for count in most]
-    return Table(
-        inputs_of(rows, shape, places[0]),
-        inputs_of(answers, shape, places[1]),
-        torch.tensor(of_prompt),
-        torch.tensor(verdicts, dtype=torch.float32),
-        list(by_group.values()),
-    )
+    rows, of_prompt = unique(prompts)
+    asked, given = encoder.read(rows, of_prompt, answers)
+    return Table(asked, given, torch.tensor(of_prompt), torch.tensor(verdicts, dtype=torch.float32), rows_of(groups))
 
 
-def split(table: Table, seed: int, shares: tuple[float, float] = (0.15, 0.2)) -> tuple[list[int], list[int], list[int]]:
+def split(
+    of_prompt: Sequence[int], groups: Sequence[Sequence[int]], seed: int, shares: tuple[float, float] = (0.15, 0.2)
+) -> tuple[list[int], list[int], list[int]]:
     """The groups for training, validation and the held-out test, of these ``shares`` each: by prompt, so that the
-    groups of one prompt are in one part."""
+    groups of one prompt are in one part. ``of_prompt``: of each row; ``groups``: the rows of each."""
     by_prompt: dict[int, list[int]] = {}
-    for n, group in enumerate(table.groups):
-        by_prompt.setdefault(int(table.of_prompt[group[0]]), []).append(n)
+    for n, group in enumerate(groups):
+        by_prompt.setdefault(of_prompt[group[0]], []).append(n)
     order = sorted(by_prompt)
     random.Random(seed).shuffle(order)
     sizes = [max(1, round(share * len(order))) for share in shares]
@@ -109,22 +98,25 @@ def split(table: Table, seed: int, shares: tuple[float, float] = (0.15, 0.2)) ->
     return train, validation, test
 
 
-def train(table: Table, validation: Table, shape: Shape, settings: Settings, device: torch.device | str) -> Students:
-    """Train new students on the groups of ``table``; returned are those of the pass with the smallest validation loss.
+def train(
+    table: Table, validation: Table, encoder: Encoder, settings: Settings, device: torch.device | str
+) -> Comparing:
+    """Train new students on the groups of ``table``; returned are those of the pass with the smallest validation loss,
+    or of the last one (``Settings.patience``).
 
     The global generator of torch is left as it was.
     """
     cards = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=cards):
         torch.manual_seed(settings.seed)
-        students = Students(shape).to(device)
+        students = students_of(encoder, table.prompts, table.answers).to(device)
         best = _passes(students, table, validation, settings, device)
     students.load_state_dict(best)
     return students.eval().requires_grad_(False)
 
 
 def _passes(
-    students: Students, table: Table, validation: Table, settings: Settings, device: torch.device | str
+    students: Comparing, table: Table, validation: Table, settings: Settings, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Train, and return the weights of the best pass."""
     optimizer = torch.optim.AdamW(students.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
@@ -146,10 +138,10 @@ def _passes(
                 rates.step()
             now = validation_loss(students, validation, settings, device)
             waited += 1
-            if now < least:
+            if settings.patience is None or now < least:
                 best, least, waited = copy.deepcopy(students.state_dict()), now, 0
             progress.advance(1, f"loss {now:.3f}")
-            if waited >= settings.patience:
+            if settings.patience is not None and waited >= settings.patience:
                 break
     return best
 
@@ -159,7 +151,7 @@ def _rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
 
-def validation_loss(students: Students, table: Table, settings: Settings, device: torch.device | str) -> float:
+def validation_loss(students: Comparing, table: Table, settings: Settings, device: torch.device | str) -> float:
     students.eval()
     with torch.no_grad():
         total = 0.0
@@ -185,7 +177,7 @@ def moved(pictures: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _loss(
-    students: Students,
+    students: Comparing,
     table: Table,
     groups: list[int],
     settings: Settings,
@@ -200,7 +192,7 @@ def _loss(
     which = torch.tensor([n for n, group in enumerate(of) for _ in group], device=device)
     asked = students.encode(table.prompts.rows(table.of_prompt[firsts]).to(device), 0).across(1)
     answers = table.answers.rows(rows)
-    if draw is not None:
+    if draw is not None and isinstance(answers, Inputs):
         answers = replace(answers, pictures=moved(answers.pictures, draw))
     given = students.encode(answers.to(device), 1).across(0)
     both = students.dual(asked, given), students.interaction(asked, given)
@@ -216,7 +208,7 @@ def _loss(
 
 
 @torch.no_grad()
-def scores(students: Students, table: Table, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def scores(students: Comparing, table: Table, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """The logits ``[N]`` of the dual student and of the interaction one for all pairs, on the CPU."""
     asked = _encoded(students, table.prompts, 0, device)
     dual, interaction = [], []
@@ -229,10 +221,10 @@ def scores(students: Students, table: Table, device: torch.device | str = "cpu")
     return torch.cat(dual), torch.cat(interaction)
 
 
-def _encoded(students: Students, inputs: Inputs, side: int, device: torch.device | str) -> Encoded:
+def _encoded(students: Comparing, inputs: Rows, side: int, device: torch.device | str) -> Encoded:
     parts = [
-        students.encode(inputs.rows(torch.arange(n, min(n + _CHUNK, len(inputs.ids)))).to(device), side)
-        for n in range(0, len(inputs.ids), _CHUNK)
+        students.encode(inputs.rows(torch.arange(n, min(n + _CHUNK, len(inputs)))).to(device), side)
+        for n in range(0, len(inputs), _CHUNK)
     ]
     columns = zip(*((one.vectors, one.tokens, one.mask) for one in parts), strict=True)
     return Encoded(*(torch.cat(column) for column in columns))

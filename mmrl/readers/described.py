@@ -1,0 +1,70 @@
+"""The model of a recipe, as a reward's folder keeps it: the recipe without its secrets, and a hash of the weights."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from mmrl.config.names import resolve, resolve_drop_in
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.json_types import JsonObject, as_object, as_text
+from mmrl.packages.places import lacking
+from mmrl.secrets import masked
+
+_WHOLE = 64 << 20
+"""A file of at most so many bytes is hashed in full; of a larger one its size, its beginning and its end."""
+_ENDS = 1 << 20
+_LORA = {"rank": 16, "alpha": 32}
+"""The adapter of a model that writes, where the recipe has none; it has no effect until it is trained."""
+_STEPS = {"steps": 1, "prompts_per_step": 2, "group_size": 2, "micro_batch_size": 4}
+_KEPT = (".json", ".safetensors", ".jinja", ".txt", ".model")
+
+
+def described(recipe: Recipe, root: Path) -> JsonObject:
+    """The model of ``recipe`` as it is before training, to be read with in one process, in float32."""
+    said = recipe.model_dump(mode="json")
+    lora = recipe.model.lora
+    model = {**as_object(said["model"]), "path": resolve(root, recipe.model.path), "dtype": "float32", "freeze": []}
+    if lora is not None and lora.path is not None:
+        model["lora"] = {**as_object(model["lora"]), "path": resolve(root, lora.path)}
+    own = {"pipeline": resolve_drop_in(root, recipe.pipeline), "model": model, "eval": {}}
+    if recipe.makes == "text":  # no engine, no sharded weights, no data: what makes a chat of a prompt is enough
+        said = {"name": said["name"], "sampling": said["sampling"], "data": {"name": "sums", "overlong": "cut"}}
+        model["lora"] = model["lora"] or _LORA
+        nothing = {"algorithm": {"type": "grpo"}, "train": _STEPS, "rewards": [{"name": "answer:exact"}]}
+    else:
+        nothing = {"rewards": [{"name": "jpeg:compressibility"}]}
+    return as_object(masked({**said, **own, **nothing}))  # rewards may have secrets among their options
+
+
+def opened(model: JsonObject, what: str, again: str) -> tuple[Recipe, str]:
+    """The recipe that ``described`` kept, and the place of its model. ``what`` the model does, and the command to run
+    ``again``, are for messages. Raises ``UserError`` where the model is not there any more."""
+    try:
+        recipe = Recipe.model_validate(model)
+        path = as_text(as_object(model["model"])["path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the model that {what} is not known: {error}; run {again} again") from error
+    if Path(path).is_absolute() and not Path(path).is_dir():
+        raise UserError(f"the model that {what} is not at {path} any more; run {again} again")
+    if unset := lacking(path):
+        raise UserError(f"the model that {what}: {unset}")
+    return recipe, path
+
+
+def digest(path: str) -> str:
+    """A hash of a model's files and of the names that they have in its folder; of a hub model its name."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    found = hashlib.sha256()
+    for file in sorted(p for p in folder.rglob("*") if p.suffix in _KEPT and p.is_file()):
+        size = file.stat().st_size
+        found.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
+        with file.open("rb") as data:
+            if size > _WHOLE:
+                found.update(data.read(_ENDS))
+                data.seek(-_ENDS, 2)
+            found.update(data.read())
+    return found.hexdigest()
