@@ -188,8 +188,6 @@ def fitted(
         backbone.modules.to(device)
         backbone.at(device)
         settings = replace(settings, **_READ)
-        if backbone.adapter:  # it knows these verdicts by now: students that read it for long learn them by heart
-            settings = replace(settings, epochs=max(1, settings.epochs // 4))
     elif answers == "image":
         settings = replace(settings, others=1.0)
     learn, check, test = split(unique(pairs.prompts)[1], rows_of(pairs.groups), settings.seed)

@@ -81,7 +81,7 @@ def tune(
                 nn.utils.clip_grad_norm_(adapter, 1.0)
                 optimizer.step()
                 rates.step()
-                progress.advance(1, f"loss {float(loss):.3f}")
+                progress.advance(1, f"loss {float(loss.detach()):.3f}")
     for weight in adapter:
         weight.requires_grad_(False)
 

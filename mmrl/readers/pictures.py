@@ -49,7 +49,10 @@ class PictureReader:
     def __init__(self, model: JsonObject, what: str, again: str) -> None:
         recipe, path = opened(model, what, again)
         family = mmrl.load("pipelines", recipe.pipeline)
-        self.adapter: Adapter = family.build(recipe, path, torch.device("cpu")).adapter
+        pipeline = family.build(recipe, path, torch.device("cpu"))
+        if not hasattr(pipeline, "adapter"):
+            raise UserError(f"the model that {what} is no diffusion model of ours")
+        self.adapter: Adapter = pipeline.adapter
         if self.adapter.edits:
             raise UserError(f"the model that {what} edits pictures, and reads none without the one it edits")
         self.adapter.model.eval().requires_grad_(False)
