@@ -253,7 +253,3 @@ def test_a_run_trains_on_it_asks_the_judge_and_resumes(made: Path, root: Path, t
     )
     kept = ("reward/mean", "reward/distilled/asked", "reward/distilled/off", "policy/loss", "optim/grad_norm")
     assert [[row.get(k) for k in kept] for row in again] == [[row.get(k) for k in kept] for row in rows]
-    again = ["distill", str(tmp_path / "whole"), "--samples", "160", "--passes", "10", "--also", str(made)]
-    assert mmrl(*again, "--out", str(tmp_path / "two")) == 0
-    said = json.loads((tmp_path / "two" / "distilled.json").read_text())
-    assert said["backbone"]["model"]["model"]["path"] == str(root / "tinylm")  # the model before training

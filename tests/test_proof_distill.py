@@ -49,7 +49,7 @@ def test_students_that_are_refused_are_said_and_not_made_again(proof, tmp_path, 
         "--reward",
         "odd",
         "--share",
-        "0.5",
+        "0.4",
         "--steps",
         "10",
         "--backbone",
@@ -57,15 +57,15 @@ def test_students_that_are_refused_are_said_and_not_made_again(proof, tmp_path, 
         "--out",
         "out",
     ]
-    monkeypatch.setattr(sys, "argv", ["proof_distill", *given, "--arms", "student", "cascade", "refreshed"])
+    monkeypatch.setattr(sys, "argv", ["proof_distill", *given, "--arms", "cascade", "refreshed"])
     proof.main()
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     refused = [row for row in said if "refused" in row]
-    assert [(row["arm"], row["samples"]) for row in refused] == [("student", 160), ("cascade", 80), ("refreshed", 80)]
-    assert len(calls) == 2  # students of 160 and of 80 verdicts; no arm is run
+    assert [(row["arm"], row["samples"]) for row in refused] == [("cascade", 64), ("refreshed", 64)]
+    assert len(calls) == 1  # both have the same students; no arm is run
     assert all("no student orders held-out samples of a prompt better" in row["refused"] for row in refused)
     proof.main()
-    assert len(calls) == 2
+    assert len(calls) == 1
     with pytest.raises(subprocess.CalledProcessError):  # another error is not hidden
         proof.distil(["no-such-recipe"], tmp_path / "none", tmp_path / "none.log")
     assert not (tmp_path / "none").exists()
