@@ -1,12 +1,14 @@
-"""200 labels of 5,000 pictures: the graph transformer beside label propagation, nearest neighbours, a supervised head.
+"""200 labels of 5,000 samples: the graph transformer beside label propagation, nearest neighbours, a supervised head.
 
     python benchmarks/labels.py --cache /tmp/labels --seeds 0 1 2
+    python benchmarks/labels.py --cache /tmp/labels --seeds 0 1 2 --job scenes
 
-The shipped model of ``shapes-full`` draws the pictures, 12 of each of its training prompts in turn; the truth is the
-verifier's success. A seed chooses which samples have a label; all methods get the same ones, and the figures are of all
-others. Each method chooses its own setting by the labels alone, in five parts. Two embeddings: ``pixels`` (colours,
-edges and shades, with the prompt's words) and ``model`` (states and errors of the model that drew them). Drawing takes
-about 200 CPU-seconds and the embedding ``model`` 50; both are kept in ``--cache`` as npz.
+The shipped model of ``shapes-full`` draws pictures, 12 of each of its training prompts in turn; that of ``scenes``
+answers questions about pictures, 8 times each. The truth is the verifier's success. A seed chooses which samples have
+a label; all methods get the same ones, and the figures are of all others. Each method chooses its own setting by the
+labels alone, in five parts. Embeddings: ``pixels`` (colours, edges and shades, with the prompt's words; of answers
+``words``) and ``model`` (what the model that made them reads of them). Drawing takes about 200 CPU-seconds and the
+embedding ``model`` 50; both are kept in ``--cache`` as npz.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from mmrl.labels.graph import symmetric
 from mmrl.labels.readers import described
 from mmrl.labels.spreading import BOTH, GRAPH, HEAD, Projection, baselines_of, methods
 from mmrl.labels.training import Settings, train
+from mmrl.media import open_image
 
 RECIPE = "shapes-full"
+ANSWERS = "scenes"
 Drawn = dict[str, Any]
 
 
@@ -70,6 +74,31 @@ def embeddings(cache: Path, kind: str, given: Drawn) -> torch.Tensor:
     return Space.of(whole)(whole)
 
 
+def answers(cache: Path, count: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The embeddings ``[N, D]`` of answers of the model of ``scenes``, and which are right ``[N]``."""
+    file = cache / f"answers-{kind}-{count}.npz"
+    if not file.exists():
+        loaded = load_recipe([ANSWERS], ["model.dtype=float32", "threads=1"])
+        context = open_policy(loaded.recipe, loaded.root, loaded.recipe.rewards[0], None, "latest")
+        with TemporaryDirectory() as folder:
+            made = collect(context, count, Path(folder))
+        words = Encoders("text", WORDS, WORDS)
+        encoders = words if kind == WORDS else Encoders("text", MODEL, "", described(loaded.recipe, loaded.root))
+        embedder, began = Embedder(encoders), time.process_time()
+        contents = []
+        for sample in made.samples:
+            shown = tuple(open_image(media) for media in sample.prompt.media)
+            contents.append(Content(sample.prompt.text, sample.text or "", pictures=shown))
+        parts = [embedder.parts(contents[n : n + 64]) for n in range(0, len(contents), 64)]
+        print(f"embedding {kind}: {time.process_time() - began:.0f} CPU-seconds", flush=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        whole = [torch.cat(part).numpy() for part in zip(*parts, strict=True)]
+        np.savez(file, *whole, truth=np.array(made.values, dtype=np.float32))
+    with np.load(file) as found:
+        whole = [torch.from_numpy(found[name]) for name in sorted(found) if name != "truth"]
+        return Space.of(whole)(whole), torch.from_numpy(found["truth"])
+
+
 def arms(embedded: torch.Tensor, truth: torch.Tensor, labels: int, settings: Settings) -> dict[str, list[float]]:
     """Of each method AUC and accuracy on the samples without a label, and CPU-seconds."""
     draw = torch.Generator().manual_seed(settings.seed)
@@ -102,20 +131,26 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5000)
     parser.add_argument("--labels", type=int, nargs="+", default=[200])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--embeddings", nargs="+", choices=(PIXELS, MODEL), default=[PIXELS, MODEL])
+    parser.add_argument("--embeddings", nargs="+", choices=(PIXELS, WORDS, MODEL), help="default: all of the job")
+    parser.add_argument("--job", choices=("shapes", "scenes"), default="shapes")
     parser.add_argument("--layers", type=int, default=Settings.layers)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = drawn(given.cache, given.samples)
-    truth = torch.from_numpy(found["success"]).float()
-    print(f"{len(truth)} pictures, {float(truth.mean()):.1%} of them right\n")
+    if given.job == "shapes":
+        found = drawn(given.cache, given.samples)
+        truth = torch.from_numpy(found["success"]).float()
+        embedded_by = {kind: embeddings(given.cache, kind, found) for kind in given.embeddings or (PIXELS, MODEL)}
+    else:
+        made = {kind: answers(given.cache, given.samples, kind) for kind in given.embeddings or (WORDS, MODEL)}
+        truth = next(iter(made.values()))[1]
+        embedded_by = {kind: embedded for kind, (embedded, _) in made.items()}
+    print(f"{len(truth)} samples, {float(truth.mean()):.1%} of them right\n")
     print(
         "| embedding | labels | method | AUC | accuracy | AUC beside the head's, draws above it | CPU-seconds |",
         flush=True,
     )
     print("|---|---|---|---|---|---|---|", flush=True)
-    for kind in given.embeddings:
-        embedded = embeddings(given.cache, kind, found)
+    for kind, embedded in embedded_by.items():
         for labels in given.labels:
             runs = [arms(embedded, truth, labels, Settings(seed=s, layers=given.layers)) for s in given.seeds]
             for name in runs[0]:

@@ -16,6 +16,7 @@ from typing import Any
 import mmrl
 from mmrl.labels.embeddings import Content, Embedder
 from mmrl.labels.folder import load_known, read
+from mmrl.media import open_image
 from mmrl.rewards.contract import Context, Declaration, Failed, Input, Value
 from mmrl.trajectory import Sample
 
@@ -37,19 +38,24 @@ class Labels:
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> list[Value]:
         """``score``."""
-        contents = [_content(sample) for sample in samples]
+        encoders = self.known.record.encoders
+        reads = encoders.kind == "text" and encoders.model is not None
+        contents = [_content(sample, pictures=reads) for sample in samples]
         there = [content for content in contents if content is not None]
         scores = iter(self.known.scores(self.embedder.parts(there)).tolist() if there else [])
-        kind = self.known.record.encoders.kind
-        return [Failed(f"the sample has no {kind}") if content is None else next(scores) for content in contents]
+        return [
+            Failed(f"the sample has no {encoders.kind}") if content is None else next(scores) for content in contents
+        ]
 
 
 score = Labels
 
 
-def _content(sample: Sample) -> Content | None:
+def _content(sample: Sample, *, pictures: bool) -> Content | None:
+    """``pictures``: whether those of a text's prompt are read."""
     prompt = sample.prompt.conversation
     if sample.text is not None:
-        return Content(prompt, sample.text)
+        shown = (open_image(media) for media in sample.prompt.media if media.kind == "image") if pictures else ()
+        return Content(prompt, sample.text, pictures=tuple(shown))
     frames = (sample.image,) if sample.image is not None else sample.video or ()
     return Content(prompt, frames=tuple(frames)) if frames else None

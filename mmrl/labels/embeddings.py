@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import mmrl
+from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_list, as_object, as_text
 from mmrl.labels import pixels
+from mmrl.labels.answers import AnswerReader
 from mmrl.labels.items import Item, Kind
 from mmrl.labels.readers import ModelReader
 from mmrl.media import BadMediaError
@@ -32,11 +34,13 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Content:
-    """What is embedded of a sample: its prompt, and its text, its picture or the frames of its clip."""
+    """What is embedded of a sample: its prompt, and its text, its picture or the frames of its clip. ``pictures``:
+    those of a text's prompt."""
 
     prompt: str = ""
     text: str = ""
     frames: tuple[Image.Image, ...] = ()
+    pictures: tuple[Image.Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,15 @@ class Encoders:
     @classmethod
     def for_items(cls, items: Sequence[Item], texts: str | None = None, model: JsonObject | None = None) -> Encoders:
         """For these samples. ``texts``: what embeds texts and prompts, ``words`` or a sentence encoder; None: MiniLM
-        where it is set up, else words. ``model``: the model that reads pictures with their prompts."""
+        where it is set up, else words. ``model``: the model that reads pictures, or texts, with their prompts. Raises
+        ``UserError`` where it reads other samples."""
         kind = items[0].kind
         if model is not None:
-            if kind != "image":
-                raise UserError(f"--model reads pictures, and these samples are of the kind {kind}; leave --model out")
+            if (makes := Recipe.model_validate(model).makes) != kind:
+                raise UserError(
+                    f"--model: this recipe's model makes {makes}, and these samples are of the kind {kind}; name the "
+                    "recipe that made them, or leave --model out"
+                )
             return cls(kind, MODEL, "", model)
         chosen = texts or (WORDS if lacking(MINILM) else MINILM)
         prompts = chosen if len({item.prompt for item in items}) > 1 else ""
@@ -87,7 +95,11 @@ class Embedder:
         self.encoders = encoders
         named = {encoders.samples, encoders.prompts} - {PIXELS, WORDS, MODEL, ""}
         self._sentences: dict[str, _Sentences] = {p: mmrl.load("rewards", "relevance").Relevance(p) for p in named}
-        self._model = ModelReader(encoders.model) if encoders.model is not None else None
+        self._model = self._answers = None
+        if encoders.model is not None and encoders.kind == "text":
+            self._answers = AnswerReader(encoders.model)
+        elif encoders.model is not None:
+            self._model = ModelReader(encoders.model)
         self._prompts: dict[str, Tensor] = {}
         """A prompt is embedded once: most samples share theirs with others."""
 
@@ -97,6 +109,9 @@ class Embedder:
         prompts = [content.prompt for content in contents]
         if self._model is not None:
             return self._model.parts([content.frames[0] for content in contents], prompts)
+        if self._answers is not None:
+            texts = [content.text for content in contents]
+            return self._answers.parts(texts, prompts, [content.pictures for content in contents])
         if kind == "text":
             found = [self._texts([content.text for content in contents], self.encoders.samples)]
         elif kind == "image":
@@ -163,5 +178,5 @@ def embedded(items: Sequence[Item], encoders: Encoders) -> tuple[list[Item], lis
 def content_of(item: Item) -> Content:
     """Raises ``BadMediaError``."""
     if item.kind == "text":
-        return Content(item.prompt, item.text)
+        return Content(item.prompt, item.text, pictures=tuple(item.shown()))
     return Content(item.prompt, frames=tuple(item.frames()))

@@ -30,7 +30,7 @@ FRAMES = 8
 @dataclass(frozen=True)
 class Item:
     """A sample: its name in the table of labels, its prompt, and its ``path`` (pictures and clips) or ``text``.
-    ``pictures``: those of a text's prompt, as names in the folder."""
+    ``pictures``: those of a text's prompt, as names in the folder ``root``."""
 
     name: str
     kind: Kind
@@ -38,6 +38,12 @@ class Item:
     path: Path | None = None
     text: str = ""
     pictures: tuple[str, ...] = ()
+    root: Path | None = None
+
+    def shown(self) -> list[Image.Image]:
+        """The pictures of a text's prompt. Raises ``BadMediaError``."""
+        root = self.root
+        return [] if root is None else [open_image(Media("image", str(root / name))) for name in self.pictures]
 
     def frames(self) -> list[Image.Image]:
         """The picture, or up to 8 frames of the clip. Raises ``BadMediaError``."""
@@ -113,7 +119,7 @@ def _of_rows(root: Path, listing: str, rows: Sequence[Json]) -> Iterator[Item]:
         if isinstance(text, str):
             shown = given.get("pictures")
             pictures = tuple(str(name) for name in shown if inside(root, name)) if isinstance(shown, list) else ()
-            yield Item(f"{listing}#{number}", "text", prompt, text=text[:_MOST_TEXT], pictures=pictures)
+            yield Item(f"{listing}#{number}", "text", prompt, text=text[:_MOST_TEXT], pictures=pictures, root=root)
         elif (path := inside(root, given.get("file"))) is not None:
             yield Item(str(given["file"]), _kind(path), prompt, path)
 
