@@ -77,7 +77,9 @@ def spread(
     labels: LabelsOption = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", help="Embed pictures with this recipe's model, which reads the prompt too."),
+        typer.Option(
+            metavar="RECIPE", help="Embed pictures or texts with this recipe's model; it reads the prompt too."
+        ),
     ] = None,
     texts: Annotated[
         str | None,
