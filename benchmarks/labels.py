@@ -28,9 +28,8 @@ import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.distill.collection import collect, open_policy
 from mmrl.judge.statistics import auc
-from mmrl.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space
+from mmrl.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of
 from mmrl.labels.graph import symmetric
-from mmrl.labels.readers import described
 from mmrl.labels.spreading import BOTH, GRAPH, HEAD, Projection, baselines_of, methods
 from mmrl.labels.training import Settings, train
 from mmrl.media import open_image
@@ -62,7 +61,7 @@ def embeddings(cache: Path, kind: str, given: Drawn) -> torch.Tensor:
     if not file.exists():
         loaded = load_recipe([RECIPE], ["model.dtype=float32"])
         pixels = Encoders("image", PIXELS, WORDS)
-        encoders = pixels if kind == PIXELS else Encoders("image", MODEL, "", described(loaded.recipe, loaded.root))
+        encoders = pixels if kind == PIXELS else Encoders("image", MODEL, "", model_of(loaded.recipe, loaded.root))
         embedder, began = Embedder(encoders), time.process_time()
         rows = zip(given["prompts"], given["pixels"], strict=True)
         contents = [Content(str(prompt), frames=(Image.fromarray(picture),)) for prompt, picture in rows]
@@ -83,7 +82,7 @@ def answers(cache: Path, count: int, kind: str) -> tuple[torch.Tensor, torch.Ten
         with TemporaryDirectory() as folder:
             made = collect(context, count, Path(folder))
         words = Encoders("text", WORDS, WORDS)
-        encoders = words if kind == WORDS else Encoders("text", MODEL, "", described(loaded.recipe, loaded.root))
+        encoders = words if kind == WORDS else Encoders("text", MODEL, "", model_of(loaded.recipe, loaded.root))
         embedder, began = Embedder(encoders), time.process_time()
         contents = []
         for sample in made.samples:

@@ -13,9 +13,8 @@ from mmrl.cli import app
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.labels import table
-from mmrl.labels.embeddings import Content, Embedder, Encoders
+from mmrl.labels.embeddings import Content, Embedder, Encoders, model_of
 from mmrl.labels.folder import read
-from mmrl.labels.readers import described
 from mmrl.media import Media
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
@@ -38,7 +37,7 @@ def writer(tmp_path_factory):
         "train: {steps: 1, prompts_per_step: 2, group_size: 2, micro_batch_size: 4}\n"
     )
     loaded = load_recipe([str(folder / "recipe.yaml")], [])
-    return folder, Encoders("text", "model", "", described(loaded.recipe, loaded.root))
+    return folder, Encoders("text", "model", "", model_of(loaded.recipe, loaded.root))
 
 
 def test_the_probabilities_are_those_of_one_plain_forward(writer):

@@ -104,13 +104,13 @@ def spread(
     """
     with rarely_collected():
         loaded = None if model is None else read_recipe(model, [])
-        from mmrl.labels.readers import described
+        from mmrl.labels.embeddings import model_of
         from mmrl.labels.spread_folder import spread_folder
         from mmrl.labels.spreading import AUTO, BOTH, GRAPH, HEAD
         from mmrl.labels.training import Settings
 
         methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD, Method.both: BOTH}
-        reader = None if loaded is None else described(loaded.recipe, loaded.root)
+        reader = None if loaded is None else model_of(loaded.recipe, loaded.root)
 
     def made() -> Outcome:
         settings = Settings(neighbours=neighbours, seed=seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -23,8 +24,10 @@ from mmrl.labels import pixels
 from mmrl.labels.answers import AnswerReader
 from mmrl.labels.items import Item, Kind
 from mmrl.labels.readers import ModelReader
+from mmrl.labels.readers import described as described_pictures
 from mmrl.media import BadMediaError
 from mmrl.packages.places import lacking
+from mmrl.readers.described import described as described_texts
 from mmrl.report.progress import Progress
 
 PIXELS, WORDS, MODEL = "pixels", "words", "model"
@@ -82,6 +85,12 @@ class Encoders:
         chosen = texts or (WORDS if lacking(MINILM) else MINILM)
         prompts = chosen if len({item.prompt for item in items}) > 1 else ""
         return cls(kind, chosen if kind == "text" else PIXELS, prompts)
+
+
+def model_of(recipe: Recipe, root: Path) -> JsonObject:
+    """The model of a recipe that reads pictures or texts, as a reward's folder keeps it. Raises ``UserError`` for one
+    that makes neither."""
+    return described_texts(recipe, root) if recipe.makes == "text" else described_pictures(recipe, root)
 
 
 class _Sentences(Protocol):
