@@ -509,8 +509,9 @@ def test_texts_spread_with_hashed_words(tmp_path):
     made = [Sample(Prompt("p", "question 1"), SampleId(0, n, 0, 0), text=words[n]) for n in (0, 1)]
     bad, good = reward.call(made, context=Context())
     assert good > bad
+    draws = load_recipe(["shapes-full"], [])
     with pytest.raises(UserError, match="samples are of the kind text"):
-        Encoders.for_items(items_of(folder), model={})
+        Encoders.for_items(items_of(folder), model=described(draws.recipe, draws.root))
 
 
 def test_a_sample_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
