@@ -43,6 +43,8 @@ PLACEMENTS = {
     "adaptive": Placement(type="adaptive", sleep=True),
     "disaggregated": Placement(type="disaggregated", trainers=3, judges=2, staleness=1),
     "disaggregated, lent": Placement(type="disaggregated", trainers=3, judges=2, staleness=1, lend=True),
+    "three roles, greedy": Placement(type="disaggregated", trainers=3, staleness=1, split="greedy", lend=True),
+    "three roles, not lent": Placement(type="disaggregated", trainers=3, staleness=1, split="greedy"),
     "three roles": Placement(type="disaggregated", trainers=3, staleness=1, split="adaptive", lend=True),
 }
 GOALS = 0.05, 0.10
