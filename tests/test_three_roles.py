@@ -33,6 +33,16 @@ def score(samples, *, context):
     time.sleep(0.3)
     return [float(len(sample.text or "") % 2) for sample in samples]
 """
+BRIGHT = """
+import mmrl
+import numpy as np
+import time
+
+@mmrl.reward(inputs=("video",), device=True)
+def score(samples, *, context):
+    time.sleep(0.3)
+    return [float(np.mean([np.asarray(frame) for frame in sample.video])) / 255 for sample in samples]
+"""
 THREE = "split: adaptive, lend: true"
 
 
@@ -43,6 +53,12 @@ def opened(tmp_path, name, how):
     words = [*SMALL, "devices_per_controller=3", f"placement={{type: disaggregated, trainers: 1, {how}}}"]
     if name == "sums":
         words += ["optim.lr=1e-4", "optim.warmup_steps=0", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
+    elif name == "scenes-judge":
+        words += ["rewards.0.batch_size=4", "optim.lr=1e-4", "optim.warmup_steps=0", "model.dtype=float32"]
+    elif name == "moving-shapes":  # its own reward is a program, which needs no device
+        judge.write_text(BRIGHT)
+        words += [f'rewards=[{{name: "{judge}:score", batch_size: 4}}]', "sampling.steps=4", "optim.lr=1e-4"]
+        words += ["train.prompts_per_step=2"]
     else:
         words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=1e-4"]
         words += ["train.prompts_per_step=2"]
@@ -72,9 +88,12 @@ def trained(tmp_path, name, how, steps=3):
     return run, devices, rows
 
 
-@pytest.mark.parametrize("name", ["sums", pytest.param("shapes-judge", marks=pytest.mark.slow)])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("scenes-judge", "shapes-judge", "moving-shapes")]
+
+
+@pytest.mark.parametrize("name", ["sums", *OTHERS])
 def test_samples_and_weights_are_those_of_devices_that_keep_their_role(tmp_path, name):
-    if name == "shapes-judge":
+    if name.endswith("-judge"):
         pytest.importorskip("torchvision")
     alone, fixed, before = trained(tmp_path, name, "judges: 1")
     moved, moves, after = trained(tmp_path, name, THREE)

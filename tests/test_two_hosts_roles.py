@@ -16,6 +16,7 @@ import pytest
 from mmrl.placement.tasks import LENT
 from tests import ray_runs
 from tests.hosts import network
+from tests.test_three_roles import BRIGHT
 from tests.test_two_hosts import ENVIRONMENT, lose, ray
 
 pytest.importorskip("ray")
@@ -29,16 +30,6 @@ SMALL += [
     "optim.lr=1e-4",
     "rewards.0.batch_size=4",
 ]
-BRIGHT = """
-import mmrl
-import numpy as np
-import time
-
-@mmrl.reward(inputs=("video",), device=True)
-def score(samples, *, context):
-    time.sleep(0.3)
-    return [float(np.mean([np.asarray(frame) for frame in sample.video])) / 255 for sample in samples]
-"""
 
 
 @pytest.fixture(scope="module")
