@@ -2,12 +2,23 @@
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "RAY_AUTH_MODE": "token",  # what Ray asks for by itself where it listens beyond the loopback
+    "RAY_AUTH_TOKEN": "t" * 40,
+    "RAY_worker_niceness": "0",
+}
 
 
 def ip(*words):
@@ -72,3 +83,20 @@ def network(n, subnet=None):
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def ray(host, *words, before="", cpus=1):
+    """Start Ray on ``host``, after the shell command ``before``."""
+    script = Path(sys.executable).parent / "ray"
+    options = [f"--num-cpus={cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
+    command = " ".join([before, str(script), "start", f"--node-ip-address={host.address}", *options, *words])
+    done = host.run(["sh", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def lose(host):
+    """Kill all that runs there."""
+    found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout
+    for pid in found.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)

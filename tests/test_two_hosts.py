@@ -1,32 +1,23 @@
 """One recipe on two hosts of one machine: two network namespaces, a raylet in each with an address of its own."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from mmrl.config.loader import find_recipe
-from tests.hosts import network
+from tests.hosts import ENVIRONMENT, lose, network, ray
 from tests.ray_runs import UNHURRIED, learned, rows
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["train.steps=3", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(ROOT),
-    "RAY_AUTH_MODE": "token",  # what Ray asks for by itself where it listens beyond the loopback
-    "RAY_AUTH_TOKEN": "t" * 40,
-    "RAY_worker_niceness": "0",
-}
 STATISTICS = """
 import sys, ray
 from ray._private.internal_api import node_stats
@@ -35,23 +26,6 @@ for node in ray.nodes():
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
     print(node["NodeManagerAddress"], stats.cumulative_created_objects, stats.cumulative_created_bytes)
 """
-
-
-def ray(host, *words, before="", cpus=1):
-    """Start Ray on ``host``, after the shell command ``before``."""
-    script = Path(sys.executable).parent / "ray"
-    options = [f"--num-cpus={cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
-    command = " ".join([before, str(script), "start", f"--node-ip-address={host.address}", *options, *words])
-    done = host.run(["sh", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def lose(host):
-    """Kill all that runs there."""
-    found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout
-    for pid in found.split():
-        with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

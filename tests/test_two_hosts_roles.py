@@ -15,9 +15,8 @@ import pytest
 
 from mmrl.placement.tasks import LENT
 from tests import ray_runs
-from tests.hosts import network
+from tests.hosts import ENVIRONMENT, lose, network, ray
 from tests.test_three_roles import BRIGHT
-from tests.test_two_hosts import ENVIRONMENT, lose, ray
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # in short: tests/test_three_roles.py and test_two_hosts.py
