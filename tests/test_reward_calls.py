@@ -255,6 +255,8 @@ def test_the_command_line_describes_a_judge_behind_http(tmp_path):
     code, told = simulated(HTTP, "--latency", "500")
     assert code == 0
     assert "over HTTP" not in told
+    assert "the devices wait for requests" in told
+    assert "the devices wait" not in simulated(HTTP, "--latency", "0.001")[1]
     assert told != untold
     assert told != simulated(HTTP, "--latency", "500", "--concurrency", "200")[1]
 

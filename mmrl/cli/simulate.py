@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -232,13 +233,28 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
             say(f"after step {step}: {decision.why}")
     say("bound: all devices share the work of their own step without a gap; disaggregated trains on older samples")
     say("waiting: idle for other controllers; moves: of devices inside a step; changes: of the split between steps")
-    outside = ", ".join(_behind_http(recipe))
-    if outside and not any(b.calls for share in first.shares for batches in share for b in batches):
-        say(f"note: requests over HTTP ({outside}) take no time here; add --latency SECONDS, or --trace RUN")
+    for note in _notes_on_requests(recipe, trace, cluster):
+        say(note)
     if count < cluster.total:
         say(f"note: {count} micro-batches leave devices without work; raise train.prompts_per_step")
     if cluster.devices > MOST_OF_A_HOST:
         say(f"note: a controller's {cluster.devices} devices are of one host; more controllers make them fewer")
+
+
+def _notes_on_requests(recipe: Recipe, trace: Trace, cluster: Cluster) -> Iterator[str]:
+    """What is not known of judges behind HTTP, or that the devices wait for them."""
+    batches = [b for work in trace.steps for share in work.shares for one in share for b in one]
+    asked = sum(call.seconds / call.at_once for b in batches for call in b.calls) / cluster.controllers
+    own = sum(b.sampling + b.judging for b in batches) / cluster.total
+    outside = ", ".join(_behind_http(recipe))
+    if outside and not asked:
+        yield f"note: requests over HTTP ({outside}) take no time here; add --latency SECONDS, or --trace RUN"
+    if asked > own:
+        steps = len(trace.steps)
+        yield (
+            f"note: the devices wait for requests, which take {asked / steps:,.1f} s of a step, and their own work "
+            f"{own / steps:,.1f} s; raise the judge's concurrency if its server can answer more at once"
+        )
 
 
 def _json(name: str, trace: Trace, cluster: Cluster, found: Comparison) -> JsonObject:
