@@ -28,7 +28,7 @@ from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
 from mmrl.simulator.simulate import Cluster, adaptive, bound, disaggregated, static
-from mmrl.simulator.trace import LOADS, Asked, Trace, Work, synthetic
+from mmrl.simulator.trace import LOADS, HttpJudge, Trace, Work, synthetic
 from mmrl.simulator.trace_from_run import read_run
 from tests import judging
 from tests.ray_runs import rows, run
@@ -90,11 +90,11 @@ def test_the_bound_counts_the_judge_s_turns():
 def test_faster_requests_gain_nothing_where_the_devices_are_slower():
     slow, fast, none = (
         adaptive(synthetic(LOADS["steady"], 4, 1, 4, 16, asked=asked), Cluster(1, 4)).seconds
-        for asked in (Asked(40.0, 8, 4), Asked(0.001, 8, 4), None)
+        for asked in (HttpJudge(40.0, 8, 4), HttpJudge(0.001, 8, 4), None)
     )
     assert slow > 4 * 16 * 8 * 40 / 4 * 0.9  # the judge's own turns
     assert fast == pytest.approx(none, rel=0.01)
-    ahead = disaggregated(synthetic(LOADS["steady"], 4, 1, 4, 16, asked=Asked(40.0, 8, 4)), Cluster(1, 4), 1, 1, 1)
+    ahead = disaggregated(synthetic(LOADS["steady"], 4, 1, 4, 16, asked=HttpJudge(40.0, 8, 4)), Cluster(1, 4), 1, 1, 1)
     assert ahead.seconds > 4 * 16 * 8 * 40 / 4 * 0.9
 
 

@@ -19,7 +19,7 @@ from mmrl.json_types import JsonObject
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
     from mmrl.simulator.simulate import Cluster, Comparison, Outcome
-    from mmrl.simulator.trace import Asked, Trace
+    from mmrl.simulator.trace import HttpJudge, Trace
     from mmrl.simulator.trace_from_run import Recorded
 
 MOST_OF_A_HOST = 16
@@ -146,9 +146,9 @@ def micro_batches(recipe: Recipe, controllers: int) -> int:
     return sum(-(-n * train.group_size // batch) for n in prompts)
 
 
-def _asked(recipe: Recipe, latency: float | None, concurrency: int | None, *, traced: bool) -> Asked | None:
+def _asked(recipe: Recipe, latency: float | None, concurrency: int | None, *, traced: bool) -> HttpJudge | None:
     """The judge behind HTTP that the options describe."""
-    from mmrl.simulator.trace import Asked
+    from mmrl.simulator.trace import HttpJudge
 
     if latency is None and concurrency is None:
         return None
@@ -156,7 +156,7 @@ def _asked(recipe: Recipe, latency: float | None, concurrency: int | None, *, tr
         raise UserError("--latency and --concurrency: a trace has the run's own requests; leave them out, or --trace")
     if latency is None:
         raise UserError("--concurrency says how many requests are made at once; add --latency SECONDS of a request")
-    return Asked(latency, _rows(recipe), concurrency or _concurrency(recipe))
+    return HttpJudge(latency, _rows(recipe), concurrency or _concurrency(recipe))
 
 
 def _concurrency(recipe: Recipe) -> int:
@@ -186,7 +186,7 @@ def _trace(
     load: str,
     steps: int | None,
     seed: int,
-    asked: Asked | None,
+    asked: HttpJudge | None,
 ) -> Trace:
     from mmrl.simulator.trace import LOADS, synthetic
     from mmrl.simulator.trace_from_run import fitted

@@ -73,7 +73,7 @@ MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Asked:
+class HttpJudge:
     """A judge behind HTTP, which is asked about each sample: ``seconds`` of a request in the mean, a micro-batch's
     ``requests``, and how many a controller makes at the same time."""
 
@@ -89,7 +89,7 @@ def synthetic(
     devices: int,
     micro_batches: int,
     seed: int = 0,
-    asked: Asked | None = None,
+    asked: HttpJudge | None = None,
 ) -> Trace:
     """``steps`` steps of ``micro_batches`` each, divided among controllers in turn; ``devices``: of all controllers.
     ``asked``: a judge outside of the devices, beside the load's."""
@@ -117,7 +117,7 @@ def _rounds(load: Load, wanted: int, tried: float, again: float, judge: float, r
     return rounds
 
 
-def _asked(shares: list[Rounds], asked: Asked, tail: float, rng: np.random.Generator) -> list[Rounds]:
+def _asked(shares: list[Rounds], asked: HttpJudge, tail: float, rng: np.random.Generator) -> list[Rounds]:
     """The micro-batches with their calls of a judge outside of the devices."""
 
     def call() -> Call:
