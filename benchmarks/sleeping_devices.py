@@ -2,11 +2,13 @@
 
 ``SleepingDevices`` is ``MultiDevice`` with its threads, queue, futures, role switches and decisions. Only what a device
 computes is replaced by a sleep. ``Replayed`` goes through the same tasks in simulated time, with the times that were
-recorded of the real ones. ``Log`` keeps what the scheduler heard and when; a new scheduler decides the same from it.
+recorded of the real ones. With ``placement.log`` the lines have what the scheduler heard and when; a new scheduler
+decides the same from it.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,7 @@ from mmrl.engines.policy import Version
 from mmrl.placement import device_tasks, lending
 from mmrl.placement.adaptive import State, opening
 from mmrl.placement.multi_device import MultiDevice
-from mmrl.placement.scheduler import Scheduler
+from mmrl.placement.scheduler_log import Replay, replay
 from mmrl.placement.simulated_devices import MicroBatch, Rounds, SimulatedDevices, SimulatedTask, Times
 from mmrl.placement.task_queue import Task
 from mmrl.placement.tasks import Call
@@ -62,44 +64,6 @@ class Record:
             ]
             for k, one in enumerate(rounds)
         ]
-
-
-class Log:
-    """What a scheduler hears, with the time of each call, and what it decides."""
-
-    HEARD = ("new_step", "apart", "lend", "recall", "begin", "ready", "idle", "done", "cut", "drop", "called", "handed")
-
-    def __init__(self, scheduler: Scheduler[Any]) -> None:
-        self._devices, self._start, self._judges = len(scheduler.roles), scheduler.start, scheduler.judges
-        self._calls: list[tuple[float, str, tuple[Any, ...], dict[str, Any]]] = []
-        self.decisions: list[list[tuple[int, Any]]] = []
-        for name in self.HEARD:
-            setattr(scheduler, name, self._listening(name, getattr(scheduler, name)))
-        self._clock, scheduler._clock = scheduler._clock, lambda: self._now  # pyright: ignore[reportPrivateUsage]
-        self._now = scheduler.start
-
-    def _listening(self, name: str, call: Any) -> Any:
-        def heard(*given: Any, **how: Any) -> Any:
-            self._now = self._clock()  # it reads one time in a call
-            self._calls.append((self._now, name, given, how))
-            found = call(*given, **how)
-            if name == "handed" and found:
-                self.decisions.append(found)
-            return found
-
-        return heard
-
-    def replayed(self) -> list[list[tuple[int, Any]]]:
-        """The decisions of a new scheduler that hears the same at the same times."""
-        now, found = self._start, []
-        scheduler: Scheduler[Any] = Scheduler(self._devices, lambda: now)
-        scheduler.judges.know(self._judges.names)
-        for moment, name, given, how in self._calls:
-            now = moment
-            answer = getattr(scheduler, name)(*given, **how)
-            if name == "handed" and answer:
-                found.append(answer)
-        return found
 
 
 class SleepingCalls:
@@ -169,7 +133,8 @@ class SleepingDevices(MultiDevice):
             controller=SimpleNamespace(gather=lambda mine: [mine], rank=0),
             policy=SimpleNamespace(weights=SimpleNamespace(width=1, stages=None, lockstep=False)),
         )
-        self.log = Log(self._board.scheduler)
+        self.written: list[Any] = []
+        """The lines of placement.jsonl of all steps."""
         self._listen()
         self.open(self.context)
 
@@ -195,6 +160,7 @@ class SleepingDevices(MultiDevice):
         self.run_on_trainers(self.context, device_tasks.apply, 0.0)
         seconds = self._board.scheduler.events.done_after("rollout", "judge", "call")
         self.end_step(self.context, step)
+        self.written += self.lines()
         return seconds
 
     def _scored(self, chunk: Any, step: int, number: int) -> list[Any]:
@@ -202,6 +168,10 @@ class SleepingDevices(MultiDevice):
         context: Any = SimpleNamespace(step=step, sent=Counter(), round=number, label="outside")
         judged = [self._clients[name or self._judges[0]].submit([chunk], context) for name, _ in chunk.seconds.parts]
         return judged + [self._outside.submit(call, context) for call in chunk.seconds.calls]
+
+    def replayed(self) -> Replay:
+        """Another scheduler and policy, which have heard what the log of the steps has."""
+        return replay(json.loads(json.dumps(self.written)), self.settings)[0]
 
     def measured(self, step: int, rounds: Rounds) -> Rounds:
         """The work of a step of ``run_ahead`` with the seconds that it took."""
@@ -231,6 +201,7 @@ class SleepingDevices(MultiDevice):
                 self.run_on_trainers(self.context, device_tasks.apply, 0.0)
                 ends.append(time.perf_counter() - start)
                 self.end_step(self.context, step)
+                self.written += self.lines()
                 self.decided.append(time.perf_counter() - start - ends[-1])
         return ends
 

@@ -62,21 +62,53 @@ def test_replayed_durations_of_a_real_run_give_the_same_decisions(placement):
 @pytest.mark.parametrize("split", ["fixed", "greedy", "adaptive"])
 @pytest.mark.parametrize("lend", [False, True])
 def test_disaggregated_decisions_replay_from_the_scheduler_s_log(lend, split):
-    settings = Placement(type="disaggregated", trainers=2, judges=1, staleness=1, lend=lend, split=split)
+    settings = Placement(type="disaggregated", trainers=2, judges=1, staleness=1, lend=lend, split=split, log=True)
     devices = SleepingDevices(DEVICES, settings, PRICE)
     try:
         devices.run_ahead([work(step) for step in range(4)], [0.02] * 4, staleness=1)
     finally:
         devices.close()
-    decisions = devices.log.decisions
-    assert devices.log.replayed() == decisions
-    handed = [(device, task.role) for one in decisions for device, task in one]
+    roles, handed = logged(devices.written)
+    replay = devices.replayed()
+    assert replay.differs is None
+    assert replay.handed == len(handed)
+    assert replay.decided == (4 if split == "adaptive" else 0)
+    handed = [(device, roles[number]) for device, number in handed]
     assert sum(role != "train" for _, role in handed) == 4 * 2 * 13
     trainers = {role for device, role in handed if device < 2}
     assert trainers == ({"train", "rollout", "judge"} if lend else {"train"})
     for device in (2, 3):
-        roles = {role for other, role in handed if other == device} - {"train"}
-        assert len(roles) == (1 if split == "fixed" else 2)
+        found = {role for other, role in handed if other == device} - {"train"}
+        assert len(found) == (1 if split == "fixed" else 2)
+
+
+def logged(lines):
+    """The role of each task of a log, and which devices got which tasks."""
+    entries = [entry for line in lines for entry in line.get("heard", [])]
+    roles = {entry[2]: entry[3] for entry in entries if entry[1] == "ready"}
+    return roles, [one for entry in entries if entry[1] == "handed" for one in entry[2]]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_decisions_replay_from_the_log_and_a_changed_log_is_noticed(placement):
+    devices = SleepingDevices(DEVICES, Placement(sleep=True, log=True, **placement), PRICE)
+    try:
+        for step in range(4):
+            devices.run_step(step, work(step))
+    finally:
+        devices.close()
+    replay = devices.replayed()
+    assert (replay.differs, replay.step) == (None, 4)
+    assert replay.handed == len(logged(devices.written)[1]) >= 4 * 2 * 13
+    assert replay.decided == (4 if devices.settings.follows else 0)
+    heard = [entry for line in devices.written for entry in line.get("heard", [])]
+    swapped = next(entry for entry in reversed(heard) if entry[1] == "handed")
+    swapped[2] = [[(device + 1) % DEVICES, number] for device, number in swapped[2]]
+    assert "devices got tasks: recorded" in (devices.replayed().differs or "")
+    if devices.settings.follows:
+        tried = next(entry for entry in heard if entry[1] == "tried")
+        tried[2][0] *= 0.5
+        assert "seconds under each candidate" in (devices.replayed().differs or "")
 
 
 def nothing():

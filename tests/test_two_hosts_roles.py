@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from mmrl.placement.tasks import LENT
+from mmrl.verify.decisions import verify_decisions
 from tests import ray_runs
 from tests.hosts import ENVIRONMENT, lose, network, ray
 from tests.test_three_roles import BRIGHT
@@ -91,7 +92,10 @@ def test_three_roles_on_two_hosts_learn_as_fixed_roles_on_one(two, tmp_path, rec
         small.append(f'rewards=[{{name: "{tmp_path / "bright.py"}:score", batch_size: 4}}]')
     fixed = "placement={type: disaggregated, trainers: 1, judges: 1}"
     ray_runs.run(recipe, tmp_path / "fixed", *small, "devices_per_controller=3", fixed)
-    out, moved = tmp_path / "moved", "placement={type: disaggregated, trainers: 1, split: adaptive, lend: true}"
+    out, moved = (
+        tmp_path / "moved",
+        "placement={type: disaggregated, trainers: 1, split: adaptive, lend: true, log: true}",
+    )
     words = ["train", recipe, *small, "controllers=2", "devices_per_controller=3", moved, f"ray={address}"]
     process = hosts[0].start(
         [sys.executable, "-m", "mmrl.cli", *words, "--out", str(out)],
@@ -114,7 +118,10 @@ def test_three_roles_on_two_hosts_learn_as_fixed_roles_on_one(two, tmp_path, rec
         for key in ("reward/mean", "optim/grad_norm", "sampling/stale_steps"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), (mine["step"], key)
     lines = ray_runs.placed(out)
-    lent = [line for line in lines if line.get("device") == 0 and line["role"] in LENT]
+    lent = [line for line in lines if line.get("device") == 0 and line.get("role") in LENT]
     assert lent  # where a trainer waits depends on the hosts' speed
     assert [line["step"] for line in lines if "decision" in line] == [1, 2, 3, 4, 5]
-    print(f"{recipe}: {len(lent)} tasks lent, {[row['optim/grad_norm'] for row in ray_runs.rows(out)]}")
+    decisions = verify_decisions(out)
+    assert decisions.equal, str(decisions)
+    assert [one.decided for one in decisions.replays.values()] == [5, 5]
+    print(f"{recipe}: {decisions}, {len(lent)} tasks lent, {[row['optim/grad_norm'] for row in ray_runs.rows(out)]}")

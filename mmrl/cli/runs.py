@@ -197,16 +197,27 @@ def verify(
             min=1, metavar="N", help="Which step.", show_default="the first after the newest checkpoint that has one"
         ),
     ] = None,
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="Replay which device did what, of a run with placement.log=true.")
+    ] = False,
 ) -> None:
     """Repeat a step of a run, and compare it to the bit.
 
-    Goes on from the newest checkpoint before the step, and changes nothing in RUN. Exit code 0 where all is the same, 1
-    where something differs, 2 where the step cannot be repeated (the message names those that can).
+    Goes on from the newest checkpoint before the step, and changes nothing in RUN. With --decisions no model is loaded:
+    the scheduler and the placement policy decide again from their log. Exit code 0 where all is the same, 1 where
+    something differs, 2 where the step cannot be repeated (the message names those that can).
     """
+    if decisions and step is not None:
+        raise UserError("--decisions replays all steps; leave out --step")
     use_threads_of(run)
-    from mmrl.verify import verify as repeat
+    if decisions:
+        from mmrl.verify.decisions import verify_decisions
 
-    verified = repeat(run, step)
+        verified = verify_decisions(run)
+    else:
+        from mmrl.verify import verify as repeat
+
+        verified = repeat(run, step)
     print(verified)
     if not verified.equal:
         raise typer.Exit(1)

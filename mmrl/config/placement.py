@@ -40,6 +40,9 @@ class Placement(Section):
     """With ``sleep`` and several judges: a device has one of them awake at a time, so that it needs no memory for them
     together. To ask another one it puts the first to sleep. False: a device keeps those that it is asked for until it
     samples or trains."""
+    log: bool = False
+    """Several devices to a controller: ``placement.jsonl`` also has what the scheduler hears and decides, which ``mmrl
+    verify RUN --decisions`` replays. About 60 bytes for each event; a task has four."""
 
     @property
     def follows(self) -> bool:
@@ -62,7 +65,7 @@ class Placement(Section):
         """What a run goes on with where a decision of the policy cannot be: its name and the section."""
         if self.apart:
             return "a greedy split", self.model_copy(update={"split": "greedy", "judges": None})
-        return "colocate", Placement(sleep=self.sleep, one_judge=self.one_judge)
+        return "colocate", Placement(sleep=self.sleep, one_judge=self.one_judge, log=self.log)
 
     def training(self, devices: int) -> int:
         """How many of a controller's ``devices`` train."""

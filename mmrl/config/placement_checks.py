@@ -55,6 +55,11 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             "placement.one_judge: only where several devices of a controller put judges to sleep; set "
             "placement.sleep=true and devices_per_controller to 2 or more, or remove it"
         )
+    if placement.log and devices == 1:
+        yield (
+            "placement.log: with one device to a controller the scheduler has nothing to decide; set "
+            "devices_per_controller to 2 or more, or remove it"
+        )
     if placement.sleep and devices == 1 and recipe.algorithm.kind in ("pathwise", "offline"):
         yield f"placement.sleep: {recipe.algorithm.type} does not sample before it trains, so nothing sleeps; remove it"
     if placement.split != "fixed" and not placement.apart:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mmrl.config.placement import Placement
 
@@ -191,6 +191,29 @@ def decide(state: State, tried: Sequence[float]) -> tuple[State, Decision]:
         state, split=split, moves=moves, steps=state.steps + 1, losses=losses, totals=totals, chooser=chooser
     )
     return state, Decision(split, why, numbers)
+
+
+class Next(NamedTuple):
+    """The placement of the next step. ``refused``: what was wrong with the policy's, if another one is taken."""
+
+    settings: Placement
+    state: State
+    decision: Decision
+    refused: str | None = None
+
+
+def next_placement(settings: Placement, state: State, tried: Sequence[float], devices: int) -> Next:
+    """As ``decide``. Where its decision cannot be, the run goes on with ``settings.where_refused``. ``devices``: of a
+    controller."""
+    state, decision = decide(state, tried)
+    problem = impossible(state)
+    if problem is None:
+        return Next(settings, state, decision)
+    instead, settings = settings.where_refused
+    state = starting(settings, devices)
+    refused = f"{decision.why!r} cannot be: {problem}; the run goes on under {instead}"
+    decision = replace(decision, split=state.split, why=f"refused, {instead} from now on: {problem}")
+    return Next(settings, state, decision, refused)
 
 
 def _why(current: Candidate, chosen: Candidate, chooser: int, now: float, then: float) -> str:

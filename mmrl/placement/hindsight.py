@@ -9,17 +9,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
+from mmrl.config.placement import Placement
 from mmrl.placement.adaptive import Candidate, State, candidates
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import MicroBatch, Rounds, SimulatedDevices
-from mmrl.placement.tasks import Call, Event
+from mmrl.placement.tasks import Call, Event, Schedulable, StepEvents
 
 Done = tuple[float, float]
 """When a task began and ended."""
+T = TypeVar("T", bound=Schedulable)
 _WORK = ("rollout", "judge", "call")
+
+
+def measured(scheduler: Scheduler[T]) -> Scheduler[T]:
+    """What a scheduler has measured until now; in a run it goes on hearing of devices that sample ahead."""
+    found: Scheduler[T] = Scheduler(len(scheduler.roles), lambda: 0.0)
+    found.expect(scheduler)
+    found.events = StepEvents(scheduler.events)
+    return found
+
+
+def of_step(scheduler: Scheduler[Any], settings: Placement, state: State, work: Sequence[Event]) -> list[float]:
+    """The seconds of the scheduler's step under each candidate; empty if nothing was judged. ``work``: what was done
+    for the step that was trained, where it was sampled ahead."""
+    if not settings.apart:
+        return tried(scheduler, state)
+    trainers = settings.training(len(scheduler.roles))
+    beside = Beside(training(scheduler.events, trainers), trainers, settings.staleness or 1, settings.lend)
+    return tried_ahead(scheduler, state, work, beside)
 
 
 def tried(scheduler: Scheduler[Any], state: State) -> list[float]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from threading import Thread
 from typing import Any, Protocol
 
@@ -24,9 +24,10 @@ from mmrl.placement import adaptive, claimed, device_tasks, hindsight, lending
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.replicas import Replicas
 from mmrl.placement.reward_calls import OnDevices, Outside
+from mmrl.placement.scheduler_log import RESUMES, TRIED
 from mmrl.placement.step_records import as_line, as_rows, in_one_line, summed
 from mmrl.placement.task_queue import Task, TaskQueue
-from mmrl.placement.tasks import LENT, Event
+from mmrl.placement.tasks import LENT
 from mmrl.report import notices
 from mmrl.report.clock import Clock
 from mmrl.rewards.contract import Context
@@ -86,8 +87,13 @@ class MultiDevice:
         )
         self._board.scheduler.judges.know(context.rewards.on_device)
         self._board.scheduler.judges.alone = self.settings.one_judge
+        judged = bool(context.rewards.on_device) or not self.settings.apart
+        if self.settings.log:
+            placement, names = self.settings.model_dump(mode="json"), [*context.rewards.on_device]
+            begins = {"devices": self._count, "judges": names, "judged": judged, "placement": placement}
+            self._board.keep_log(begins)
         if self.settings.apart:
-            self.state = adaptive.starting(self.settings, self._count, judged=bool(context.rewards.on_device))
+            self.state = adaptive.starting(self.settings, self._count, judged=judged)
             self._board.apart(self.state.split, self.state.moves)
         for device in range(self._count):
             thread = Thread(target=self._device, args=(context, device), name=f"mmrl-device-{device}", daemon=True)
@@ -245,8 +251,11 @@ class MultiDevice:
         }
         decides = self.settings.follows and bool(context.rewards.on_device)
         work = board.work_of(step)
-        tried = self._tried(work) if decides else []
-        found = context.controller.gather((mine, as_rows(board.events, step + 1, context.controller.rank), tried))
+        tried = hindsight.of_step(board.measured(), self.settings, self.state, work) if decides else []
+        if decides:
+            board.note(TRIED, tried)
+        rows = as_rows(board.events, step + 1, context.controller.rank, board.entries())
+        found = context.controller.gather((mine, rows, tried))
         numbers = summed([mine for mine, _, _ in found])
         self._lines = [line for _, lines, _ in found for line in lines]
         split = self.state.split
@@ -294,6 +303,7 @@ class MultiDevice:
     def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
         if self.settings.follows:
             self.state = self.state.read(numbers)
+            self._board.note(RESUMES, numbers)
             if self.settings.apart:
                 self._board.apart(self.state.split, self.state.moves)
 
@@ -304,24 +314,12 @@ class MultiDevice:
         for thread in self._threads:
             thread.join(1.0)  # idle ones end; one that frees tensors while the interpreter shuts down aborts it
 
-    def _tried(self, work: Sequence[Event]) -> list[float]:
-        """The seconds of the last step under each candidate; ``work``: what was done for it, where it was sampled
-        ahead."""
-        scheduler, settings = self._board.scheduler, self.settings
-        if not settings.apart:
-            return hindsight.tried(scheduler, self.state)
-        training = hindsight.training(scheduler.events, len(self._trainers))
-        beside = hindsight.Beside(training, len(self._trainers), settings.staleness or 1, settings.lend)
-        return hindsight.tried_ahead(scheduler, self.state, work, beside)
-
     def _decide(self, step: int, tried: Sequence[float]) -> JsonObject:
-        self.state, decision = adaptive.decide(self.state, tried)
-        if problem := adaptive.impossible(self.state):
-            instead, self.settings = self.settings.where_refused
-            notices.tell(f"placement: {decision.why!r} cannot be: {problem}; the run goes on under {instead}")
-            self.state = adaptive.starting(self.settings, self._count)
-            decision = replace(decision, split=self.state.split, why=f"refused, {instead} from now on: {problem}")
-        return as_line(step, decision)
+        found = adaptive.next_placement(self.settings, self.state, tried, self._count)
+        self.settings, self.state = found.settings, found.state
+        if found.refused is not None:
+            notices.tell(f"placement: {found.refused}")
+        return as_line(step, found.decision)
 
     def _put(self, devices: Iterable[int], call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Future[Any]]:
         return [self._board.put(Task("train", call, arguments, device=d)) for d in devices]

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmrl.json_types import JsonObject, as_object
 from mmrl.placement.adaptive import Decision
+from mmrl.placement.scheduler_log import Entry
 from mmrl.placement.tasks import Event
 
 LATEST = ("scored", "price", "price_back", "wall")
@@ -18,9 +19,11 @@ def summed(numbers: Sequence[dict[str, float]]) -> dict[str, float]:
     return {k: (max if k in LATEST else sum)(n[k] for n in numbers) for k in numbers[0]}
 
 
-def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[str, Any]]:
-    """The lines of placement.jsonl; ``step`` counts from 1."""
-    return [
+def as_rows(events: Sequence[Event], step: int, controller: int, heard: Sequence[Entry] = ()) -> list[dict[str, Any]]:
+    """The lines of placement.jsonl; ``step`` counts from 1. ``heard``: entries of the scheduler's log, which are one
+    more line."""
+    log = [{"step": step, "controller": controller, "heard": heard}] if heard else []
+    return log + [
         {
             "step": step,
             "controller": controller,

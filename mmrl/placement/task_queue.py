@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.engines.policy import Version
+from mmrl.json_types import Json, JsonObject
 from mmrl.placement.adaptive import Moves, Split
+from mmrl.placement.hindsight import measured
 from mmrl.placement.scheduler import Scheduler
+from mmrl.placement.scheduler_log import BEGINS, HANDED, MEASURED, Entry
 from mmrl.placement.tasks import Call, Event, Role
 
 
@@ -32,6 +36,8 @@ class Task:
     judge: str = ""
     """The reward that judges."""
     answer: Future[Any] = field(default_factory=Future)
+    number: int = field(default_factory=itertools.count().__next__)
+    """Of all tasks of this process, for the log."""
 
     @property
     def name(self) -> str:
@@ -47,7 +53,9 @@ class TaskQueue:
     is used under one lock, and every change is followed by its decisions."""
 
     def __init__(self, devices: int) -> None:
-        self.scheduler: Scheduler[Task] = Scheduler(devices, time.perf_counter)
+        self._now = time.perf_counter()
+        self.scheduler: Scheduler[Task] = Scheduler(devices, lambda: self._now)
+        self._log: list[Entry] | None = None
         self._handed: dict[int, Task] = {}
         self._failed: BaseException | None = None
         self._changed = threading.Condition()
@@ -66,47 +74,68 @@ class TaskQueue:
 
     def new_step(self) -> None:
         """Discard the events of the last step; times are measured from now on."""
-        with self._changed:
+        with self._heard("new_step"):
             self.scheduler.new_step()
 
     def apart(self, split: Split, moves: Moves = "never") -> None:
         """As ``Scheduler.apart``."""
-        with self._changed:
+        with self._heard("apart", split.rollout, split.judge, moves):
             self.scheduler.apart(split, moves)
             self._decide()
 
     def work_of(self, step: int) -> list[Event]:
         """As ``Scheduler.work_of``."""
-        with self._changed:
+        with self._heard("work_of", step):
             return self.scheduler.work_of(step)
 
     def lend(self, step: int) -> None:
         """As ``Scheduler.lend``."""
-        with self._changed:
+        with self._heard("lend", step):
             self.scheduler.lend(step)
             self._decide()
 
     def recall(self) -> None:
         """As ``Scheduler.recall``."""
-        with self._changed:
+        with self._heard("recall"):
             self.scheduler.recall()
 
     def cut(self) -> None:
         """Count the unfinished work of samplers and judges so far for this step, which ends while they work."""
-        with self._changed:
+        with self._heard("cut"):
             self.scheduler.cut()
 
     def begin(self, split: Split, moves: Moves, to_come: int, members: Collection[int] = ()) -> None:
         """As ``Scheduler.begin``."""
-        with self._changed:
+        with self._heard("begin", split.rollout, split.judge, moves, to_come, sorted(members)):
             self.scheduler.begin(split, moves, to_come, members)
             self._decide()
 
     def comes(self, count: int) -> None:
         """As ``Scheduler.comes``."""
-        with self._changed:
+        with self._heard("comes", count):
             self.scheduler.comes(count)
             self._decide()
+
+    def measured(self) -> Scheduler[Task]:
+        """As ``hindsight.measured``."""
+        with self._heard(MEASURED):
+            return measured(self.scheduler)
+
+    def keep_log(self, begins: JsonObject) -> None:
+        """Write down what the scheduler hears and decides from now on."""
+        self._log = []
+        self.note(BEGINS, begins)
+
+    def note(self, what: str, *given: Json) -> None:
+        """Write an entry into the log, if one is kept."""
+        with self._heard(what, *given):
+            pass
+
+    def entries(self) -> list[Entry]:
+        """The entries of the log since the last call."""
+        with self._changed:
+            found, self._log = self._log or [], None if self._log is None else []
+            return found
 
     def open_work(self) -> tuple[float, float]:
         """As ``Scheduler.open_work``."""
@@ -118,20 +147,22 @@ class TaskQueue:
             if self._failed is not None:
                 task.answer.set_exception(self._failed)
                 return task.answer
-            self.scheduler.ready(task)
-            self._decide()
+            with self._heard("ready", task.number, task.role, task.device, task.updates, task.of, task.judge):
+                self.scheduler.ready(task)
+                self._decide()
         return task.answer
 
     def drop(self, role: Role) -> None:
         """Discard the waiting tasks of a role."""
-        with self._changed:
+        with self._heard("drop", role):
             self.scheduler.drop(role)
 
     def take(self, device: int) -> Task | None:
         """Wait for the next task of this device; None after the queue is closed."""
         with self._changed:
-            self.scheduler.idle(device)
-            self._decide()
+            with self._heard("idle", device):
+                self.scheduler.idle(device)
+                self._decide()
             while not self._closed:
                 if device in self._handed:
                     return self._handed.pop(device)
@@ -150,14 +181,14 @@ class TaskQueue:
         to: Role | None = None,
     ) -> None:
         """Record a finished task, as ``Scheduler.done``."""
-        with self._changed:
+        with self._heard("done", device, role, began, turned, ended, priced, to):
             self.scheduler.done(device, role, began, turned, ended, priced=priced, to=to)
             self._decide()
         self.hear()
 
     def called(self, call: Call, began: float, ended: float, of: tuple[int, int] | None) -> None:
         """As ``Scheduler.called``."""
-        with self._changed:
+        with self._heard("called", [*call], began, ended, of):
             self.scheduler.called(call, began, ended, of)
 
     def hear(self) -> None:
@@ -179,7 +210,7 @@ class TaskQueue:
 
     def fail(self, device: int, error: BaseException) -> None:
         """The device takes no more tasks because of ``error``; all waiting and future answers raise it."""
-        with self._changed:
+        with self._heard("withdraw"):
             self._failed = error
             left = [self.scheduler.taken[device], *self.scheduler.withdraw()]
         for task in left:  # outside the lock: the waiting thread may add the next one
@@ -192,9 +223,22 @@ class TaskQueue:
             self._closed = True
             self._changed.notify_all()
 
+    @contextmanager
+    def _heard(self, what: str, *given: Json) -> Generator[None]:
+        """Hold the lock while the scheduler hears of ``what``, at one time."""
+        with self._changed:
+            self._now = time.perf_counter()
+            self._write(what, *given)
+            yield
+
+    def _write(self, what: str, *given: Json) -> None:
+        if self._log is not None:
+            self._log.append([self._now, what, *given])
+
     def _decide(self) -> None:
         """Hand out the scheduler's decisions, under the lock."""
         handed = self.scheduler.handed()
         if handed:
+            self._write(HANDED, [[device, task.number] for device, task in handed])
             self._handed.update(handed)
             self._changed.notify_all()

@@ -163,7 +163,7 @@ def _index(path: Path) -> _Index:
             if not found:
                 index.bad += 1
                 continue
-            if b'"role": "call"' in line:  # of a reward outside of the devices
+            if b'"role": "call"' in line or b'"heard": ' in line:  # of a reward outside of the devices; of the log
                 continue
             step = int(found[1])
             if b'"decision"' in line:
