@@ -73,6 +73,26 @@ def test_work_for_a_later_step_says_so(tmp_path):
     assert ("a0", 0, 40, "device 0: sampling for step 2, round 2, 0 s to 4 s") in bars(found.steps[0])
 
 
+def test_rewards_that_compute_elsewhere_have_a_row_below_the_devices(tmp_path):
+    call = {"step": 1, "controller": 0, "reward": "<b>", "requests": 4, "seconds": 8.0, "at_once": 4, "role": "call"}
+    calls = [{**call, "began": 4.0, "ended": 6.0}, {**call, "began": 5.0, "ended": 9.0}]
+    found = timeline(written(tmp_path / "placement.jsonl", [*step_of(1), *calls]))
+    (shown,) = found.steps
+    assert (found.bad, found.labels, found.outside) == (0, ["device 0", "device 1"], ["outside"])
+    assert found.roles == ["sampling", "judging", "training", "idle"]  # a call takes no share of a device
+    assert shown.idle == pytest.approx(1 - (4 + 2 + 6 + 6) / 20)
+    assert [label for label, _ in found.shares] == ["device 0", "device 1", "all 2"]
+    assert ("k3", "rewards outside of the devices") in found.legend
+    assert bars(shown)[-3:] == [
+        ("idle", 0, 100, "outside: no reward computes"),
+        ("a3", 40, 20, "outside: rewards outside of the devices (&lt;b&gt;), 4 s to 6 s"),
+        ("a3", 50, 40, "outside: rewards outside of the devices (&lt;b&gt;), 5 s to 9 s"),
+    ]
+    other = {**call, "controller": 1, "began": 0.0, "ended": 1.0}
+    several = [*step_of(1), span(1, 0, "rollout", 0.0, 1.0, controller=1), *calls, other]
+    assert timeline(written(tmp_path / "two.jsonl", several)).outside == ["0.outside", "1.outside"]
+
+
 def test_the_steps_shown_are_the_first_both_sides_of_the_largest_change_and_the_last(tmp_path):
     rows = []
     for step in range(1, 21):

@@ -24,6 +24,7 @@ ROLES = {
     "judge": ("judging", 1),
     "train": ("training", 2),
     "wake": ("changing roles or weights", 6),
+    "call": ("rewards outside of the devices", 3),
 }
 """By the role in the file: its name in the report and its colour."""
 OTHER = 7
@@ -37,8 +38,9 @@ _BARS = 400
 _NUMBERS = 12
 _ROW, _BAR, _AXIS = 22, 16, 20
 _STEP = re.compile(rb'\s*\{\s*"step"\s*:\s*(\d{1,15})\s*,')
+_OUTSIDE = 10**6
 Place = tuple[int, int]
-"""Controller, and device of it."""
+"""Controller, and device of it; ``_OUTSIDE`` for its rewards that compute elsewhere."""
 Split = tuple[int, int]
 """Devices of a controller that sample, and that judge while the others sample; 0 is colocate."""
 
@@ -79,11 +81,12 @@ class Decision(TypedDict):
 @dataclass(frozen=True)
 class Timeline:
     """What the report shows. ``shares`` has a row for each device over the steps shown, all devices last: a name, and
-    the share of time by role, ``idle`` among them."""
+    the share of time by role, ``idle`` among them. ``outside``: names of the rows below those of the devices."""
 
     steps: list[Shown]
     legend: list[tuple[str, str]]
     labels: list[str]
+    outside: list[str]
     roles: list[str]
     shares: list[tuple[str, dict[str, float]]]
     hidden: int
@@ -118,18 +121,23 @@ def timeline(path: Path, metrics: Sequence[JsonObject] = ()) -> Timeline | None:
     work = {step: found for step, found in work.items() if found}
     if not work:
         return None
-    places = sorted({place for found in work.values() for place in found})
+    used_places = sorted({place for found in work.values() for place in found})
+    places = [place for place in used_places if place[1] != _OUTSIDE]
+    outside = [place for place in used_places if place[1] == _OUTSIDE][:DEVICES]
     lengths = {step: max(s.ended for spans in found.values() for s in spans) for step, found in work.items()}
     same_scale = max(lengths.values()) <= 3 * min(lengths.values())
     drawn = places[:DEVICES]
     several = len({controller for controller, _ in places}) > 1
     labels = [f"{c}.{d}" if several else f"device {d}" for c, d in drawn]
+    elsewhere = [f"{c}.outside" if several else "outside" for c, _ in outside]
     steps = []
     for step, found in work.items():
         axis = max(lengths.values()) if same_scale else lengths[step]
-        busy = sum(s.ended - s.began for spans in found.values() for s in spans)
-        idle = max(0.0, 1 - busy / (lengths[step] * len(places)))
-        drawing = _draw([found.get(place, []) for place in drawn], labels, lengths[step], axis, step)
+        busy = sum(s.ended - s.began for place in places for s in found.get(place, ()))
+        idle = max(0.0, 1 - busy / (lengths[step] * max(len(places), 1)))
+        drawing = _draw(
+            [found.get(place, []) for place in (*drawn, *outside)], labels + elsewhere, lengths[step], axis, step
+        )
         steps.append(Shown(step, chosen[step], lengths[step], idle, drawing))
     used = dict.fromkeys(s.role for found in work.values() for spans in found.values() for s in spans)
     roles = [*(r for r in ROLES if r in used), *(r for r in used if r not in ROLES)]
@@ -141,7 +149,8 @@ def timeline(path: Path, metrics: Sequence[JsonObject] = ()) -> Timeline | None:
         steps=steps,
         legend=[(f"k{_colour(role)}", _name(role)) for role in roles],
         labels=labels,
-        roles=[*map(_name, roles), "idle"],
+        outside=elsewhere,
+        roles=[*(_name(role) for role in roles if role != "call"), "idle"],
         shares=shares,
         hidden=len(places) - len(drawn),
         bad=index.bad,
@@ -163,7 +172,7 @@ def _index(path: Path) -> _Index:
             if not found:
                 index.bad += 1
                 continue
-            if b'"role": "call"' in line or b'"heard": ' in line:  # of a reward outside of the devices; of the log
+            if b'"heard": ' in line:  # of the scheduler's log
                 continue
             step = int(found[1])
             if b'"decision"' in line:
@@ -198,15 +207,17 @@ def _read(path: Path, index: _Index, step: int) -> dict[Place, list[Span]]:
 def _span(row: JsonObject) -> tuple[Place, Span] | None:
     controller, device, role = row.get("controller"), row.get("device"), row.get("role")
     began, ended = row.get("began"), row.get("ended")
+    device = _OUTSIDE if role == "call" else device
     if not isinstance(role, str) or not isinstance(controller, int) or not isinstance(device, int):
         return None
     if not isinstance(began, int | float) or not isinstance(ended, int | float):
         return None
-    if not (0 <= controller < 10**6 and 0 <= device < 10**6 and 0 <= began <= ended < 1e9):
+    if not (0 <= controller < 10**6 and 0 <= device <= _OUTSIDE and 0 <= began <= ended < 1e9):
         return None
-    step, number = row.get("of"), row.get("round")
+    step, number, reward = row.get("of"), row.get("round"), row.get("reward")
     of = f" for step {step}" if isinstance(step, int) and 0 <= step < 1e9 else ""
     of += f", round {number + 1}" if isinstance(number, int) and 0 < number < 1e6 else ""
+    of = f" ({reward[:40]})" * (role == "call") + of if isinstance(reward, str) else of
     return (controller, device), Span(role[:40], float(began), float(ended), of=of)
 
 
@@ -300,6 +311,8 @@ def _draw(rows: Sequence[Sequence[Span]], labels: Sequence[str], length: float, 
         y = n * _ROW + (_ROW - _BAR) // 2
         busy = sum(s.ended - s.began for s in spans)
         idle = f"{label}: idle {max(0.0, 1 - busy / (length or 1.0)):.0%} of the step"
+        if any(span.role == "call" for span in spans):  # which may overlap
+            idle = f"{label}: no reward computes"
         parts.append(
             f'<rect class="idle" x="0" y="{y}" width="{_percent(length / axis)}" height="{_BAR}">'
             f"<title>{idle}</title></rect>"
