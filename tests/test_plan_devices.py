@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -110,6 +112,36 @@ def test_what_cannot_be_counted_is_said_and_what_is_not_there_is_refused(tmp_pat
         "rewards (judge): there is no model /not/there; correct its options"
     ]
     assert "write a path" in asked_of("rewards.0.options.model=3")[1][0]
+
+
+PICTURES = """
+import mmrl
+from mmrl.rewards.contract import Weights
+
+@mmrl.reward(device=True, models=lambda options: [Weights(options["path"], "float32")])
+def own(samples, *, context, path):
+    return [0.0] * len(samples)
+"""
+
+
+def test_a_pipeline_that_a_reward_reads_with_counts_with_all_its_models(tmp_path):
+    file, model = tmp_path / "own.py", tmp_path / "model"
+    file.write_text(PICTURES)
+    shutil.copytree(JUDGE.parents[2] / "diffusion" / "models" / "shapes-sd3", model)
+    own = f"rewards=[{{name: '{file}:own', options: {{path: '{model}'}}}}]"
+    asked, problems, notes = asked_of(own)
+    pipe = StableDiffusion3Pipeline.from_pretrained(model)
+    parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    assert len(parts) == 5
+    stored = {t.data_ptr(): t.numel() for part in parts for t in part.state_dict().values()}  # tied ones once
+    numbers = sum(stored.values())
+    assert (asked[0].parameters, asked[0].bytes, problems, notes) == (numbers, 4 * numbers, [], [])
+    (model / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    asked, _, notes = asked_of(own)
+    assert asked[0].bytes == 0
+    assert "no vae/diffusion_pytorch_model.safetensors" in notes[0]
+    (model / "model_index.json").write_text("{}")
+    assert "names no model that is there" in asked_of(own)[2][0]
 
 
 def test_a_reward_of_ones_own_that_names_no_model_and_one_that_is_asked_elsewhere(tmp_path):

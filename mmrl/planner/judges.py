@@ -177,18 +177,37 @@ def _stored(model: Weights) -> Iterator[tuple[str, int]]:
 
 
 def _files(path: str) -> list[str]:
-    """The safetensors files of a directory, or of a hub name in the cache, by transformers' rules."""
-    index = _file(path, "model.safetensors.index.json")
+    """The safetensors files of a directory, or of a hub name in the cache, by transformers' rules; of a diffusers
+    pipeline those of all its models."""
+    described = _file(path, "model_index.json")
+    if described is None:
+        return _shards(path, "", "model")
+    listed: Json = json.loads(Path(described).read_text(encoding="utf-8"))
+    parts = [name for name, of in listed.items() if isinstance(of, list)] if isinstance(listed, Mapping) else []
+    models = [name for name in parts if _file(path, f"{name}/config.json") is not None]  # no tokenizer, no scheduler
+    if not models:
+        raise OSError("model_index.json names no model that is there")
+    stem = {name: "diffusion_pytorch_model" for name in models if not _has(path, f"{name}/model")}
+    return [file for name in models for file in _shards(path, f"{name}/", stem.get(name, "model"))]
+
+
+def _has(path: str, stem: str) -> bool:
+    return any(_file(path, f"{stem}.safetensors{end}") is not None for end in ("", ".index.json"))
+
+
+def _shards(path: str, folder: str, stem: str) -> list[str]:
+    """The files of one model in ``folder`` of ``path``, which is empty or ends with a slash."""
+    index = _file(path, f"{folder}{stem}.safetensors.index.json")
     if index is None:
-        whole = _file(path, "model.safetensors")
+        whole = _file(path, f"{folder}{stem}.safetensors")
         if whole is None:
-            raise OSError("no model.safetensors" if Path(path).exists() else "it is not in the hub's cache")
+            raise OSError(f"no {folder}{stem}.safetensors" if Path(path).exists() else "it is not in the hub's cache")
         return [whole]
     listed: Json = json.loads(Path(index).read_text(encoding="utf-8"))
     shards = listed.get("weight_map") if isinstance(listed, Mapping) else None
     if not isinstance(shards, Mapping):
         raise ValueError(f"{Path(index).name} lists no files")
-    found = {name: _file(path, name) for name in sorted({str(name) for name in shards.values()})}
+    found = {name: _file(path, f"{folder}{name}") for name in sorted({str(name) for name in shards.values()})}
     if missing := [name for name, file in found.items() if file is None]:
         raise OSError(f"{missing[0]} is missing")
     return [file for file in found.values() if file is not None]
