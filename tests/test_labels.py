@@ -14,13 +14,16 @@ from typer.testing import CliRunner
 from mmrl.cli import app
 from mmrl.config.loader import load_recipe
 from mmrl.datasets import shapes
+from mmrl.datasets.loading import load_prompts
 from mmrl.errors import UserError
 from mmrl.labels import baselines, table
 from mmrl.labels.embeddings import Encoders, Space
 from mmrl.labels.folder import NAME, WEIGHTS, load_known, read, write
 from mmrl.labels.graph import Graph, directed, fields, nearest, symmetric
-from mmrl.labels.items import items_of
+from mmrl.labels.items import Item, items_of
 from mmrl.labels.model import GraphAttention, GraphTransformer, Shape
+from mmrl.labels.pairs import check as check_pairs
+from mmrl.labels.pairs import paired
 from mmrl.labels.pixels import of_clips, of_pictures, of_texts
 from mmrl.labels.readers import ModelReader, described
 from mmrl.labels.spreading import BOTH, GRAPH, HEAD, spread
@@ -356,6 +359,125 @@ def test_the_reward_by_both_is_the_mean_of_the_two_rewards(tmp_path):
     assert logits[BOTH].abs().max() < 12, "these are not so sure that the scores are rounded to 0 and 1"
     slope, shift = lines[BOTH]
     torch.testing.assert_close(logits[BOTH], slope * (logits[GRAPH] + logits[HEAD]) / 2 + shift, atol=1e-4, rtol=1e-4)
+
+
+def spread_of(*given):
+    return CliRunner().invoke(app, ["spread", *map(str, given)])
+
+
+def test_the_labels_of_several_folders_are_spread_together(spread_out, tmp_path):
+    first, second = spread_out[0], pictures(tmp_path / "second", count=20, labelled=4)
+    third = pictures(tmp_path / "third", count=6)
+    (third / table.NAME).unlink()
+    out = tmp_path / "out"
+    done = spread_of(first, second, third, "--out", out, "--by", "head", "--next", 80, "--json")
+    assert done.exit_code == 0, str(done.exception)
+    said = json.loads(done.stdout)
+    assert (said["samples"], said["labels"]) == (86, 34)
+    counts = [(str(first), 60, 30), (str(second), 20, 4), (str(third), 6, 0)]
+    assert said["folders"] == [{"folder": f, "samples": s, "labels": n} for f, s, n in counts]
+    assert f"{second}/010.png" in said["label_next"]
+    rows = {(row["folder"], row["file"]): row for row in csv.DictReader((out / "scores.csv").open())}
+    assert len(rows) == 86
+    labels = [rows[str(folder.resolve()), "002.png"]["label"] for folder in (first, second, third)]
+    assert labels == ["1", "1", ""], "equal names in two folders are two samples"
+    assert len(table.files(out / "next.csv", second)) == 16
+    assert {*table.files(out / "next.csv", second)} == {f"{n:03d}.png" for n in range(4, 20)}
+    with pytest.raises(UserError, match=r"names no sample of .*spread; leave out --order"):
+        table.files(out / "next.csv", spread_out[1])
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    given = []
+    for folder in (first, second, third):
+        for file in sorted(folder.glob("*.png")):
+            (whole / f"{folder.name}-{file.name}").write_bytes(file.read_bytes())
+    for folder in (first, second):
+        given += [f"{folder.name}-{line}" for line in (folder / table.NAME).read_text().splitlines()[1:]]
+    (whole / table.NAME).write_text("file,label\n" + "\n".join(given) + "\n")
+    assert spread_of(whole, "--out", tmp_path / "one", "--by", "head").exit_code == 0
+    alone = {row["file"]: row["score"] for row in csv.DictReader((tmp_path / "one" / "scores.csv").open())}
+    both = {f"{Path(folder).name}-{file}": row["score"] for (folder, file), row in rows.items()}
+    assert {k: float(v) for k, v in both.items()} == pytest.approx({k: float(v) for k, v in alone.items()}, abs=2e-3)
+
+
+def test_pairs_are_of_the_best_and_the_worst_of_a_prompt_and_are_data_for_dpo(tmp_path):
+    folder = pictures(tmp_path / "pictures")
+    for n in range(60):
+        (folder / f"{n:03d}.txt").write_text(("a", "b", "c")[n % 3])
+    (folder / "059.txt").unlink()
+    out = tmp_path / "out"
+    done = spread_of(folder, "--out", out, "--by", "head", "--pairs", 3, "--texts", "words")
+    assert done.exit_code == 0, str(done.exception)
+    rows = [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
+    assert f"{len(rows)} pairs of a better and a worse sample for DPO: {out}/pairs.jsonl" in done.stdout
+    scores = {row["file"]: float(row["score"]) for row in csv.DictReader((out / "scores.csv").open())}
+    known = {(folder / file).read_bytes(): file for file in scores}
+    for number, prompt in enumerate("abc"):
+        own = [name for name in scores if int(name[:3]) % 3 == number and name != "059.png"]
+        order = sorted(own, key=lambda name: -scores[name])
+        found = [row for row in rows if row["prompt"] == prompt]
+        assert len(found) == 3
+        for key, wanted in (("chosen", order[:3]), ("rejected", order[::-1][:3])):
+            names = [known[(out / row[key]).read_bytes()] for row in found]
+            assert [scores[name] for name in names] == [scores[name] for name in wanted]
+    options = f"{{path: {out / 'pairs.jsonl'}, images: [chosen, rejected], heldout: 0}}"
+    loaded = load_recipe(["shapes-dpo"], ["data.name=jsonl", f"data.train={options}", f"data.heldout={options}"])
+    read_back = load_prompts(loaded.recipe, out, "train")
+    assert len(read_back) == len(rows)
+    assert [len(prompt.media) for prompt in read_back] == [2] * len(rows)
+
+
+def test_pairs_of_answers_keep_the_pictures_of_their_prompt(tmp_path):
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    shapes.picture(shapes.prompts()[0], 0).save(folder / "shown.png")
+    rows, labels = [], ["file,label"]
+    for n in range(30):
+        word = "yes" if n % 2 else "no"
+        rows.append(json.dumps({"prompt": "Is it red?", "text": f"{word} {n}", "pictures": ["shown.png"]}))
+        labels.append(f"samples.jsonl#{n + 1},{n % 2}")
+    (folder / "samples.jsonl").write_text("\n".join(rows))
+    (folder / table.NAME).write_text("\n".join(labels[:21]))
+    out = tmp_path / "out"
+    assert spread_of(folder, "--out", out, "--texts", "words", "--pairs", 2, "--by", "head").exit_code == 0
+    found = [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
+    assert [(one["chosen"][:4], one["rejected"][:3]) for one in found] == [("yes ", "no ")] * 2
+    assert (out / found[0]["images"][0]).read_bytes() == (folder / "shown.png").read_bytes()
+
+
+def test_samples_without_pairs_are_refused(spread_out, tmp_path):
+    single = pictures(tmp_path / "single")
+    for n in range(60):
+        (single / f"{n:03d}.txt").write_text(f"prompt {n}")
+    for folder, said in ((spread_out[0], "have no prompts .a picture a.png needs"), (single, "a prompt of its own")):
+        with pytest.raises(UserError, match=f"--pairs: .*{said}"):
+            raise spread_of(folder, "--out", tmp_path / "out", "--pairs", 2).exception
+    items = [Item(f"{n}", "text", "a", text="b") for n in range(4)]
+    assert paired(items, [0.9, 0.1, 0.5, 0.4], 9) == [(0, 1)]
+    with pytest.raises(UserError, match="no two samples of a prompt have scores that differ by 0.3"):
+        paired(items, [0.9, 0.7, 0.8, 0.7], 9)
+    with pytest.raises(UserError, match="these samples are clips"):
+        check_pairs([Item("a.mp4", "video", "a")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_folders_that_cannot_be_spread_are_refused(spread_out, tmp_path):
+    folder, out = spread_out[0], tmp_path / "out"
+    second = pictures(tmp_path / "second", count=30, labelled=0)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("word")
+    for given, said in (
+        ((folder, second, "--labels", folder / table.NAME), "--labels names one table, and there are 2 folders"),
+        ((folder, folder.parent / "." / folder.name), "is named twice"),
+        ((folder, tmp_path / "texts"), "of the kind image, and .* of the kind text; spread each kind alone"),
+        ((second, tmp_path / "none"), "is no folder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            raise spread_of(*given, "--out", out).exception
+    third = pictures(tmp_path / "third", count=30, labelled=3)
+    with pytest.raises(UserError, match="labels.csv of the 2 folders has 3 labels, and 10 or more are needed"):
+        raise spread_of(second, third, "--out", out).exception
+    assert not out.exists()
 
 
 def sample(image, number=0, prompt=""):

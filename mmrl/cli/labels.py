@@ -58,7 +58,7 @@ def label(
 
     root, items = root_of(folder), items_of(folder)
     if order is not None:
-        items = in_order(items, table.files(order / "next.csv" if order.is_dir() else order))
+        items = in_order(items, table.files(order / "next.csv" if order.is_dir() else order, folder))
     path = labels or root / table.NAME
     with LabelServer(items, root, path, STARS if stars else YES_NO, port) as server:
         print(
@@ -72,7 +72,12 @@ def label(
 
 
 def spread(
-    folder: FolderArgument,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR|RUN...", help="As for mmrl label. Several are spread over together, each with its labels.csv."
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; must not exist yet.")],
     labels: LabelsOption = None,
     model: Annotated[
@@ -93,6 +98,9 @@ def spread(
         Method, typer.Option(help="What gives the scores; auto: the best one on held-out labels.")
     ] = Method.auto,
     following: Annotated[int, typer.Option("--next", min=0, help="How many samples to propose for labels.")] = 50,
+    pairs: Annotated[
+        int, typer.Option(min=0, help="Pick up to so many pairs of each prompt, a better and a worse sample, for DPO.")
+    ] = 0,
     neighbours: Annotated[int, typer.Option(min=1, help="Of each sample in the graph.")] = 6,
     seed: Annotated[int, typer.Option(min=0, help="Of the folds and of the first weights.")] = 0,
     as_json: JsonOption = False,
@@ -114,7 +122,7 @@ def spread(
 
     def made() -> Outcome:
         settings = Settings(neighbours=neighbours, seed=seed)
-        return spread_folder(folder, out, labels, texts, reader, settings, following, methods[by])
+        return spread_folder(folders, out, labels, texts, reader, settings, following, methods[by], pairs)
 
     if as_json:
         with json_alone() as write:
@@ -129,6 +137,9 @@ def _show(made: Outcome, out: Path) -> None:
 
     middle = next(iter(made.quality.values())).middle
     print(f"{made.samples} samples, {made.labels} labels, {made.high} of them {middle:.3g} or more")
+    if len(made.folders) > 1:
+        for name, (samples, labels) in made.folders.items():
+            print(f"  {name}: {samples} samples, {labels} labels")
     print("on labels that were held out of each model (five parts, each held out once):")
     for name, one in made.quality.items():
         area, low, high = one.area
@@ -139,5 +150,7 @@ def _show(made: Outcome, out: Path) -> None:
     print(f"the scores are those of {'both together' if made.by == BOTH else f'the {made.by}'}")
     if not made.reward:
         print("these scores are no better than chance (AUC 0.5), so no reward is written: label more samples")
+    if made.pairs:
+        print(f"{made.pairs} pairs of a better and a worse sample for DPO: {out}/pairs.jsonl")
     if made.following:
         print(f"label these next ({out}/next.csv): {', '.join(made.following[:5])}, ...")

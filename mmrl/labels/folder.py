@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +24,7 @@ from mmrl.distill.formulas import calibrated
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.labels import table
 from mmrl.labels.baselines import head_logits
 from mmrl.labels.embeddings import Encoders, Space, widths_of
 from mmrl.labels.graph import Graph, directed
@@ -92,16 +94,33 @@ class Known:
         return calibrated(logits, *self.record.line)
 
 
-def write_tables(folder: Path, names: Sequence[str], made: Spread, following: Sequence[int]) -> None:
-    """scores.csv: every sample by its score; next.csv: which to label next. ``folder`` exists."""
+class Place(NamedTuple):
+    """Where a sample is: its name in ``folder``."""
+
+    file: str
+    folder: Path
+
+
+def write_tables(
+    folder: Path, places: Sequence[Place], made: Spread, following: Sequence[int], *, several: bool = False
+) -> None:
+    """scores.csv: every sample by its score; next.csv: which to label next. ``folder`` exists. ``several``: samples are
+    of several folders, whose absolute paths are a column of the tables (``folder``)."""
     scores, unknown = made.scores.tolist(), made.unknown.tolist()
-    order = sorted(range(len(names)), key=lambda n: (-scores[n], names[n]))
+    order = sorted(range(len(places)), key=lambda n: (-scores[n], places[n]))
+    own = [(str(place.folder.resolve()),) if several else () for place in places]
     rows = [
-        (names[n], f"{scores[n]:.4f}", f"{unknown[n]:.4f}", f"{scores[n]:g}" if bool(made.given[n]) else "")
+        (places[n].file, f"{scores[n]:.4f}", f"{unknown[n]:.4f}", f"{scores[n]:g}" if bool(made.given[n]) else "")
+        + own[n]
         for n in order
     ]
-    _table(folder / SCORES, ("file", "score", "score_without_label", "label"), rows)
-    _table(folder / FOLLOWING, ("file", "score"), [(names[n], f"{unknown[n]:.4f}") for n in following])
+    last = (table.FOLDER,) if several else ()
+    _table(folder / SCORES, ("file", "score", "score_without_label", "label", *last), rows)
+    _table(
+        folder / FOLLOWING,
+        ("file", "score", *last),
+        [(places[n].file, f"{unknown[n]:.4f}", *own[n]) for n in following],
+    )
 
 
 def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders: Encoders, settings: Settings) -> None:

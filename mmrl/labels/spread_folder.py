@@ -1,10 +1,11 @@
-"""Spread the labels of a folder, or of a run's samples, and write the tables and the reward."""
+"""Spread the labels of folders, or of runs' samples, and write the tables and the reward."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,10 +14,11 @@ from mmrl.errors import UserError
 from mmrl.export import new_directory, refuse_taken
 from mmrl.json_types import JsonObject
 from mmrl.labels import folder as written
+from mmrl.labels import pairs as picked
 from mmrl.labels import table
 from mmrl.labels.embeddings import WORDS, Encoders, Space, embedded
-from mmrl.labels.items import items_of, root_of
-from mmrl.labels.spreading import AUTO, NEXT, Quality, spread
+from mmrl.labels.items import Item, items_of, root_of
+from mmrl.labels.spreading import AUTO, NEXT, Quality, Spread, spread
 from mmrl.labels.training import Settings
 from mmrl.packages.places import lacking
 
@@ -25,8 +27,8 @@ _LEAST_SAMPLES = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """``by``: the method that gave the scores. ``reward``: whether the folder holds one; not where the scores are no
-    better than chance."""
+    """``folders``: of each folder its samples and its labels. ``by``: the method that gave the scores. ``reward``:
+    whether the folder holds one; not where the scores are no better than chance. ``pairs``: how many were picked."""
 
     samples: int
     labels: int
@@ -35,6 +37,8 @@ class Outcome:
     following: list[str]
     by: str
     reward: bool
+    folders: dict[str, tuple[int, int]]
+    pairs: int
 
     def as_json(self) -> JsonObject:
         return {
@@ -45,11 +49,62 @@ class Outcome:
             "label_next": self.following,
             "by": self.by,
             "reward": self.reward,
+            "folders": [
+                {"folder": name, "samples": samples, "labels": labels}
+                for name, (samples, labels) in self.folders.items()
+            ],
+            "pairs": self.pairs,
         }
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """The samples of all folders, and labels by their name. ``places``: the folder and the name there of each; of
+    several folders a sample's name begins with its folder."""
+
+    items: list[Item]
+    labels: dict[str, float]
+    places: dict[str, written.Place]
+
+
+def gathered(folders: Sequence[Path], labels: Path | None = None) -> Gathered:
+    """The samples of ``folders`` with their labels (``labels``, or labels.csv of each; of several folders some may have
+    none). Raises ``UserError``."""
+    several = len(folders) > 1
+    if several and labels is not None:
+        raise UserError(
+            f"--labels names one table, and there are {len(folders)} folders; leave it out, and keep labels.csv in each"
+        )
+    if repeated := [str(one) for one, count in Counter(root_of(one).resolve() for one in folders).items() if count > 1]:
+        raise UserError(f"{repeated[0]} is named twice; name each folder once")
+    found = Gathered([], {}, {})
+    for folder in folders:
+        items = items_of(folder)
+        if twice := [name for name, count in Counter(item.name for item in items).items() if count > 1]:
+            raise UserError(f"{folder} lists {twice[0]} twice; keep one of the two lines")
+        if found.items and items[0].kind != found.items[0].kind:
+            raise UserError(
+                f"{folders[0]} has samples of the kind {found.items[0].kind}, and {folder} of the kind "
+                f"{items[0].kind}; spread each kind alone"
+            )
+        path = labels or root_of(folder) / table.NAME
+        if path.exists() or not several:
+            given = table.read(path, [item.name for item in items])
+            found.labels.update((_named(folder, name, several), value) for name, value in given.of.items())
+        for item in items:
+            name = _named(folder, item.name, several)
+            found.items.append(replace(item, name=name))
+            found.places[name] = written.Place(item.name, folder)
+    table.check(labels or root_of(folders[-1]) / table.NAME, table.Labels(found.labels), len(folders))
+    return found
+
+
+def _named(folder: Path, name: str, several: bool) -> str:
+    return f"{folder}/{name}" if several else name
+
+
 def spread_folder(
-    folder: Path,
+    folder: Path | Sequence[Path],
     out: Path,
     labels: Path | None = None,
     texts: str | None = None,
@@ -57,21 +112,24 @@ def spread_folder(
     settings: Settings | None = None,
     following: int = NEXT,
     by: str = AUTO,
+    pairs: int = 0,
 ) -> Outcome:
     """Spread the labels of ``labels`` (labels.csv of ``folder``) over its samples, into the new folder ``out``.
 
-    ``texts`` and ``model`` as in ``Encoders.for_items``, ``by`` as in ``spread``. Raises ``UserError``.
+    Several folders are spread over together, each with its own labels.csv. ``texts`` and ``model`` as in
+    ``Encoders.for_items``, ``by`` as in ``spread``. ``pairs``: the most that are picked of each
+    prompt (``mmrl.labels.pairs``). Raises ``UserError``.
     """
     settings = settings or Settings()
+    folders = [folder] if isinstance(folder, Path) else list(folder)
     refuse_taken(out)
-    items = items_of(folder)
-    if repeated := [name for name, count in Counter(item.name for item in items).items() if count > 1]:
-        raise UserError(f"{folder} lists {repeated[0]} twice; keep one of the two lines")
-    path = labels or root_of(folder) / table.NAME
-    given = table.read(path, [item.name for item in items])
-    table.check(path, given)
+    found = gathered(folders, labels)
+    items = found.items
     if len(items) < _LEAST_SAMPLES:
-        raise UserError(f"{folder} has {len(items)} samples, and {_LEAST_SAMPLES} or more are needed; add some")
+        where = f"{folders[0]} has" if len(folders) == 1 else "the folders have"
+        raise UserError(f"{where} {len(items)} samples, and {_LEAST_SAMPLES} or more are needed; add some")
+    if pairs:
+        picked.check(items)
     if texts not in (None, WORDS) and (unset := lacking(texts)):
         raise UserError(f"--texts {texts}: {unset}")
     encoders = Encoders.for_items(items, texts, model)
@@ -80,23 +138,36 @@ def spread_folder(
         print(f"warning: {len(bad)} samples cannot be read and are left out; the first: {bad[0]}", file=sys.stderr)
     space = Space.of(parts)
     embeddings = space(parts)
-    values = torch.tensor([given.of.get(item.name, 0.0) for item in items])
-    known = torch.tensor([item.name in given.of for item in items])
+    values = torch.tensor([found.labels.get(item.name, 0.0) for item in items])
+    known = torch.tensor([item.name in found.labels for item in items])
     made = spread(embeddings, values, known, settings, by)
     proposed = made.following(embeddings, following)
     names = [item.name for item in items]
-    better = made.quality[made.by].better_than_chance
-    outcome = Outcome(
-        len(items),
-        int(known.sum()),
-        int((values[known] >= made.quality[made.by].middle).sum()),
+    outcome = _outcome(folders, found, names, made, proposed)
+    made_pairs = picked.paired(items, made.scores.tolist(), pairs) if pairs and outcome.reward else []
+    with new_directory(out, "the spread labels") as aside:
+        written.write_tables(aside, [found.places[name] for name in names], made, proposed, several=len(folders) > 1)
+        if outcome.reward:
+            written.write(aside, made, embeddings, space, encoders, settings)
+        if made_pairs:
+            picked.write(aside, items, made_pairs)
+    return replace(outcome, pairs=len(made_pairs))
+
+
+def _outcome(
+    folders: Sequence[Path], found: Gathered, names: Sequence[str], made: Spread, proposed: Sequence[int]
+) -> Outcome:
+    given = [name for n, name in enumerate(names) if bool(made.given[n])]
+    samples, labels = (Counter(found.places[name].folder for name in some) for some in (names, given))
+    quality = made.quality[made.by]
+    return Outcome(
+        len(names),
+        len(given),
+        int((made.labels[made.given] >= quality.middle).sum()),
         dict(made.quality),
         [names[n] for n in proposed],
         made.by,
-        better,
+        quality.better_than_chance,
+        {str(folder): (samples[folder], labels[folder]) for folder in folders},
+        0,
     )
-    with new_directory(out, "the spread labels") as aside:
-        written.write_tables(aside, names, made, proposed)
-        if better:
-            written.write(aside, made, embeddings, space, encoders, settings)
-    return outcome

@@ -13,11 +13,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mmrl.errors import UserError
 
 NAME = "labels.csv"
 COLUMNS = ("file", "label")
+FOLDER = "folder"
+"""A column of tables about samples of several folders."""
 _WORDS = {"no": 0.0, "yes": 1.0, "bad": 0.0, "good": 1.0, "false": 0.0, "true": 1.0}
 LEAST = 10
 """Labels that are needed: of fewer nothing can be held out."""
@@ -40,7 +43,7 @@ def read(path: Path, names: Sequence[str]) -> Labels:
     of two kinds (words and numbers) and labels out of range."""
     known, found = {*names}, dict[str, float]()
     kinds: dict[str, int] = {}
-    for number, file, label in _rows(path):
+    for number, file, label, _ in _rows(path):
         where = f"{path}, line {number}"
         if file not in known:
             raise UserError(f"{where}: there is no sample {file!r} beside it; correct the name or remove the line")
@@ -58,22 +61,23 @@ def read(path: Path, names: Sequence[str]) -> Labels:
     return Labels(found, "words" in kinds)
 
 
-def check(path: Path, labels: Labels) -> None:
-    """Raise ``UserError`` for labels that teach nothing."""
+def check(path: Path, labels: Labels, of: int = 1) -> None:
+    """Raise ``UserError`` for labels that teach nothing. ``of``: how many tables they are from, ``path`` the last."""
     values = list(labels.of.values())
+    where = str(path) if of == 1 else f"{NAME} of the {of} folders"
     if not values:
-        raise UserError(f"{path} has no label; give some with: mmrl label {path.parent}")
+        raise UserError(f"{where} has no label; give some with: mmrl label {path.parent}")
     if len(values) < LEAST:
-        raise UserError(f"{path} has {len(values)} labels, and {LEAST} or more are needed; label more samples")
+        raise UserError(f"{where} has {len(values)} labels, and {LEAST} or more are needed; label more samples")
     if max(values) - min(values) < 1e-6:
         raise UserError(
-            f"all {len(values)} labels in {path} are {values[0]:g}, so nothing can be told apart; label samples of the "
-            "other kind too"
+            f"all {len(values)} labels in {where} are {values[0]:g}, so nothing can be told apart; label samples of "
+            "the other kind too"
         )
     low, high = sum(value < 0.5 for value in values), sum(value >= 0.5 for value in values)
     if labels.binary and min(low, high) < 2:
         raise UserError(
-            f"{path} has {low} labels 0 and {high} labels 1, and two of each are needed, so that one can be held out; "
+            f"{where} has {low} labels 0 and {high} labels 1, and two of each are needed, so that one can be held out; "
             "label more samples"
         )
 
@@ -96,13 +100,28 @@ def append(path: Path, file: str, label: str) -> None:
         os.fsync(out.fileno())
 
 
-def files(path: Path) -> list[str]:
-    """The column ``file`` of a table. Raises ``UserError``."""
-    return [file for _, file, _ in _rows(path, COLUMNS[:1])]
+def files(path: Path, of: Path | None = None) -> list[str]:
+    """The column ``file`` of a table. ``of``: only rows about this folder, where the table has a column ``folder``.
+    Raises ``UserError``, also where no row is about ``of``."""
+    rows = _rows(path, COLUMNS[:1])
+    if of is None or not any(row.folder for row in rows):
+        return [row.file for row in rows]
+    mine = [row.file for row in rows if row.folder and Path(row.folder).resolve() == of.resolve()]
+    if not mine:
+        raise UserError(
+            f"{path} names no sample of {of}; leave out --order, or let mmrl spread propose more with a larger --next"
+        )
+    return mine
 
 
-def _rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[tuple[int, str, str]]:
-    """Number, file and label of each line."""
+class _Row(NamedTuple):
+    number: int
+    file: str
+    label: str
+    folder: str
+
+
+def _rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[_Row]:
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.DictReader(file)
@@ -110,7 +129,12 @@ def _rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[tuple[int, str, 
             if lacks:
                 raise UserError(f"{path} has no column {lacks[0]!r}; its first line must be: {','.join(columns)}")
             return [
-                (reader.line_num, (row["file"] or "").strip(), (row.get("label") or "").strip())
+                _Row(
+                    reader.line_num,
+                    (row["file"] or "").strip(),
+                    (row.get("label") or "").strip(),
+                    row.get(FOLDER) or "",
+                )
                 for row in reader
                 if (row["file"] or "").strip()
             ]
