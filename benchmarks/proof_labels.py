@@ -8,6 +8,12 @@ of them, with the model's own embedding; the best method on held-out labels give
 recipe with this reward alone, whose seed is that of the labels. Held-out success by the verifier is measured before and
 after, on the same prompts and noise; the reward on the same samples too. ``oracle`` is the same run with the verifier
 as the reward, the most that labels can give. ``--json`` gets each run as it ends; what stands there is not done again.
+
+``pairs``: the same labels are spread with ``--pairs``, and Diffusion-DPO (``shapes-dpo``, an adapter) trains on the
+pairs that the scores pick among the drawn pictures. So nothing is scored that a trained model drew. ``pairs-twice``:
+half of the labels for the first pairs; the trained model draws ``--again`` pictures, of which as many are labelled, at
+random; the labels of both are spread together, and the model trains on the new pairs. ``pairs-oracle``: pairs by the
+verifier, which is told everything.
 """
 
 from __future__ import annotations
@@ -28,39 +34,139 @@ import torch
 from labels import RECIPE, drawn
 from PIL import Image
 
-ARMS = ("labels", "oracle")
+ARMS = ("labels", "oracle", "pairs", "pairs-twice", "pairs-oracle")
+DPO = "shapes-dpo"
+
+
+def written(folder: Path, images: Sequence[Image.Image], prompts: Sequence[str]) -> Path:
+    """The folder of pictures with their prompts."""
+    made = folder.with_suffix(".part")
+    made.mkdir(exist_ok=True)
+    for n, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
+        image.save(made / f"{n:05d}.png")
+        (made / f"{n:05d}.txt").write_text(prompt)
+    made.rename(folder)
+    return folder
 
 
 def pictures(cache: Path, count: int) -> Path:
     """The folder of the drawn pictures with their prompts, made where it is not there."""
     found, folder = drawn(cache, count), cache / f"pictures-{count}"
-    if not folder.exists():
-        made = folder.with_suffix(".part")
-        made.mkdir(exist_ok=True)
-        for n, (picture, prompt) in enumerate(zip(found["pixels"], found["prompts"], strict=True)):
-            Image.fromarray(picture).save(made / f"{n:05d}.png")
-            (made / f"{n:05d}.txt").write_text(str(prompt))
-        made.rename(folder)
-    return folder
+    if folder.exists():
+        return folder
+    return written(folder, [Image.fromarray(one) for one in found["pixels"]], [str(one) for one in found["prompts"]])
 
 
-def spread_of(given: argparse.Namespace, seed: int) -> tuple[Path, dict[str, Any]]:
-    """The reward of a seed's labels, and what ``mmrl spread`` said of it."""
+def drawn_again(given: argparse.Namespace, model: Path, folder: Path) -> tuple[Path, list[float]]:
+    """``--again`` pictures of a trained model for prompts of training, in ``folder``, and which of them are right."""
+    import mmrl
+    from mmrl.config.loader import load_recipe
+    from mmrl.distill.collection import collect, open_policy
+
+    loaded = load_recipe([RECIPE], ["model.dtype=float32", "threads=1", f"model.path={model}"])
+    context = open_policy(loaded.recipe, loaded.root, loaded.recipe.rewards[0], None, "latest")
+    groups = math.ceil(given.samples / loaded.recipe.train.group_size)
+    with TemporaryDirectory() as kept:
+        samples = collect(context, given.again, Path(kept), groups).samples
+    written(folder, [sample.image for sample in samples], [sample.prompt.text for sample in samples])
+    return folder, mmrl.load("rewards", "shapes").score(samples)["success"]
+
+
+def labelled(folder: Path, truth: Sequence[float], count: int, seed: int) -> None:
+    """labels.csv of ``folder``: the verifier's verdict on ``count`` of its pictures, drawn by ``seed``."""
+    draw = torch.Generator().manual_seed(seed)
+    chosen = sorted(torch.randperm(len(truth), generator=draw)[:count].tolist())
+    (folder / "labels.csv").write_text("file,label\n" + "".join(f"{n:05d}.png,{truth[n]:g}\n" for n in chosen))
+
+
+def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, Any]:
+    """Spread the labels of ``folders`` into ``out``, where it is not there; what ``mmrl spread`` said of it."""
     from mmrl.config.loader import load_recipe
     from mmrl.labels.readers import described
     from mmrl.labels.spread_folder import spread_folder
 
-    truth = drawn(given.cache, given.samples)["success"]
-    folder, out = pictures(given.cache, given.samples), given.cache / f"spread-{given.labels}-{seed}"
     if not out.exists():
-        draw = torch.Generator().manual_seed(seed)
-        chosen = sorted(torch.randperm(len(truth), generator=draw)[: given.labels].tolist())
-        table = given.cache / f"labels-{given.labels}-{seed}.csv"
-        table.write_text("file,label\n" + "".join(f"{n:05d}.png,{truth[n]:g}\n" for n in chosen))
         loaded = load_recipe([RECIPE], [])
-        spread_folder(folder, out, table, model=described(loaded.recipe, loaded.root))
+        spread_folder(folders, out, model=described(loaded.recipe, loaded.root), pairs=pairs)
     said = json.loads((out / "labels.json").read_text())
-    return out, {"by": said["by"], "held out": said["figures"][said["by"]]["auc"]}
+    return {"by": said["by"], "held out": said["figures"][said["by"]]["auc"]}
+
+
+def measured(given: argparse.Namespace, model: Path | None, reward: Path | None) -> dict[str, float]:
+    """Success of ``model`` (None: the recipe's) on the recipe's held-out prompts, and the ``reward`` of labels."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.datasets.loading import load_prompts
+    from mmrl.run import build
+    from mmrl.training.evaluation import Evaluator
+
+    changes = ["model.dtype=float32", "threads=1", f"eval.samples={given.heldout}"]
+    if model is not None:
+        changes.append(f"model.path={model}")
+    if reward is not None:
+        changes.append(f"rewards=[{{name: labels, options: {{path: {reward}}}}}, {{name: shapes, weight: 0}}]")
+    loaded = load_recipe([RECIPE], changes)
+    context = build(loaded.recipe, loaded.root)
+    with TemporaryDirectory() as kept:
+        context.rewards.folder = Path(kept)
+        heldout = Evaluator(context, load_prompts(loaded.recipe, loaded.root, "heldout"), Path(kept))
+        row = heldout.score(given.heldout)[0]
+    return {"success": row["reward/shapes/success"], "reward": row.get("reward/labels", math.nan)}
+
+
+def preferred(given: argparse.Namespace, pairs: Path, seed: int, model: Path | None, out: Path) -> tuple[Path, float]:
+    """Train with Diffusion-DPO on ``pairs``; the trained model, and CPU-seconds."""
+    import mmrl
+
+    options = f"{{path: {pairs}, images: [chosen, rejected], heldout: 0.1}}"
+    changes = ["data.name=jsonl", f"data.train={options}", f"data.heldout={options}", "eval.rewards=[]"]
+    changes += [f"algorithm.beta={given.beta}", f"train.steps={given.dpo_steps}", f"eval.every={given.dpo_steps}"]
+    changes += ["sampling.steps=8", "optim.ema_decay=0.95", "eval.samples=64", "model.dtype=float32", f"seed={seed}"]
+    if model is not None:
+        changes.append(f"model.path={model}")
+    run = mmrl.train(DPO, changes, out=out / "run")
+    spent = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])["perf/cpu_seconds"]
+    run.close()
+    return run.export(out / "model"), spent
+
+
+def by_verifier(given: argparse.Namespace, out: Path, seed: int) -> None:
+    """The pairs that ``mmrl spread`` would pick if every score were the verifier's verdict, equal ones at random."""
+    from mmrl.labels import pairs
+    from mmrl.labels.items import items_of
+
+    items = items_of(pictures(given.cache, given.samples))
+    chance = torch.rand(len(items), generator=torch.Generator().manual_seed(seed)) / 10
+    scores = (torch.from_numpy(drawn(given.cache, given.samples)["success"]) + chance).tolist()
+    out.mkdir()
+    pairs.write(out, items, pairs.paired(items, scores, given.pairs))
+
+
+def with_pairs(arm: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train on pairs in this process, as ``trained`` does with rewards."""
+    first, truth = pictures(given.cache, given.samples), drawn(given.cache, given.samples)["success"]
+    rounds = 2 if arm == "pairs-twice" else 1
+    said, model, spent = dict[str, Any](), None, 0.0
+    with TemporaryDirectory(dir=given.cache) as kept:
+        root, folders, out = Path(kept), [first], Path(kept)
+        for n in range(rounds):
+            out = root / f"spread-{n}"
+            if arm == "pairs-oracle":
+                by_verifier(given, out, seed)
+            else:
+                labelled(folders[-1], truth, given.labels // rounds, seed + 1000 * n)
+                said |= spread_of(folders, out, given.pairs)
+            (root / f"round-{n}").mkdir()
+            model, more = preferred(given, out / "pairs.jsonl", seed, model, root / f"round-{n}")
+            spent += more
+            if n + 1 < rounds:
+                said["after the first"] = measured(given, model, None)["success"]
+                folder, truth = drawn_again(given, model, root / "pictures")
+                folders.append(folder)
+        reward = None if arm == "pairs-oracle" else out
+        for when, one in (("before", None), ("after", model)):
+            found = measured(given, one, reward)
+            said |= {when: found["success"], f"reward {when}": None if reward is None else found["reward"]}
+    return {**said, "cpu_seconds": spent}
 
 
 def trained(arm: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -70,7 +176,9 @@ def trained(arm: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     said: dict[str, Any] = {}
     listed = "[{name: shapes}]"
     if arm == "labels":
-        path, said = spread_of(given, seed)
+        shown, path = pictures(given.cache, given.samples), given.cache / f"spread-{given.labels}-{seed}"
+        labelled(shown, drawn(given.cache, given.samples)["success"], given.labels, seed)
+        said = spread_of([shown], path)
         listed = f"[{{name: labels, options: {{path: {path}}}}}, {{name: shapes, weight: 0}}]"
     changes = [f"rewards={listed}", f"seed={seed}", "model.dtype=float32", f"train.steps={given.steps}"]
     changes += ["train.max_cpu_seconds=null", f"eval.every={given.steps}", f"eval.samples={given.heldout}"]
@@ -94,6 +202,9 @@ def of(given: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     """The result of a run, from the file or, where it is not there, from a process of its own."""
     rows = json.loads(given.json.read_text()) if given.json.exists() else {}
     key = f"{arm}, seed {seed}, {given.labels} of {given.samples}, {given.steps} steps"
+    if arm.startswith("pairs"):
+        key = f"{arm}, seed {seed}, {given.labels} of {given.samples}, {given.dpo_steps} steps of DPO"
+        key += f", beta {given.beta:g}, {given.pairs} pairs of a prompt, {given.heldout} held out"
     if key not in rows:
         command = [sys.executable, __file__, *sys.argv[1:], "--one", arm, str(seed)]
         found = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -127,13 +238,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5000, help="pictures that are drawn")
     parser.add_argument("--labels", type=int, default=200)
     parser.add_argument("--steps", type=int, default=30, help="of GRPO")
+    parser.add_argument("--pairs", type=int, default=6, help="most pairs of a prompt")
+    parser.add_argument("--beta", type=float, default=60, help="of DPO")
+    parser.add_argument("--dpo-steps", type=int, default=60, help="of DPO, in each round")
+    parser.add_argument("--again", type=int, default=2400, help="pictures of the second round")
     parser.add_argument("--heldout", type=int, default=512, help="held-out samples of an evaluation")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help="this run alone (used by the command itself)")
     given = parser.parse_args()
     given.cache = given.cache.resolve()
     if given.one:
         torch.set_num_threads(1)
-        print(json.dumps(trained(given.one[0], given, int(given.one[1]))))
+        run = with_pairs if given.one[0].startswith("pairs") else trained
+        print(json.dumps(run(given.one[0], given, int(given.one[1]))))
         return
     print("| reward | seed | scores by | before | after | difference (95 %) | the reward | CPU-seconds |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

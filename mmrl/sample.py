@@ -32,7 +32,7 @@ from mmrl.report.texts import cell
 from mmrl.run import find_checkpoint, open_run, opened
 from mmrl.training.batch import chunks_of_a_size
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.trajectory import ONLY_SAMPLED, Prompt, Sample, SampleId, Slot
 
 MOST_SHOWN = 96
 """Samples of a checkpoint on the sheet; of more, the first."""
@@ -112,7 +112,7 @@ def _sampled(context: StepContext, prompts: Sequence[Prompt], n: int, seed: int)
     """As the recipe's evaluation samples, under its weights. A prompt that cannot be used is left out and named."""
     recipe, pipeline = context.recipe, context.pipeline
     how = SamplingSpec([], context.policy.evaluated, seed, frozenset({pipeline.makes}), evaluate=True)
-    slots = [Slot(-1, i, 0, prompt) for i, prompt in enumerate(prompts)]
+    slots = [Slot(ONLY_SAMPLED, i, 0, prompt) for i, prompt in enumerate(prompts)]
     slots, bad = _usable(context, slots)
     for line in bad:
         print(f"warning: left out: {line}", file=sys.stderr)

@@ -67,6 +67,10 @@ class Prompt:
         return "\n\n".join(f"{role}: {text}" for role, text in (*self.turns, Turn("user", self.text)))
 
 
+ONLY_SAMPLED = -2
+"""The step of a slot that nothing trains on and nothing measures: its prompt needs what sampling needs, and no pair."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A place in a step's batch. The same slot holds the same prompt and noise whoever runs it."""

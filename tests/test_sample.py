@@ -15,12 +15,14 @@ from mmrl import sample as module
 from mmrl._torchvision import allow_cpu_only
 from mmrl.checkpoint.run_state import of_run, saver_of
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.errors import BadPromptError, UserError
 from mmrl.report.rundir import RunDir
-from mmrl.run import build
+from mmrl.run import build, opened
 from mmrl.sample import draw, prompts_of
+from mmrl.trajectory import Prompt, Slot
 from tests import tiny
 from tests.test_cli import mmrl
+from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()  # before anything imports torchvision
 
@@ -134,6 +136,15 @@ def test_greedy_texts_are_drawn_once(texts: Path, tmp_path: Path, capsys: pytest
     draw(run, prompts_of(["1+2="]), tmp_path / "out", n=3)
     assert len(rows(tmp_path / "out")) == 1
     assert "one is drawn" in capsys.readouterr().err
+
+
+def test_a_run_on_pairs_of_pictures_draws_prompts_that_have_no_pair(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "shapes-dpo", f"model.path={two_blocks()}", "sampling.steps=2")
+    draw(run, prompts_of(["one red circle", "one blue cross"]), tmp_path / "out", n=2)
+    assert [row["prompt"] for row in rows(tmp_path / "out")] == ["one red circle"] * 2 + ["one blue cross"] * 2
+    pipeline = opened(run, scored=False)[0].pipeline
+    with pytest.raises(BadPromptError, match="it has 0 media; a pair is"):
+        pipeline.encode([Slot(-1, 0, 0, Prompt("0", "one red circle"))])  # what is trained or measured needs one
 
 
 def test_clips_move(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
 from mmrl.samples import make_samples
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import ONLY_SAMPLED, Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import picked, to_device
 
 from . import export, pictures
@@ -79,7 +79,8 @@ class FlowPipeline:
         prompts = {self.key(slot.prompt): slot.prompt for slot in slots}
         negatives = self.negatives.needed(slots)
         texts = list(dict.fromkeys([*prompts, *negatives]))
-        pairs = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in slots}
+        paired = [] if self.pairs is None else [slot for slot in slots if slot.step != ONLY_SAMPLED]
+        pairs = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in paired}
         keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
         try:
