@@ -149,7 +149,7 @@ def _show(made: Outcome, out: Path) -> None:
         )
     print(f"the scores are those of {'both together' if made.by == BOTH else f'the {made.by}'}")
     if not made.reward:
-        print("these scores are no better than chance (AUC 0.5), so no reward is written, nor pairs: label more samples")
+        print("these scores are no better than chance (AUC 0.5), so no reward is written, nor pairs: label more")
     if made.pairs:
         print(f"{made.pairs} pairs of a better and a worse sample for DPO: {out}/pairs.jsonl")
     if made.following:

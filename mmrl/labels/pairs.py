@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import JsonObject
+from mmrl.json_types import Json
 from mmrl.labels.items import Item
 
 FILE, FOLDER = "pairs.jsonl", "pairs"
@@ -70,10 +70,10 @@ def write(folder: Path, items: Sequence[Item], pairs: Sequence[tuple[int, int]])
             shutil.copyfile(path, folder / copied[path])
         return copied[path]
 
-    rows: list[JsonObject] = []
+    rows: list[dict[str, Json]] = []
     for one in pairs:
         better, worse = (items[n] for n in one)
-        row: JsonObject = {"prompt": better.prompt}
+        row: dict[str, Json] = {"prompt": better.prompt}
         for name, item in (("chosen", better), ("rejected", worse)):
             row[name] = item.text if item.path is None else copy(item.path)
         if better.pictures and better.root is not None:
