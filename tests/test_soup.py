@@ -235,13 +235,13 @@ def test_resume_leaves_finished_backbones_alone(texts: Path, capsys: pytest.Capt
 @pytest.mark.slow
 def test_beta_is_the_one_whose_merges_have_the_largest_hypervolume(chosen: Path) -> None:
     said = read(chosen / "soup.json")
-    assert [one["beta"] for one in said["trials"]] == [0.6, 0.7, 0.8]
+    assert [one["beta"] for one in said["trials"]] == [0.6, 0.7, 0.8, 1.0]
     merges = [read(chosen / f"beta-{one['beta']:g}" / "merges.json") for one in said["trials"]]
     fronts = [[(a, b) for a, b in one["rewards"]] for one in merges]
     worst = [min(point[i] for front in fronts for point in front) for i in (0, 1)]
     volumes = [hypervolume(front, (worst[0], worst[1])) for front in fronts]
     assert [one["hypervolume"] for one in said["trials"]] == volumes
-    assert len(set(volumes)) == 3, "the trials differ, so that there is something to choose"
+    assert len(set(volumes)) > 1, "the trials differ, so that there is something to choose"
     assert said["beta"] == said["trials"][volumes.index(max(volumes))]["beta"]
     assert said["finished"] == [1, 2]
     others = [one["beta"] for one in said["trials"] if one["beta"] != said["beta"]]
@@ -283,7 +283,7 @@ def test_a_chosen_beta_stands(chosen: Path, capsys: pytest.CaptureFixture[str]) 
     assert mmrl(*train, "--beta", "auto", "--resume") == 0
     assert capsys.readouterr().err.count("is finished") == 2
     assert {f: f.stat().st_mtime_ns for f in before} == before
-    assert len(read(chosen / "soup.json")["trials"]) == 3
+    assert len(read(chosen / "soup.json")["trials"]) == 4
     other = next(beta for beta in ("0.6", "0.8") if float(beta) != read(chosen / "soup.json")["beta"])
     assert "--beta auto" in refused(capsys, *train[1:], "--beta", other, "--resume")
 

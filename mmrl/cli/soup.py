@@ -38,8 +38,8 @@ def train(
         str,
         typer.Option(
             metavar="SHARE|auto",
-            help="Share of its own reward in a backbone's mix, above 1/n; 1 is Rewarded Soup. auto tries 0.6, 0.7 and "
-            "0.8 for a fifth of the steps and takes the one with the largest hypervolume.",
+            help="Share of its own reward in a backbone's mix, above 1/n; 1 is Rewarded Soup. auto tries 0.6, 0.7, 0.8 "
+            "and 1 for a fifth of the steps and takes the one with the largest hypervolume.",
         ),
     ] = "0.7",
     rewards: Annotated[
