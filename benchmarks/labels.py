@@ -36,6 +36,8 @@ from mmrl.media import open_image
 
 RECIPE = "shapes-full"
 ANSWERS = "scenes"
+GROUP = {"shapes": 12, "scenes": 8}
+"""Samples of a prompt that were drawn together, one after another."""
 Drawn = dict[str, Any]
 
 
@@ -98,8 +100,23 @@ def answers(cache: Path, count: int, kind: str) -> tuple[torch.Tensor, torch.Ten
         return Space.of(whole)(whole), torch.from_numpy(found["truth"])
 
 
-def arms(embedded: torch.Tensor, truth: torch.Tensor, labels: int, settings: Settings) -> dict[str, list[float]]:
-    """Of each method AUC and accuracy on the samples without a label, and CPU-seconds."""
+def order(scores: torch.Tensor, truth: torch.Tensor, told: torch.Tensor, group: int) -> float:
+    """The share of pairs of a right and a wrong sample of the same prompt whose scores are in this order; a tie counts
+    half, and a sample with a label is in no pair."""
+    right = pairs = 0.0
+    for first in range(0, len(scores), group):
+        of, so = scores[first : first + group], truth[first : first + group] >= 0.5
+        asked = ~told[first : first + group]
+        lead = of[so & asked].unsqueeze(1) - of[~so & asked]
+        right += float((lead > 0).sum() + 0.5 * (lead == 0).sum())
+        pairs += lead.numel()
+    return right / pairs
+
+
+def arms(
+    embedded: torch.Tensor, truth: torch.Tensor, labels: int, settings: Settings, group: int
+) -> dict[str, list[float]]:
+    """Of each method AUC, accuracy and order on the samples without a label, and CPU-seconds."""
     draw = torch.Generator().manual_seed(settings.seed)
     given = torch.zeros(len(truth), dtype=torch.bool)
     given[torch.randperm(len(truth), generator=draw)[:labels]] = True
@@ -118,6 +135,7 @@ def arms(embedded: torch.Tensor, truth: torch.Tensor, labels: int, settings: Set
         name: [
             auc(of[~given].tolist(), rest.tolist()),
             float(((of[~given] >= 0.5) == rest).float().mean()),
+            order(of, truth, given, group),
             spent.get(name, of_each),
         ]
         for name, of in scores.items()
@@ -145,17 +163,21 @@ def main() -> None:
         embedded_by = {kind: embedded for kind, (embedded, _) in made.items()}
     print(f"{len(truth)} samples, {float(truth.mean()):.1%} of them right\n")
     print(
-        "| embedding | labels | method | AUC | accuracy | AUC beside the head's, draws above it | CPU-seconds |",
+        "| embedding | labels | method | AUC | accuracy | order within a prompt | "
+        "AUC beside the head's, draws above it | CPU-seconds |",
         flush=True,
     )
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     for kind, embedded in embedded_by.items():
         for labels in given.labels:
-            runs = [arms(embedded, truth, labels, Settings(seed=s, layers=given.layers)) for s in given.seeds]
+            runs = [
+                arms(embedded, truth, labels, Settings(seed=s, layers=given.layers), GROUP[given.job])
+                for s in given.seeds
+            ]
             for name in runs[0]:
-                area, right, spent = ([run[name][n] for run in runs] for n in range(3))
+                area, right, ordered, spent = ([run[name][n] for run in runs] for n in range(4))
                 gain = [run[name][0] - run[HEAD][0] for run in runs]
-                cells = [f"{mean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in (area, right)]
+                cells = [f"{mean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in (area, right, ordered)]
                 cells.append(f"{mean(gain):+.3f} ({min(gain):+.3f} to {max(gain):+.3f}), {sum(g > 0 for g in gain)}")
                 print(f"| {kind} | {labels} | {name} | {' | '.join(cells)} | {mean(spent):.0f} |", flush=True)
 

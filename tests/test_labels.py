@@ -452,10 +452,12 @@ def test_samples_without_pairs_are_refused(spread_out, tmp_path):
     for folder, said in ((spread_out[0], "have no prompts .a picture a.png needs"), (single, "a prompt of its own")):
         with pytest.raises(UserError, match=f"--pairs: .*{said}"):
             raise spread_of(folder, "--out", tmp_path / "out", "--pairs", 2).exception
-    items = [Item(f"{n}", "text", "a", text="b") for n in range(4)]
+    items = [Item(f"{n}", "text", "a", text=f"b{n}") for n in range(4)]
     assert paired(items, [0.9, 0.1, 0.5, 0.4], 9) == [(0, 1)]
     with pytest.raises(UserError, match="no two samples of a prompt have scores that differ by 0"):
         paired(items, [0.9, 0.7, 0.8, 0.7], 9)
+    equal = [Item("0", "text", "a", text="b"), Item("1", "text", "a", text="b"), *items[2:]]
+    assert paired(equal, [0.9, 0.1, 0.8, 0.2], 2) == [(2, 3)], "equal texts are no pair"
     with pytest.raises(UserError, match="these samples are clips"):
         check_pairs([Item("a.mp4", "video", "a")])
     assert not (tmp_path / "out").exists()

@@ -35,13 +35,19 @@ def paired(items: Sequence[Item], scores: Sequence[float], most: int) -> list[tu
     for group in groups.values():
         order = sorted(group, key=lambda n: -scores[n])
         best = order[: min(most, len(order) // 2)]
-        found += [(n, m) for n, m in zip(best, reversed(order), strict=False) if scores[n] - scores[m] >= LEAST]
+        both = zip(best, reversed(order), strict=False)
+        found += [(n, m) for n, m in both if scores[n] - scores[m] >= LEAST and not _equal(items[n], items[m])]
     if not found:
         raise UserError(
             f"--pairs: no two samples of a prompt have scores that differ by {LEAST} or more; draw several samples of "
             "each prompt, label more of them, or leave --pairs out"
         )
     return found
+
+
+def _equal(one: Item, other: Item) -> bool:
+    """Equal texts; the label of one may have made their scores differ."""
+    return one.path is None and one.text == other.text
 
 
 def check(items: Sequence[Item]) -> None:
