@@ -2,8 +2,9 @@
 
     python benchmarks/proof_soup.py --job sums --seeds 0 1 2 --json benchmarks/results/proof_soup.json
 
-Jobs, each a shipped recipe with small steps: ``sums`` (the language model that calculates: right against short) and
-``shapes`` (the picture model: the verifier against red). Of each seed five runs are trained, with the same steps,
+Jobs, each a shipped recipe with small steps: ``sums`` (the language model that calculates: right against short),
+``scenes`` (the model that answers questions about pictures: right against brief) and ``shapes`` (the picture model: the
+verifier against red). Of each seed five runs are trained, with the same steps,
 rate, prompts and noise: two backbones of a Bone Soup (``--beta``), two of a Rewarded Soup (beta 1), and one on the
 equal mix. Then merges for the preferences 0, 0.25, 0.5, 0.75 and 1 of the first reward are measured, on the same
 held-out prompts with the same noise:
@@ -51,6 +52,16 @@ JOBS: Mapping[str, tuple[str, ...]] = {
         "optim.schedule=constant",
         "optim.lr=2e-4",
     ),
+    "scenes": (
+        "scenes",
+        f"rewards=[{{name: 'answer:exact', label: right}}, {{name: '{REWARDS}:brief', weight: 2}}]",
+        "train.prompts_per_step=16",
+        "train.group_size=8",
+        "train.micro_batch_size=64",
+        "train.steps=24",
+        "optim.schedule=constant",
+        "optim.lr=2e-4",
+    ),
     "shapes": (
         "shapes-lora",
         f"rewards=[{{name: shapes}}, {{name: '{REWARDS}:red', weight: 8}}]",
@@ -63,7 +74,7 @@ JOBS: Mapping[str, tuple[str, ...]] = {
         "optim.ema_decay=null",
     ),
 }
-SAMPLES = {"sums": 384, "shapes": 192}
+SAMPLES = {"sums": 384, "scenes": 512, "shapes": 192}
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,14 @@ def short(samples: Sequence[Sample], *, context: Context, after: str = "answer:"
     return [max(0.0, 1 - len(text) / longest) if ok else 0.0 for text, ok in zip(texts, whole, strict=True)]
 
 
+@mmrl.reward(inputs=("text",))
+def brief(samples: Sequence[Sample], *, context: Context, longest: int = 8) -> list[float]:
+    """1 for no character, 0 for ``longest`` or more; 0 also for an empty response and one that is cut."""
+    texts = [(sample.text or "").strip() for sample in samples]
+    whole = [bool(text) and not sample.truncated for text, sample in zip(texts, samples, strict=True)]
+    return [max(0.0, 1 - len(text) / longest) if ok else 0.0 for text, ok in zip(texts, whole, strict=True)]
+
+
 def red(samples: Sequence[Sample], *, context: Context) -> list[float]:
     """How much more red a picture has than green and blue, its mean; -1 to 1."""
     found = []
