@@ -14,6 +14,7 @@ embedding ``model`` 50; both are kept in ``--cache`` as npz.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from statistics import mean
@@ -75,29 +76,36 @@ def embeddings(cache: Path, kind: str, given: Drawn) -> torch.Tensor:
     return Space.of(whole)(whole)
 
 
-def answers(cache: Path, count: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The embeddings ``[N, D]`` of answers of the model of ``scenes``, and which are right ``[N]``."""
+def answer_parts(cache: Path, count: int, kind: str) -> tuple[list[torch.Tensor], torch.Tensor, Encoders]:
+    """The parts ``[N, D]`` of embeddings of answers of the model of ``scenes``, which are right ``[N]``, and what
+    embedded them."""
+    loaded = load_recipe([ANSWERS], ["model.dtype=float32", "threads=1"])
+    words = Encoders("text", WORDS, WORDS)
+    encoders = words if kind == WORDS else Encoders("text", MODEL, "", model_of(loaded.recipe, loaded.root))
     file = cache / f"answers-{kind}-{count}.npz"
     if not file.exists():
-        loaded = load_recipe([ANSWERS], ["model.dtype=float32", "threads=1"])
         context = open_policy(loaded.recipe, loaded.root, loaded.recipe.rewards[0], None, "latest")
         with TemporaryDirectory() as folder:
             made = collect(context, count, Path(folder))
-        words = Encoders("text", WORDS, WORDS)
-        encoders = words if kind == WORDS else Encoders("text", MODEL, "", model_of(loaded.recipe, loaded.root))
         embedder, began = Embedder(encoders), time.process_time()
         contents = []
         for sample in made.samples:
             shown = tuple(open_image(media) for media in sample.prompt.media)
             contents.append(Content(sample.prompt.text, sample.text or "", pictures=shown))
         parts = [embedder.parts(contents[n : n + 64]) for n in range(0, len(contents), 64)]
-        print(f"embedding {kind}: {time.process_time() - began:.0f} CPU-seconds", flush=True)
+        print(f"embedding {kind}: {time.process_time() - began:.0f} CPU-seconds", file=sys.stderr, flush=True)
         cache.mkdir(parents=True, exist_ok=True)
         whole = [torch.cat(part).numpy() for part in zip(*parts, strict=True)]
         np.savez(file, *whole, truth=np.array(made.values, dtype=np.float32))
     with np.load(file) as found:
         whole = [torch.from_numpy(found[name]) for name in sorted(found) if name != "truth"]
-        return Space.of(whole)(whole), torch.from_numpy(found["truth"])
+        return whole, torch.from_numpy(found["truth"]), encoders
+
+
+def answers(cache: Path, count: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The embeddings ``[N, D]`` of answers of the model of ``scenes``, and which are right ``[N]``."""
+    parts, truth, _ = answer_parts(cache, count, kind)
+    return Space.of(parts)(parts), truth
 
 
 def order(scores: torch.Tensor, truth: torch.Tensor, told: torch.Tensor, group: int) -> float:

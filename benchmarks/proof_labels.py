@@ -14,6 +14,8 @@ pairs that the scores pick among the drawn pictures. So nothing is scored that a
 half of the labels for the first pairs; the trained model draws ``--again`` pictures, of which as many are labelled, at
 random; the labels of both are spread together, and the model trains on the new pairs. ``pairs-oracle``: pairs by the
 verifier, which is told everything.
+
+``--job scenes``: answers of the vision-language model of ``scenes`` in place of pictures; it needs ``mmrl[vlm]``.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from labels import RECIPE, drawn
+from labels import ANSWERS, RECIPE, answer_parts, drawn
 from PIL import Image
 
 ARMS = ("labels", "oracle", "pairs", "pairs-twice", "pairs-oracle")
 DPO = "shapes-dpo"
+VERIFIER = {RECIPE: ("shapes", "reward/shapes/success"), ANSWERS: ("answer:exact", "reward/exact/correct")}
+"""Of each recipe the reward that is the truth, and its figure."""
 
 
 def written(folder: Path, images: Sequence[Image.Image], prompts: Sequence[str]) -> Path:
@@ -92,25 +96,46 @@ def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, A
     return {"by": said["by"], "held out": said["figures"][said["by"]]["auc"]}
 
 
-def measured(given: argparse.Namespace, model: Path | None, reward: Path | None) -> dict[str, float]:
+def spread_answers(given: argparse.Namespace, out: Path, seed: int) -> dict[str, Any]:
+    """The reward of labels of answers, as ``mmrl spread --model scenes`` writes it; what it says of itself. The
+    embeddings are kept in ``--cache``."""
+    from mmrl.labels import folder
+    from mmrl.labels.embeddings import MODEL, Space
+    from mmrl.labels.spreading import spread
+    from mmrl.labels.training import Settings
+
+    parts, truth, encoders = answer_parts(given.cache, given.samples, MODEL)
+    space, settings = Space.of(parts), Settings()
+    told = torch.zeros(len(truth), dtype=torch.bool)
+    told[torch.randperm(len(truth), generator=torch.Generator().manual_seed(seed))[: given.labels]] = True
+    made = spread(space(parts), truth, told, settings)
+    out.mkdir()
+    folder.write(out, made, space(parts), space, encoders, settings)
+    return {"by": made.by, "held out": list(made.quality[made.by].area)}
+
+
+def measured(
+    given: argparse.Namespace, model: Path | None, reward: Path | None = None, more: Sequence[str] = ()
+) -> dict[str, float]:
     """Success of ``model`` (None: the recipe's) on the recipe's held-out prompts, and the ``reward`` of labels."""
     from mmrl.config.loader import load_recipe
     from mmrl.datasets.loading import load_prompts
     from mmrl.run import build
     from mmrl.training.evaluation import Evaluator
 
-    changes = ["model.dtype=float32", "threads=1", f"eval.samples={given.heldout}"]
+    name, figure = VERIFIER[given.job]
+    changes = ["model.dtype=float32", "threads=1", f"eval.samples={given.heldout}", *more]
     if model is not None:
         changes.append(f"model.path={model}")
     if reward is not None:
-        changes.append(f"rewards=[{{name: labels, options: {{path: {reward}}}}}, {{name: shapes, weight: 0}}]")
-    loaded = load_recipe([RECIPE], changes)
+        changes.append(f"rewards=[{{name: labels, options: {{path: {reward}}}}}, {{name: '{name}', weight: 0}}]")
+    loaded = load_recipe([given.job], changes)
     context = build(loaded.recipe, loaded.root)
     with TemporaryDirectory() as kept:
         context.rewards.folder = Path(kept)
         heldout = Evaluator(context, load_prompts(loaded.recipe, loaded.root, "heldout"), Path(kept))
         row = heldout.score(given.heldout)[0]
-    return {"success": row["reward/shapes/success"], "reward": row.get("reward/labels", math.nan)}
+    return {"success": row[figure], "reward": row.get("reward/labels", math.nan)}
 
 
 def preferred(given: argparse.Namespace, pairs: Path, seed: int, model: Path | None, out: Path) -> tuple[Path, float]:
@@ -159,7 +184,7 @@ def with_pairs(arm: str, given: argparse.Namespace, seed: int) -> dict[str, Any]
             model, more = preferred(given, out / "pairs.jsonl", seed, model, root / f"round-{n}")
             spent += more
             if n + 1 < rounds:
-                said["after the first"] = measured(given, model, None)["success"]
+                said["after the first"] = measured(given, model)["success"]
                 folder, truth = drawn_again(given, model, root / "pictures")
                 folders.append(folder)
         reward = None if arm == "pairs-oracle" else out
@@ -174,21 +199,30 @@ def trained(arm: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     import mmrl
 
     said: dict[str, Any] = {}
-    listed = "[{name: shapes}]"
-    if arm == "labels":
-        shown, path = pictures(given.cache, given.samples), given.cache / f"spread-{given.labels}-{seed}"
-        labelled(shown, drawn(given.cache, given.samples)["success"], given.labels, seed)
-        said = spread_of([shown], path)
-        listed = f"[{{name: labels, options: {{path: {path}}}}}, {{name: shapes, weight: 0}}]"
-    changes = [f"rewards={listed}", f"seed={seed}", "model.dtype=float32", f"train.steps={given.steps}"]
-    changes += ["train.max_cpu_seconds=null", f"eval.every={given.steps}", f"eval.samples={given.heldout}"]
-    with TemporaryDirectory(dir=given.cache) as folder:
-        run = mmrl.train(RECIPE, changes, out=Path(folder) / "run")
+    name, figure = VERIFIER[given.job]
+    listed = f"[{{name: '{name}'}}]"
+    with TemporaryDirectory(dir=given.cache) as kept:
+        if arm == "labels":
+            path = Path(kept) / "spread"
+            if given.job == ANSWERS:
+                said = spread_answers(given, path, seed)
+            else:
+                shown = pictures(given.cache, given.samples)
+                labelled(shown, drawn(given.cache, given.samples)["success"], given.labels, seed)
+                said = spread_of([shown], path)
+            listed = f"[{{name: labels, options: {{path: {path}}}}}, {{name: '{name}', weight: 0}}]"
+        changes = [f"rewards={listed}", f"seed={seed}", "model.dtype=float32", f"train.steps={given.steps}"]
+        changes += ["train.max_cpu_seconds=null", f"eval.every={given.steps}", f"eval.samples={given.heldout}"]
+        run = mmrl.train(given.job, changes, out=Path(kept) / "run")
         heldout = [json.loads(line) for line in (run.path / "heldout.jsonl").read_text().splitlines()]
         spent = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])["perf/cpu_seconds"]
         run.close()
+        if given.job == ANSWERS:  # sampled answers also become better where a model is only surer
+            models = {"before": None, "after": run.export(Path(kept) / "model")}
+            greedy = {when: measured(given, model, more=["eval.temperature=0"]) for when, model in models.items()}
+            said |= {f"greedy {when}": found["success"] for when, found in greedy.items()}
     for row, when in ((heldout[0], "before"), (heldout[-1], "after")):
-        said |= {when: row["reward/shapes/success"], f"reward {when}": row.get("reward/labels")}
+        said |= {when: row[figure], f"reward {when}": row.get("reward/labels")}
     return {**said, "cpu_seconds": spent}
 
 
@@ -205,6 +239,8 @@ def of(given: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     if arm.startswith("pairs"):
         key = f"{arm}, seed {seed}, {given.labels} of {given.samples}, {given.dpo_steps} steps of DPO"
         key += f", beta {given.beta:g}, {given.pairs} pairs of a prompt, {given.heldout} held out"
+    if given.job != RECIPE:
+        key = f"{given.job}: {key}"
     if key not in rows:
         command = [sys.executable, __file__, *sys.argv[1:], "--one", arm, str(seed)]
         found = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -222,6 +258,8 @@ def lines(arm: str, seeds: Sequence[int], runs: Sequence[dict[str, Any]], sample
         rewards = [run[f"reward {when}"] for when in ("before", "after")]
         scored = "" if rewards[0] is None else f"{rewards[0]:.3f} to {rewards[1]:.3f}"
         change = f"{run['after'] - run['before']:+.3f} ({low:+.3f} to {high:+.3f})"
+        if "greedy before" in run:
+            change += f"; greedy {run['greedy before']:.3f} to {run['greedy after']:.3f}"
         cells = [arm, str(seed), run.get("by", ""), f"{run['before']:.3f}", f"{run['after']:.3f}", change, scored]
         found.append(f"| {' | '.join([*cells, format(run['cpu_seconds'], '.0f')])} |")
     means = [mean(run[when] for run in runs) for when in ("before", "after")]
@@ -238,6 +276,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5000, help="pictures that are drawn")
     parser.add_argument("--labels", type=int, default=200)
     parser.add_argument("--steps", type=int, default=30, help="of GRPO")
+    parser.add_argument("--job", choices=tuple(VERIFIER), default=RECIPE, help="scenes: answers, for labels and oracle")
     parser.add_argument("--pairs", type=int, default=6, help="most pairs of a prompt")
     parser.add_argument("--beta", type=float, default=60, help="of DPO")
     parser.add_argument("--dpo-steps", type=int, default=60, help="of DPO, in each round")
@@ -246,6 +285,8 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help="this run alone (used by the command itself)")
     given = parser.parse_args()
     given.cache = given.cache.resolve()
+    if given.job != RECIPE and any(arm.startswith("pairs") for arm in given.arms):
+        parser.error("the arms with pairs are of pictures; add --arms labels oracle")
     if given.one:
         torch.set_num_threads(1)
         run = with_pairs if given.one[0].startswith("pairs") else trained
