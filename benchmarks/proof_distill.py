@@ -15,7 +15,8 @@ others may call it ``--share`` as often, all calls counted:
 
 ``gain``: of ``--truth``, a held-out measure that no arm trains on. ``calls``: verdicts of the judge that RL asked for;
 ``distilling``: those that made the students. ``drift``: how well the student that an arm ended with agrees with the
-judge on ``--drift`` new samples of the trained policy. The last line of a seed has each arm's share of the judge's gain
+judge on ``--drift`` new samples of the trained policy. ``seen`` (with ``--seen``): ``--truth`` before and after RL on
+the prompts that were trained on. The last line of a seed has each arm's share of the judge's gain
 and calls; the last line of all their means over seeds. Every run is resumable: what is finished is not done again.
 Where ``mmrl distill`` refuses its students (none is better than chance) that is printed, and the arm is not run.
 """
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 
 from mmrl.config.loader import load_recipe
+from mmrl.datasets.loading import load_prompts
 from mmrl.distill.collection import collect, open_policy
 from mmrl.distill.distilling import judge_of
 from mmrl.distill.folder import NAME, load_encoder, load_students
@@ -42,7 +44,8 @@ from mmrl.distill.sides import VERDICTS, sides_of
 from mmrl.distill.training import scores, table_of
 from mmrl.judge.store import TRANSCRIPTS, rows_of
 from mmrl.report.metrics import read
-from mmrl.run import open_run
+from mmrl.run import open_run, restored
+from mmrl.training.evaluation import Evaluator
 
 REFUSED = "refused"
 ARMS = ("judge", "student", "cascade", "refreshed")
@@ -66,7 +69,7 @@ def distilled(given: argparse.Namespace, samples: int, seed: int) -> Path | None
     folder = given.out / name
     words = [given.recipe, f"seed={seed}", *given.overrides, "--seed", str(seed), "--samples", str(samples)]
     words += ["--reward", given.reward] if given.reward else []
-    words += ["--backbone", given.backbone]
+    words += ["--backbone", given.backbone, "--passes", str(given.passes)]
     distil(words, folder, given.out / f"{name}.log")
     return folder if (folder / NAME).exists() else None
 
@@ -112,7 +115,8 @@ def train(given: argparse.Namespace, arm: str, seed: int, students: Path | None)
         steps(given.steps // 2)
         fresh = given.out / f"{arm}-{seed}-fresh"
         shutil.rmtree(fresh, ignore_errors=True)
-        words = [str(out), "--samples", str(given.budget // 2), "--also", str(students), "--backbone", given.backbone]
+        words = [str(out), "--samples", str(given.budget // 2), "--also", str(students)]
+        words += ["--backbone", given.backbone, "--passes", str(given.passes)]
         distil(words, fresh, given.out / f"{arm}-{seed}.log")
         if (fresh / NAME).exists():  # otherwise it goes on with the students of before
             shutil.copytree(fresh, own, dirs_exist_ok=True)
@@ -145,6 +149,21 @@ def drift(given: argparse.Namespace, arm: str, run: Path, students: Path) -> dic
     return found
 
 
+def seen(given: argparse.Namespace, run: Path) -> list[float]:
+    """``--truth`` on the prompts that were trained on, sampled as held-out ones are, before and after the training."""
+    kept = run / "seen.json"
+    if not kept.exists():
+        found = []
+        for which in ("base", "latest"):
+            context, _, _ = restored(run, which)
+            prompts = load_prompts(context.recipe, run, "train")
+            found.append(Evaluator(context, prompts, run).score(given.heldout)[0][f"reward/{given.truth}"])
+            context.pipeline.close()
+            context.compute.devices.close()
+        kept.write_text(json.dumps(found))
+    return json.loads(kept.read_text())
+
+
 def measured(given: argparse.Namespace, arm: str, seed: int, students: Path | None) -> dict[str, Any]:
     """An arm's result; its drift only where there are students."""
     run = train(given, arm, seed, students)
@@ -154,6 +173,8 @@ def measured(given: argparse.Namespace, arm: str, seed: int, students: Path | No
     result = {"arm": arm, "seed": seed, "before": rows[0][key], "after": rows[-1][key]}
     result |= {"gain": rows[-1][key] - rows[0][key], "calls": calls, "distilling": making(given, arm)}
     result |= {"cpu_seconds": read(run / "metrics.jsonl")[-1]["perf/cpu_seconds"]}
+    if given.seen:
+        result |= {"seen": seen(given, run)}
     return result | {"drift": None if own is None else drift(given, f"{arm}-{seed}", run, own)}
 
 
@@ -204,11 +225,13 @@ def main() -> None:
     parser.add_argument("--truth", default="shapes/success")
     parser.add_argument("--reward", help="label of the judge, where the recipe has several")
     parser.add_argument("--backbone", default="policy", choices=("policy", "none"))
+    parser.add_argument("--passes", type=int, default=40, help="over the verdicts, that train the students")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--share", type=float, default=0.2, help="of the judge's calls that other arms may use")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--heldout", type=int, default=256)
+    parser.add_argument("--seen", action="store_true", help="measure the truth on the trained prompts too")
     parser.add_argument("--drift", type=int, default=240)
     parser.add_argument("--out", type=Path, default=Path("runs/proof_distill"))
     given = parser.parse_args()
