@@ -458,6 +458,8 @@ def test_samples_without_pairs_are_refused(spread_out, tmp_path):
         paired(items, [0.9, 0.7, 0.8, 0.7], 9)
     equal = [Item("0", "text", "a", text="b"), Item("1", "text", "a", text="b"), *items[2:]]
     assert paired(equal, [0.9, 0.1, 0.8, 0.2], 2) == [(2, 3)], "equal texts are no pair"
+    shown = [Item(f"{n}", "text", "a", text=f"b{n}", pictures=("p.png",), root=Path("xy"[n % 2])) for n in range(4)]
+    assert paired(shown, [0.9, 0.8, 0.1, 0.3], 2) == [(0, 2), (1, 3)], "equal names in two folders are two pictures"
     with pytest.raises(UserError, match="these samples are clips"):
         check_pairs([Item("a.mp4", "video", "a")])
     assert not (tmp_path / "out").exists()
@@ -476,6 +478,10 @@ def test_several_folders_that_cannot_be_spread_are_refused(spread_out, tmp_path)
     ):
         with pytest.raises(UserError, match=said):
             raise spread_of(*given, "--out", out).exception
+    whole = tmp_path / "whole"
+    pictures(whole / "part")
+    with pytest.raises(UserError, match=r"both have .*part/000\.png; name one of the two alone"):
+        raise spread_of(whole, whole / "part", "--out", out).exception
     third = pictures(tmp_path / "third", count=30, labelled=3)
     with pytest.raises(UserError, match=r"labels\.csv of the 2 folders has 3 labels, and 10 or more are needed"):
         raise spread_of(second, third, "--out", out).exception

@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
@@ -22,15 +23,16 @@ from mmrl.labels.items import Item
 
 FILE, FOLDER = "pairs.jsonl", "pairs"
 LEAST = 0.3
+_Question: TypeAlias = tuple[str, tuple[str, ...], Path | None]
 
 
 def paired(items: Sequence[Item], scores: Sequence[float], most: int) -> list[tuple[int, int]]:
     """Numbers of the better and the worse sample of each pair, at most ``most`` pairs of a prompt. Raises ``UserError``
     where there is none."""
-    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    groups: dict[_Question, list[int]] = {}
     for n, item in enumerate(items):
         if item.prompt:
-            groups.setdefault((item.prompt, item.pictures), []).append(n)
+            groups.setdefault(_question(item), []).append(n)
     found: list[tuple[int, int]] = []
     for group in groups.values():
         order = sorted(group, key=lambda n: -scores[n])
@@ -43,6 +45,11 @@ def paired(items: Sequence[Item], scores: Sequence[float], most: int) -> list[tu
             "each prompt, label more of them, or leave --pairs out"
         )
     return found
+
+
+def _question(item: Item) -> _Question:
+    """What a sample answers: its prompt and the pictures of it, whose names are those of one folder."""
+    return item.prompt, item.pictures, item.root if item.pictures else None
 
 
 def _equal(one: Item, other: Item) -> bool:
@@ -58,7 +65,7 @@ def check(items: Sequence[Item]) -> None:
     if all(not item.prompt for item in items):
         where = "a picture a.png needs its prompt in a.txt" if kind == "image" else "write them as samples.jsonl"
         raise UserError(f"--pairs: the samples have no prompts ({where}); add them, or leave --pairs out")
-    if len({(item.prompt, item.pictures) for item in items}) == len(items):
+    if len({_question(item) for item in items}) == len(items):
         raise UserError(
             "--pairs: each sample has a prompt of its own, so none can be compared; draw several samples of each "
             "prompt, or leave --pairs out"

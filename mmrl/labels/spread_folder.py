@@ -93,6 +93,8 @@ def gathered(folders: Sequence[Path], labels: Path | None = None) -> Gathered:
             found.labels.update((_named(folder, name, several), value) for name, value in given.of.items())
         for item in items:
             name = _named(folder, item.name, several)
+            if name in found.places:
+                raise UserError(f"{folder} and {found.places[name].folder} both have {name}; name one of the two alone")
             found.items.append(replace(item, name=name))
             found.places[name] = written.Place(item.name, folder)
     table.check(labels or root_of(folders[-1]) / table.NAME, table.Labels(found.labels), len(folders))
