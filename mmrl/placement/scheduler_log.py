@@ -111,8 +111,6 @@ class Replay:
     def decide(self, step: int, tried: Sequence[float], line: JsonObject) -> None:
         """Decide after ``step``, by ``tried`` of the slowest controller, and compare with the ``line`` of the run's
         own decision."""
-        if self.differs is not None:
-            return
         self.step = step
         found = adaptive.next_placement(self.settings, self._known, tried, len(self._heard.roles))
         self.settings, self._state = found.settings, found.state
@@ -169,9 +167,12 @@ def _pair(of: Json) -> tuple[int, int] | None:
 
 def replay(lines: Iterable[JsonObject], settings: Placement) -> dict[int, Replay]:
     """The replay of each controller, by its rank. ``lines``: of placement.jsonl, in their order; ``settings``: the
-    run's. Raises as ``Replay.hear``."""
+    run's. It ends after the line in which one differs: the others decide by its seconds too. Raises as
+    ``Replay.hear``."""
     found: dict[int, Replay] = {}
     for line in lines:
+        if any(mine.differs is not None for mine in found.values()):
+            break
         if "heard" in line:
             mine = found.setdefault(as_integer(line["controller"]), Replay(settings))
             mine.hear(as_integer(line["step"]), [as_list(entry) for entry in as_list(line["heard"])])
