@@ -105,6 +105,9 @@ def test_decisions_replay_from_the_log_and_a_changed_log_is_noticed(placement):
     swapped = next(entry for entry in reversed(heard) if entry[1] == "handed")
     swapped[2] = [[(device + 1) % DEVICES, number] for device, number in swapped[2]]
     assert "devices got tasks: recorded" in (devices.replayed().differs or "")
+    last = next(line["heard"] for line in reversed(devices.written) if "heard" in line)
+    del last[next(n for n in reversed(range(len(last))) if last[n][1] == "handed") :]
+    assert "devices got tasks: recorded []" in (devices.replayed().differs or "")  # a log that is cut off
     if devices.settings.follows:
         tried = next(entry for entry in heard if entry[1] == "tried")
         tried[2][0] *= 0.5

@@ -74,6 +74,8 @@ class Replay:
                     self._hear(what, given)
                 case _:
                     raise ValueError(f"no entry of a scheduler's log: {entry!r}")
+        if self._found:
+            self._compare("devices got tasks", [], self._found)
 
     def _hear(self, what: str, given: list[Any]) -> None:
         if what == HANDED:

@@ -28,12 +28,13 @@ class Decisions:
     def __str__(self) -> str:
         lines = []
         for rank, one in sorted(self.replays.items()):
-            policy = f" and {one.decided} decisions between steps" if one.settings.follows else ""
-            same = f"controller {rank}: {one.handed} tasks on their devices{policy} are the same"
-            end = (
-                f", until step {one.step}" if one.differs is None else f"; in step {one.step} it DIFFERS: {one.differs}"
-            )
-            lines.append(same + end)
+            same = f"{one.handed} tasks on their devices"
+            if one.settings.follows:
+                same += f" and {one.decided} decision{'s' * (one.decided != 1)} between steps"
+            end = f", until step {one.step}"
+            if one.differs is not None:
+                end = f"; in step {one.step} it DIFFERS: {one.differs}"
+            lines.append(f"controller {rank}: {same} are the same{end}")
         lines.append(f"the replayed decisions are {'the same' if self.equal else 'NOT the same'}")
         return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  "))
 
