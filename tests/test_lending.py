@@ -17,6 +17,7 @@ from mmrl.placement.multi_device import MultiDevice
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_devices import SimulatedTask
 from mmrl.placement.task_queue import Task, TaskQueue
+from mmrl.placement.tasks import LENT
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.runtime import worker
@@ -51,12 +52,50 @@ class Slow:
         pass
 
 
+class Begins:
+    """How the devices of a run begin, so that no machine is too fast or too slow for lending: the ``others`` wait in
+    their first task until device 0, which trains, has begun ``lent`` tasks of sampling or judging. All have begun to
+    sample before a task ends. ``judged``: device 0 trains only after another one has judged."""
+
+    def __init__(self, others=1, lent=2, judged=False):
+        self.others, self.lent, self.judged = set(range(1, others + 1)), lent, judged
+        self.begun, self.changed = [], threading.Condition()
+
+    def before(self, device, task):
+        """Wait until ``device`` may do ``task``. Raises ``TimeoutError``."""
+        shown = task.call.__name__
+        with self.changed:
+            if task.role in LENT and shown in ("lent", "sample", "score"):
+                self.begun.append((device, task.role))
+                self.changed.notify_all()
+                self._wait("not all devices sample", lambda: self.others <= {d for d, _ in self.begun})
+                if device:
+                    self._wait("device 0 is not lent", lambda: sum(d == 0 for d, _ in self.begun) >= self.lent)
+            elif task.role == "train" and shown in ("prepare", "backward", "apply") and self.judged:
+                self._wait("no other device judges", lambda: any(d and role == "judge" for d, role in self.begun))
+
+    def _wait(self, otherwise, until):
+        if not self.changed.wait_for(until, 120):
+            raise TimeoutError(f"{otherwise}: {self.begun}")
+
+
 class Watched(MultiDevice):
     """Keeps what was sampled, by sample."""
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.drawn, self.rows, self.decided = {}, [], []
+        self.drawn, self.rows, self.decided, self.begins = {}, [], [], None
+
+    def begin_by(self, begins):
+        """Begin as ``begins`` says. Before a task has ended, lending is worth it by these seconds and no price."""
+        self.begins = begins
+        self._board.scheduler._seconds.update(rollout=1.0, judge=1.0)
+        self._board.scheduler.prices.clear()
+
+    def _perform(self, context, device, task):
+        if self.begins is not None:
+            self.begins.before(device, task)
+        return super()._perform(context, device, task)
 
     def sample(self, *given, **how):
         for n, trajectory, samples in super().sample(*given, **how):
@@ -78,6 +117,8 @@ def opened(recipe, lend, staleness=1, pause=0.15):
     loaded = load_recipe([name], [*less, *changes, "devices_per_controller=2", settings])
     devices = Watched([Slow(build(loaded.recipe, loaded.root), pause)], loaded.recipe.placement)
     run = build(loaded.recipe, loaded.root, devices=devices)
+    if lend:
+        devices.begin_by(Begins())
     devices.open(run)
     return run, devices
 
@@ -150,8 +191,10 @@ def test_a_task_that_fails_on_a_lent_device_fails_the_step_and_leaves_its_weight
         first = run.policy.tag
         with torch.no_grad():
             older = {name: p - 1 for name, p in before.items()}
-        run.rollout.parts["ahead"]._begun.clear()
-        run.rollout.parts["ahead"]._versions[0] = Version(0, "current", older)
+        ahead = run.rollout.parts["ahead"]
+        ahead._begun.pop(1).ended.result()  # the devices that sample are idle
+        devices.begin_by(Begins(lent=1))
+        ahead._versions[0] = Version(0, "current", older)
         with pytest.raises(UserError, match="no more of this"):
             train_step(run, 1, Clock(torch.device("cpu")))
     finally:
@@ -177,6 +220,8 @@ def test_a_lent_device_is_back_before_the_window_ends_and_gets_nothing_after_it(
     threads = [threading.Thread(target=works, args=(device,), daemon=True) for device in range(2)]
     for thread in threads:
         thread.start()
+    while board.scheduler.waiting != {0, 1}:
+        time.sleep(0.005)
     with lending.window(board, 0, range(1)):
         for _ in range(4):
             board.put(Task("rollout", device_tasks.sample, (), of=(0, 0)))

@@ -19,7 +19,7 @@ from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.training.loop import train_step
 from tests import ray_runs
-from tests.test_lending import SMALL, Slow, Watched
+from tests.test_lending import SMALL, Begins, Slow, Watched
 from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -58,14 +58,16 @@ def opened(tmp_path, name, how):
     elif name == "moving-shapes":  # its own reward is a program, which needs no device
         judge.write_text(BRIGHT)
         words += [f'rewards=[{{name: "{judge}:score", batch_size: 4}}]', "sampling.steps=4", "optim.lr=1e-4"]
-        words += ["train.prompts_per_step=2"]
+        words += ["train.prompts_per_step=3"]
     else:
         words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=1e-4"]
-        words += ["train.prompts_per_step=2"]
+        words += ["train.prompts_per_step=3"]
     loaded = load_recipe([name], words)
     others = [Slow(build(loaded.recipe, loaded.root), 0.1) for _ in range(2)]
     devices = Watched(others, loaded.recipe.placement)
     run = build(loaded.recipe, loaded.root, devices=devices)
+    if loaded.recipe.placement.lend:
+        devices.begin_by(Begins(others=2, lent=1, judged=True))
     devices.open(run)
     return run, devices
 
