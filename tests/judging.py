@@ -79,6 +79,7 @@ class Served(ThreadingHTTPServer):
     handler and the body that may answer in its place (and then returns true)."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, folder=None, before=None, key=None, log_probs=True):
         super().__init__(("127.0.0.1", 0), Handler)

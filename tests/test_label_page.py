@@ -4,9 +4,11 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
@@ -46,7 +48,7 @@ def serving(root, answers=YES_NO, order=()):
 
 
 def asked(server, method, path, body=None, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     given = {"X-Token": server.token, "Content-Type": "application/json"} | headers
     connection.putrequest(method, path, skip_host="Host" in given)
     data = None if body is None else json.dumps(body).encode()
@@ -77,18 +79,22 @@ def test_an_answer_is_in_the_table_when_it_is_confirmed_and_a_new_start_goes_on(
 
 
 def test_many_answers_at_once_are_all_kept_whole(folder):
-    with serving(folder) as server:
-        threads = [
-            threading.Thread(target=asked, args=(server, "POST", "/label", {"number": n % 3, "label": "01"[n % 2]}))
-            for n in range(24)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with serving(folder) as server, ThreadPoolExecutor(24) as pool:
+
+        def give(n):
+            return asked(server, "POST", "/label", {"number": n % 3, "label": "01"[n % 2]})[0].status
+
+        assert list(pool.map(give, range(24))) == [200] * 24
     lines = (folder / table.NAME).read_text().splitlines()
     assert len(lines) == 25
     assert all(re.fullmatch(r"[012]\.png,[01]", line) for line in lines[1:])
+
+
+def test_many_connections_wait_for_a_server_that_is_busy(folder):
+    """The kernel turns none away, to try again after a second."""
+    with LabelServer(items_of(folder), folder, folder / table.NAME) as server, contextlib.ExitStack() as opened:
+        for _ in range(24):
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=10))
 
 
 def test_pictures_are_served_by_number_and_nothing_outside_of_the_folder_is(folder):

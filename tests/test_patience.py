@@ -124,7 +124,7 @@ def test_reasons_on_the_terminal_are_short_and_hold_nothing_that_it_acts_on(cloc
 
 def in_two(steps, settings):
     """What two controllers came to: for each its error or None, in threads that meet wherever controllers do."""
-    meeting, posted, ended = threading.Barrier(2, timeout=20), [[], []], [None, None]
+    meeting, posted, ended = threading.Barrier(2, timeout=60), [[], []], [None, None]
 
     def controller(rank):
         def gather(mine):
@@ -154,7 +154,7 @@ def test_the_share_is_of_all_controllers_who_wait_and_stop_alike(monkeypatch):
     assert in_two(many, Scoring(patience=20)) == [None, None]
     assert many[0].asked == many[1].asked == 2
     down = [Step(8, 0), Step(8, 6)]
-    ended = in_two(down, Scoring(patience=0.1))
+    ended = in_two(down, Scoring(patience=0.3))
     assert all(isinstance(error, UnscoredError) for error in ended)
     assert down[0].asked == down[1].asked > 0
     assert "on other controllers" in str(ended[0])
@@ -507,9 +507,9 @@ def serve(rank, port, out):
     patiences.FIRST_PAUSE_S = 0.05
     steps = [Step(8, 4 * rank), Step(8, 6 * rank, heals=2), Step(8, 6 * rank)]
     ended = []
-    for step in steps:
+    for step, seconds in zip(steps, (60, 60, 0.4), strict=True):
         try:
-            Patience(Scoring(patience=0.4), peers.gather).wait(step, 0, together=True)
+            Patience(Scoring(patience=seconds), peers.gather).wait(step, 0, together=True)
             ended.append(0)
         except UnscoredError as error:
             ended.append(error.exit_code)

@@ -29,7 +29,7 @@ def server(tmp_path):
 
 
 def connect(server, data=b""):
-    made = socket.create_connection(("127.0.0.1", server.server_port), 5)
+    made = socket.create_connection(("127.0.0.1", server.server_port), 60)
     made.sendall(data)
     return made
 
@@ -37,7 +37,7 @@ def connect(server, data=b""):
 def ask(server, count=1):
     """Scores of requests on one connection, and the seconds of each."""
     spent, scores = [], []
-    with closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)) as connection:
         for _ in range(count):
             began = time.perf_counter()
             connection.request("POST", "/score", BODY, {"Content-Type": "application/json"})
@@ -60,10 +60,29 @@ def ends(connection, within):
     return True
 
 
+def drip(connection, seconds):
+    """Send a header every 0.05 s."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        connection.sendall(b"x: y\r\n")
+        time.sleep(0.05)
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_answer_waits_for_no_acknowledgement(server):
-    """Head and body in two writes take 40 ms each time: TCP holds the second back."""
-    scores, spent = ask(server, 20)
-    assert scores == [7] * 20
+    """Head and body in two writes take 40 ms each time: TCP holds the second back. A busy machine may take as long, but
+    not always."""
+    for _ in range(20):
+        scores, spent = ask(server, 20)
+        assert scores == [7] * 20
+        if sorted(spent)[5] < 0.03:
+            break
     assert sorted(spent)[5] < 0.03
 
 
@@ -71,7 +90,7 @@ def test_half_sent_requests_delay_nobody(server):
     waiting = [connect(server, HALF) for _ in range(50)]
     began = time.perf_counter()
     assert ask(server, 3)[0] == [7] * 3
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < serve_limits.HEAD_S
     for one in waiting:
         one.close()
 
@@ -80,17 +99,17 @@ def test_a_request_that_never_ends_is_cut_off(server, monkeypatch):
     monkeypatch.setattr(serve_limits, "HEAD_S", 0.3)
     monkeypatch.setattr(serve_limits, "SILENCE_S", 0.3)
     for beginning in (b"POST /sc", HALF):
-        assert ends(connect(server, beginning), 5)
+        assert ends(connect(server, beginning), 60)
     slow = connect(server, b"POST /score HTTP/1.1\r\n")
-    with suppress(ConnectionError):  # each piece comes in time, the whole does not
-        for _ in range(20):
-            slow.sendall(b"x: y\r\n")
-            time.sleep(0.05)
-    assert ends(slow, 0.1)
+    with pytest.raises(ConnectionError):  # each piece comes in time, the whole does not
+        drip(slow, 20)
+    slow.close()
+    monkeypatch.setattr(serve_limits, "HEAD_S", 600.0)
+    monkeypatch.setattr(serve_limits, "SILENCE_S", 600.0)
     long = connect(server)
     with suppress(ConnectionError):
         long.sendall(b"POST /score HTTP/1.1\r\n" + (b"x: " + b"y" * 60_000 + b"\r\n") * 90)
-    assert ends(long, 0.2)
+    assert ends(long, 60)
     assert ask(server)[0] == [7]
 
 
@@ -98,7 +117,7 @@ def test_the_slowest_client_makes_way_for_a_new_one(server, monkeypatch):
     monkeypatch.setattr(serve_limits, "_GRACE_S", 0.0)
     server.room = Limits(connections=3)
     waiting = [connect(server, HALF) for _ in range(3)]
-    time.sleep(0.1)
+    until(lambda: len(server.room._open) == 3)
     assert ask(server, 2)[0] == [7, 7]
     assert sum(ends(one, 0.3) for one in waiting) == 1
 
@@ -108,16 +127,13 @@ def test_requests_that_hold_memory_are_bounded_together(server, monkeypatch):
     monkeypatch.setattr(serve_limits, "_GRACE_S", 0.2)
     server.room = Limits(held=1_500_000)
     waiting = [connect(server, HALF + b" " * 490_000) for _ in range(3)]
-    time.sleep(0.1)
+    until(lambda: server.room._held >= 1_470_000)
     scores, spent = ask(server, 3)
     assert scores == [7] * 3
-    assert max(spent) < 5
+    assert max(spent) < serve_limits.PATIENCE_S / 2
     for one in waiting:
         one.close()
-    deadline = time.monotonic() + 5
-    while server.room._held and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.room._held == 0
+    until(lambda: server.room._held == 0)
 
 
 def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server):
@@ -164,7 +180,7 @@ def test_turns_come_in_the_order_of_asking():
     assert not turns.acquire(0.01)
 
     def wait(number):
-        assert turns.acquire(5)
+        assert turns.acquire(60)
         order.append(number)
         turns.release()
 
@@ -176,6 +192,6 @@ def test_turns_come_in_the_order_of_asking():
             time.sleep(0.001)
     turns.release()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert order == list(range(5))
     assert turns.acquire(0)

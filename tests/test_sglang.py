@@ -58,6 +58,7 @@ class Served(ThreadingHTTPServer):
     """The documented server with ``model``. ``asked`` holds the bodies it was sent, by path."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, model):
         super().__init__(("127.0.0.1", 0), Handler)

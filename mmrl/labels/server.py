@@ -58,6 +58,8 @@ class LabelServer(ThreadingHTTPServer):
     """Shows ``items`` in their order and appends the answers to ``path``. Raises ``UserError``."""
 
     daemon_threads = True
+    request_queue_size = 128
+    """Connections that wait to be accepted. Beyond the standard library's 5, a browser waits a second or longer."""
 
     def __init__(
         self, items: Sequence[Item], root: Path, path: Path, answers: Sequence[Answer] = YES_NO, port: int = 0
