@@ -51,7 +51,7 @@ def samples(first, n):
 
 
 def wait_for(log, lines):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (log.exists() and len(log.read_text().splitlines()) == lines):
         assert time.monotonic() < until, "the reward was not asked while samples were still being made"
         time.sleep(0.01)
@@ -163,7 +163,7 @@ def test_output_is_whole(judge, tmp_path, capsys):
     assert settings["policy_core"] != settings["judge_core"]
     assert result["verdicts"] > 0.5, "the critic's answers cannot be read"
     serial, overlapped = (result["arms"][name][0] for name in judge.ARMS)
-    assert serial["judging"] <= serial["waited"] * 1.01  # all of it after sampling
+    assert serial["judging"] <= serial["waited"] * 1.2  # all of it after sampling
     assert serial["sampling"] + serial["judging"] <= serial["total"]
     assert overlapped["waited"] <= overlapped["total"]
     assert pair["hidden"] == pytest.approx(1 - pair["alone"] - pair["slowed"] + pair["between"])

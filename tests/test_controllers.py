@@ -105,7 +105,7 @@ def serve(name, rank, size, port, out):
     sampled, gradient, row = work(make(name, Controller(0, rank, size, peers)))
     torch.save({"sampled": sampled, "gradient": gradient, "row": row, "sent": dict(peers.sent)}, out)
     peers.close()
-    deadline = time.monotonic() + 5  # the kernel lists a thread for a moment after it was joined
+    deadline = time.monotonic() + 60  # the kernel lists a thread for a moment after it was joined
     while (left := network_threads()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left  # they could abort this exit

@@ -172,13 +172,13 @@ def test_ray_computes_the_same_to_the_bit(by_slurm, tmp_path):
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_the_job_resumes(by_slurm, tmp_path):
     out = tmp_path / "killed"
-    words = [*SMALL, "runtime.patience=20s", unhurried(out)]
+    words = [*SMALL, "runtime.patience=120s", unhurried(out)]
     first, second = tasks("sums", out, *words)
     wait_for(first, out, 2)
     second.kill()
     began = time.monotonic()
     code, said = ended(first)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100  # less than the patience
     assert code == 2
     assert f"controller 1 of 2 (process {second.pid} on {socket.gethostname()}) has died" in said
     assert "--resume" in said
@@ -200,7 +200,7 @@ def test_a_stopped_process_is_named_within_the_patience(tmp_path, victim):
     wait_for(job[0], out, 1)
     job[victim].send_signal(signal.SIGSTOP)
     try:
-        code, said = ended(job[1 - victim], timeout=60)
+        code, said = ended(job[1 - victim], timeout=120)
     finally:
         job[victim].kill()
     assert code == 2
@@ -230,15 +230,15 @@ def test_what_differs_between_processes_is_refused_before_a_model_is_loaded(tmp_
 def test_process_0_that_refuses_the_run_stays_until_the_others_know():
     port, leads, left = int(free_port()), [], []
     processes = [Launched("srun", rank, 2, rank, "localhost", port) for rank in (0, 1)]
-    board = meet(processes[0], 30.0)
+    board = meet(processes[0], 60.0)
 
     def follow():
-        mine = meet(processes[1], 30.0)
+        mine = meet(processes[1], 60.0)
         mine.first("came/1")
         leads.append(time.monotonic())
         time.sleep(0.5)  # a busy machine
         with pytest.raises(SystemExit):
-            _told(mine, processes[1], "begin", 30.0)
+            _told(mine, processes[1], "begin", 60.0)
         left.append(time.monotonic())
 
     thread = threading.Thread(target=follow)
@@ -247,9 +247,9 @@ def test_process_0_that_refuses_the_run_stays_until_the_others_know():
         time.sleep(0.01)
     _refuse(board, processes[0], "another recipe")
     ended = time.monotonic()
-    thread.join(30)
+    thread.join(60)
     assert left
-    assert leads[0] + 0.5 <= ended < leads[0] + 4
+    assert leads[0] + 0.5 <= ended < leads[0] + 30
 
 
 def test_a_number_of_controllers_that_is_not_that_of_the_processes_is_refused(tmp_path):

@@ -21,7 +21,7 @@ from mmrl.runtime import process_probe
 from mmrl.runtime.cluster import Cluster, ClusterLostError, Local
 from mmrl.runtime.process_probe import Silence, read
 
-HOLD = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # in C, with the lock held
+HOLD = "import ctypes; ctypes.PyDLL(None).sleep(600)"  # in C, with the lock held
 COMPUTE = "while True: pow(3, 100_000)"
 
 
@@ -35,7 +35,7 @@ def doing(*command):
         process.wait()
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -119,7 +119,7 @@ def processes(folder, *names):
         found = {}
         for name in names:
             shutil.copy(shutil.which("sleep"), folder / name)
-            found[name] = psutil.Process(stack.enter_context(doing(str(folder / name), "60")))
+            found[name] = psutil.Process(stack.enter_context(doing(str(folder / name), "600")))
         until(lambda: all(process.name() == name for name, process in found.items()))
         yield found
 

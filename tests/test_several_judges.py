@@ -175,9 +175,10 @@ def test_one_device_with_two_judges_keeps_both_or_changes(alone, wakes):
 @pytest.mark.parametrize("sleep", [False, True])
 def test_devices_switch_to_the_judge_that_they_are_asked(sleep):
     settings = Placement(type="partial", judges=2, sleep=sleep, one_judge=sleep, log=True)
-    devices = SleepingDevices(3, settings, 0.02, judges=["a", "b"])
+    price = 0.4  # more than all of the judging takes, so that no device changes its judge for the other's work
+    devices = SleepingDevices(3, settings, price, judges=["a", "b"])
     try:
-        devices.run_step(0, [[judged(0.002, a=0.01, b=0.01)] * 8])
+        devices.run_step(0, [[judged(0.002, a=0.005, b=0.005)] * 8])
         lines = [line for line in devices.lines() if line.get("role") == "judge"]
     finally:
         devices.close()

@@ -191,7 +191,8 @@ def test_two_controllers_learn_as_without_moves_though_a_device_is_killed(tmp_pa
     judge = tmp_path / "judge.py"
     judge.write_text(JUDGE)
     words = ["controllers=2", "devices_per_controller=3", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
-    words += [*SMALL, "train.steps=5", "checkpoint.every=1", "eval.every=null", "optim.lr=1e-4", "optim.warmup_steps=0"]
+    words += [*SMALL, "train.prompts_per_step=8"]  # a controller has more micro-batches than devices that sample
+    words += ["train.steps=5", "checkpoint.every=1", "eval.every=null", "optim.lr=1e-4", "optim.warmup_steps=0"]
     for name, how in (("fixed", "judges: 1"), ("lent", "judges: 1, lend: true")):
         ray_runs.run("sums", tmp_path / name, *words, f"placement={{type: disaggregated, trainers: 1, {how}}}")
     out = tmp_path / "moved"
