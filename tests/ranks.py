@@ -15,6 +15,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from multiprocessing.connection import wait
+from random import SystemRandom
 from tempfile import NamedTemporaryFile
 
 import torch
@@ -25,8 +26,7 @@ warm.set_forkserver_preload(["tests.warm"])
 
 def launched(script, outs, words_of):
     """What each rank saved into its file of ``outs``; ``words_of(rank, port, out)`` are the script's arguments."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     each = [[str(word) for word in words_of(rank, port, out)] for rank, out in enumerate(outs)]
     ranks = [warm.Process(target=run, args=(str(script), words), daemon=True) for words in each]
     for rank in ranks:
@@ -43,6 +43,15 @@ def launched(script, outs, words_of):
             rank.kill()
             rank.join()
     return [torch.load(out, weights_only=True) for out in outs]
+
+
+def free_port():
+    """A port of the loopback that stays free until a process of the test listens there: the kernel gives those above to
+    every connection that another test opens meanwhile."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run(script, words):

@@ -66,7 +66,8 @@ def test_every_placement_learns_alike(alone, tmp_path, placement):
     ("recipe", "judge"), [pytest.param("sums-capo", 1, marks=pytest.mark.long), ("scenes-judge", 0)]
 )
 def test_text_and_vision_with_a_judge_learn_as_one_device(tmp_path, recipe, judge):
-    small = [*JUDGED[:-1], "train.steps=2", "eval.every=2", "sampling.batch_size=4", f"rewards.{judge}.batch_size=4"]
+    # a micro-batch is judged in several calls, which come at once and wait for both devices
+    small = [*JUDGED[:-1], "train.steps=2", "eval.every=2", "sampling.batch_size=12", f"rewards.{judge}.batch_size=4"]
     run(recipe, tmp_path / "one", *small)
     run(recipe, tmp_path / "two", *small, "devices_per_controller=2", "placement=adaptive")
     alike(tmp_path / "one", tmp_path / "two")

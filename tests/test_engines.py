@@ -27,11 +27,12 @@ from mmrl.engines.engine_weights import (
 )
 from mmrl.engines.lazy_engine import RESTARTS, LazyEngine, unfailing
 from mmrl.engines.rollout import Request, Settings
-from mmrl.engines.server_process import Client, Process, flags, free_port
+from mmrl.engines.server_process import Client, Process, flags
 from mmrl.engines.vllm import engine_arguments, sampling_parameters
 from mmrl.engines.weight_files import write_weights
 from mmrl.errors import LostServerError, UserError
 from mmrl.report.notices import listen
+from tests.ranks import free_port
 
 
 def ask(prompt=5, partial=(), seed=7, **extra):

@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.runtime.board import meet
 from mmrl.runtime.joined import _refuse, _told
 from mmrl.runtime.launchers import Launched, first_host, launched, own_devices
-from tests.ranks import Command
+from tests.ranks import Command, free_port
 from tests.ray_runs import ROOT, SMALL, UNHURRIED, children, ended, rows, wait_for
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500"}
@@ -88,14 +88,9 @@ def test_each_process_has_its_own_devices():
         own_devices(torchrun, "0", 1)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return str(free.getsockname()[1])
-
-
 def tasks(recipe, out, *words, size=2, each=(), vary=(), **more):
     """The processes of a job as Slurm would start them. ``each``: words of one process; ``vary``: variables of one."""
-    port = free_port()
+    port = str(free_port())
     found = []
     for rank in range(size):
         slurm = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 1}
@@ -154,7 +149,7 @@ def test_two_tasks_of_slurm_are_two_controllers_and_one_of_them_prints(by_slurm)
 @pytest.mark.slow
 def test_torchrun_computes_the_same_to_the_bit(by_slurm, tmp_path):
     out = tmp_path / "torchrun"
-    words = ["--nnodes", "1", "--nproc-per-node", "2", "--master-port", free_port(), "-m", "mmrl"]
+    words = ["--nnodes", "1", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "mmrl"]
     code, said = ended(Command("torch.distributed.run", [*words, "train", "sums", *SMALL, "--out", out], ROOT))
     assert code == 0, said
     assert said.count("done: 4 steps") == 1
@@ -228,7 +223,7 @@ def test_what_differs_between_processes_is_refused_before_a_model_is_loaded(tmp_
 
 
 def test_process_0_that_refuses_the_run_stays_until_the_others_know():
-    port, leads, left = int(free_port()), [], []
+    port, leads, left = free_port(), [], []
     processes = [Launched("srun", rank, 2, rank, "localhost", port) for rank in (0, 1)]
     board = meet(processes[0], 60.0)
 
@@ -295,7 +290,7 @@ def test_what_the_user_must_mend_in_one_process_ends_all_and_is_said_once(tmp_pa
 @pytest.mark.slow
 def test_torchrun_starts_a_job_again_that_goes_on_where_it_was(tmp_path):
     out, printed = tmp_path / "run", tmp_path / "printed.txt"
-    words = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", free_port()]
+    words = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", str(free_port())]
     words += ["--max-restarts", "1", "-m", "mmrl", "train", "sums", *SMALL, unhurried(out), "--out", out]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with printed.open("w") as said:
