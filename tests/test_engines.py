@@ -200,7 +200,7 @@ def test_a_process_ends_with_all_its_children_and_its_folder(tmp_path):
     assert len(running(group)) == 4
     process.close()
     process.close()
-    assert not running(group)
+    until(lambda: not running(group))  # one that was killed may need a moment of a busy machine to end
     assert not (tmp_path / "private").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_process_that_does_not_listen_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("mmrl.engines.server_process._CLOSE_S", 0.5)
     process = started(STUBBORN, tmp_path / "private")
     process.close()
-    assert not running(process._process.pid)
+    until(lambda: not running(process._process.pid))
 
 
 def test_a_process_that_does_not_start_shows_its_last_lines(tmp_path, capsys, monkeypatch):
@@ -399,7 +399,7 @@ def test_a_server_that_dies_or_freezes_is_named_started_again_and_asked_for_the_
         assert answered == [(n, 3.0) for n in range(4)]
         assert time.monotonic() - lost["at"] < 60
         assert Served.alive == 2
-        assert not running(first.process._process.pid)
+        until(lambda: not running(first.process._process.pid))
         assert re.search(rf"it is lost: {why}.*The end of (.|\n)*drawing", capfd.readouterr().err)
     finally:
         engine.close()
@@ -427,7 +427,7 @@ def test_a_server_that_is_stopped_while_it_starts_is_not_waited_for(tmp_path):
     process.members()[2].send_signal(signal.SIGSTOP)
     with pytest.raises(LostServerError, match=r"its process \d+ was stopped"):
         process.wait_until(lambda: False, 60)
-    assert not running(process._process.pid)
+    until(lambda: not running(process._process.pid))
 
 
 def test_who_watches_hears_of_a_server_that_dies_while_nobody_asks(tmp_path):

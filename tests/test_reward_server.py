@@ -86,7 +86,7 @@ def remote(url, on_failure="drop", **options):
 
 
 def post(server, body, path="/score", token=None, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     sent = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {}), **headers}
     with closing(connection):
         connection.request("POST", path, body, sent)
@@ -402,11 +402,11 @@ def test_sizes_types_and_addresses_are_checked_before_the_body_is_read(file):
         assert post(server, iter([b"ab", b"cd"]))[0] == 411
         assert post(server, body_of(), **{"Content-Type": "text/plain"})[0] == 415
         assert post(server, body_of(), path="/other")[0] == 404
-        with socket.create_connection(("127.0.0.1", server.server_port), 5) as torn:
+        with socket.create_connection(("127.0.0.1", server.server_port), 60) as torn:
             torn.sendall(b"POST /score HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{}")
             torn.shutdown(socket.SHUT_WR)
             assert b" 400 " in torn.recv(65536).split(b"\r\n")[0]
-        with socket.create_connection(("127.0.0.1", server.server_port), 5) as noise:
+        with socket.create_connection(("127.0.0.1", server.server_port), 60) as noise:
             noise.sendall(b"\x16\x03\x01\x00\xff\r\n\r\n")
             assert b"400" in noise.recv(65536)
         assert post(server, body_of())[0] == 200
@@ -503,7 +503,7 @@ def test_serving_and_scoring_a_folder_import_no_torch(tmp_path):
         "assert score_folder('jpeg:compressibility', Path(sys.argv[1])) == 0\n"
         "print(sorted({'torch', 'pydantic', 'httpx', 'transformers'} & set(sys.modules)))"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "[]"
 
@@ -544,16 +544,16 @@ def test_a_server_elsewhere_ends_with_its_parent(file, monkeypatch, tmp_path):
         "with started_elsewhere(sys.argv[1], port=0) as (process, line):\n"
         "    print(line, flush=True); os._exit(9)"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, timeout=240)
     assert run.returncode == 9, run.stderr
     address = ("127.0.0.1", int(re.search(r":(\d+) \(", run.stdout)[1]))
-    for _ in range(50):
+    for _ in range(600):
         try:
-            socket.create_connection(address, 1).close()
+            socket.create_connection(address, 5).close()
         except OSError:
             return
         threading.Event().wait(0.1)
-    pytest.fail("the child still serves 5 seconds after its parent has gone")
+    pytest.fail("the child still serves a minute after its parent has gone")
 
 
 @pytest.mark.slow
