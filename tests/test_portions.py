@@ -182,7 +182,7 @@ def test_devices_claim_only_what_they_can_begin(monkeypatch):
         found.append((n, begun))
         judged.append(board.put(Task("judge", print, (Chunk([], [], -n),))))
     for answer in judged:
-        answer.result(timeout=30)
+        answer.result(timeout=60)
     board.close()
     for thread in threads:
         thread.join()

@@ -149,7 +149,7 @@ def test_ppo_returns_and_advantages_are_verls():
 
 def in_shards(work, n):
     """``[work(0, all_sum), ..., work(n - 1, all_sum)]``, run at once and meeting at every sum."""
-    meeting, posted, results = threading.Barrier(n, timeout=5), [None] * n, [None] * n
+    meeting, posted, results = threading.Barrier(n, timeout=60), [None] * n, [None] * n
 
     def controller(rank):
         def all_sum(tensor):

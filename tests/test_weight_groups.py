@@ -96,13 +96,13 @@ def two_sides(folder, send, receive):
 
     def one(rank, work):
         try:
-            return work(WeightGroup(folder / "meeting", rank, 2, "gloo", CPU, patience=20))
+            return work(WeightGroup(folder / "meeting", rank, 2, "gloo", CPU, patience=60))
         except Exception as error:
             return error
 
     with ThreadPoolExecutor(2) as pool:
         sender, receiver = pool.submit(one, 0, send), pool.submit(one, 1, receive)
-        return sender.result(60), receiver.result(60)
+        return sender.result(120), receiver.result(120)
 
 
 def test_receivers_hear_of_a_sender_that_fails(tmp_path):
