@@ -72,6 +72,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def nobody_listens() -> Iterator[None]:
+    """A listener that a test leaves is not there for the tests after it, whichever they are in this process."""
+    yield
+    if (notices := sys.modules.get("mmrl.report.notices")) is not None:
+        notices.listen(None)
+
+
 settings.register_profile("unhurried", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("unhurried")
 

@@ -13,6 +13,7 @@ from mmrl.errors import UserError
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import device_tasks
 from mmrl.planner.fake_tensors import LiveBytes
+from mmrl.report import notices
 from mmrl.run import build
 from mmrl.runtime import start
 from mmrl.runtime.worker import RemoteWorker, serve
@@ -132,10 +133,13 @@ def test_a_device_in_another_process_names_the_phase_too(run, asked):
 
     thread = threading.Thread(target=device, daemon=True)
     thread.start()
-    with pytest.raises(OutOfMemoryError, match="phase sample: device 1: CUDA out of memory"):
-        RemoteWorker(1, here).perform(run, device_tasks.sample, asked, {})
-    here.close()
-    thread.join(10)
+    try:
+        with pytest.raises(OutOfMemoryError, match="phase sample: device 1: CUDA out of memory"):
+            RemoteWorker(1, here).perform(run, device_tasks.sample, asked, {})
+    finally:
+        here.close()
+        thread.join(60)
+        notices.listen(None)  # ``serve`` is for a process of its own
 
 
 def test_training_stops_says_what_helps_and_goes_on_with_that(tmp_path):

@@ -194,7 +194,7 @@ def device():
     serving.start()
     yield RemoteWorker(3, here, heard.append, starting), heard, starts
     here.close()
-    serving.join(10)
+    serving.join(60)
     notices.listen(None)
 
 
