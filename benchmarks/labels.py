@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -29,10 +30,11 @@ import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.distill.collection import collect, open_policy
 from mmrl.judge.statistics import auc
+from mmrl.labels.baselines import head
 from mmrl.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of
 from mmrl.labels.graph import symmetric
-from mmrl.labels.spreading import BOTH, GRAPH, HEAD, Projection, baselines_of, methods
-from mmrl.labels.training import Settings, train
+from mmrl.labels.spreading import GRAPH, HEAD, Inputs, baselines_of, methods
+from mmrl.labels.training import Settings, parted, train
 from mmrl.media import open_image
 
 RECIPE = "shapes-full"
@@ -40,6 +42,7 @@ ANSWERS = "scenes"
 GROUP = {"shapes": 12, "scenes": 8}
 """Samples of a prompt that were drawn together, one after another."""
 Drawn = dict[str, Any]
+Alone = tuple[torch.Tensor, torch.Tensor]
 
 
 def drawn(cache: Path, count: int) -> Drawn:
@@ -58,8 +61,8 @@ def drawn(cache: Path, count: int) -> Drawn:
         return dict(found)
 
 
-def embeddings(cache: Path, kind: str, given: Drawn) -> torch.Tensor:
-    """``[N, D]``."""
+def parts_of(cache: Path, kind: str, given: Drawn) -> list[torch.Tensor]:
+    """The parts ``[N, D]`` of embeddings of pictures."""
     file = cache / f"{kind}-{len(given['pixels'])}.npz"
     if not file.exists():
         loaded = load_recipe([RECIPE], ["model.dtype=float32"])
@@ -72,8 +75,13 @@ def embeddings(cache: Path, kind: str, given: Drawn) -> torch.Tensor:
         print(f"embedding {kind}: {time.process_time() - began:.0f} CPU-seconds", flush=True)
         np.savez(file, *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
     with np.load(file) as found:
-        whole = [torch.from_numpy(found[name]) for name in sorted(found)]
-    return Space.of(whole)(whole)
+        return [torch.from_numpy(found[name]) for name in sorted(found)]
+
+
+def alone_of(parts: Sequence[torch.Tensor]) -> Alone:
+    """The samples and their prompts apart, rows of length 1."""
+    one, other = Space.of(parts).moved(parts)
+    return one, other
 
 
 def answer_parts(cache: Path, count: int, kind: str) -> tuple[list[torch.Tensor], torch.Tensor, Encoders]:
@@ -102,10 +110,11 @@ def answer_parts(cache: Path, count: int, kind: str) -> tuple[list[torch.Tensor]
         return whole, torch.from_numpy(found["truth"]), encoders
 
 
-def answers(cache: Path, count: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The embeddings ``[N, D]`` of answers of the model of ``scenes``, and which are right ``[N]``."""
+def answers(cache: Path, count: int, kind: str) -> tuple[torch.Tensor, Alone | None, torch.Tensor]:
+    """The embeddings ``[N, D]`` of answers of the model of ``scenes``, answers and prompts apart, and which are right
+    ``[N]``."""
     parts, truth, _ = answer_parts(cache, count, kind)
-    return Space.of(parts)(parts), truth
+    return Space.of(parts)(parts), alone_of(parts) if kind == WORDS else None, truth
 
 
 def order(scores: torch.Tensor, truth: torch.Tensor, told: torch.Tensor, group: int) -> float:
@@ -122,22 +131,24 @@ def order(scores: torch.Tensor, truth: torch.Tensor, told: torch.Tensor, group: 
 
 
 def arms(
-    embedded: torch.Tensor, truth: torch.Tensor, labels: int, settings: Settings, group: int
+    embedded: torch.Tensor, alone: Alone | None, truth: torch.Tensor, labels: int, settings: Settings, group: int
 ) -> dict[str, list[float]]:
     """Of each method AUC, accuracy and order on the samples without a label, and CPU-seconds."""
     draw = torch.Generator().manual_seed(settings.seed)
     given = torch.zeros(len(truth), dtype=torch.bool)
     given[torch.randperm(len(truth), generator=draw)[:labels]] = True
     known = torch.where(given, truth, 0.0)
-    features, graph = Projection.of(embedded)(embedded), symmetric(embedded, settings.neighbours)
+    graph = symmetric(embedded, settings.neighbours)
     began = time.process_time()
-    trained = train(features, graph, known, given, settings)
+    inputs = Inputs.of(embedded, alone)
+    trained = train(inputs.kept(embedded), graph, known, given, settings)
     spent = {GRAPH: time.process_time() - began}
     began = time.process_time()
-    others = baselines_of(embedded, features, graph, known, given, settings)[0]
+    folds = parted(known, given, settings.folds, settings.seed)
+    by_head = head(inputs.projection(embedded), known, given, folds)[1]
+    others = baselines_of(embedded, graph, known, given, folds)
     of_each = (time.process_time() - began) / 3
-    spent[BOTH] = spent[GRAPH] + of_each
-    scores = methods(trained, others, known, given).scores
+    scores = methods(trained, by_head, others, known, given).scores
     rest = truth[~given] >= 0.5
     return {
         name: [
@@ -164,11 +175,13 @@ def main() -> None:
     if given.job == "shapes":
         found = drawn(given.cache, given.samples)
         truth = torch.from_numpy(found["success"]).float()
-        embedded_by = {kind: embeddings(given.cache, kind, found) for kind in given.embeddings or (PIXELS, MODEL)}
+        alone = alone_of(parts_of(given.cache, PIXELS, found))
+        parts = {kind: parts_of(given.cache, kind, found) for kind in given.embeddings or (PIXELS, MODEL)}
+        embedded_by = {kind: (Space.of(of)(of), alone) for kind, of in parts.items()}
     else:
         made = {kind: answers(given.cache, given.samples, kind) for kind in given.embeddings or (WORDS, MODEL)}
-        truth = next(iter(made.values()))[1]
-        embedded_by = {kind: embedded for kind, (embedded, _) in made.items()}
+        truth = next(iter(made.values()))[2]
+        embedded_by = {kind: (embedded, alone) for kind, (embedded, alone, _) in made.items()}
     print(f"{len(truth)} samples, {float(truth.mean()):.1%} of them right\n")
     print(
         "| embedding | labels | method | AUC | accuracy | order within a prompt | "
@@ -176,10 +189,10 @@ def main() -> None:
         flush=True,
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for kind, embedded in embedded_by.items():
+    for kind, (embedded, alone) in embedded_by.items():
         for labels in given.labels:
             runs = [
-                arms(embedded, truth, labels, Settings(seed=s, layers=given.layers), GROUP[given.job])
+                arms(embedded, alone, truth, labels, Settings(seed=s, layers=given.layers), GROUP[given.job])
                 for s in given.seeds
             ]
             for name in runs[0]:

@@ -15,8 +15,10 @@ from mmrl.cli import app
 from mmrl.config.loader import load_recipe
 from mmrl.datasets import shapes
 from mmrl.datasets.loading import load_prompts
+from mmrl.distill.formulas import platt
 from mmrl.errors import UserError
 from mmrl.labels import baselines, table
+from mmrl.labels.agreement import TEMPERATURES, Agreement
 from mmrl.labels.embeddings import Encoders, Space
 from mmrl.labels.folder import NAME, WEIGHTS, load_known, read, write
 from mmrl.labels.graph import Graph, directed, fields, nearest, symmetric
@@ -26,13 +28,13 @@ from mmrl.labels.pairs import check as check_pairs
 from mmrl.labels.pairs import paired
 from mmrl.labels.pixels import of_clips, of_pictures, of_texts
 from mmrl.labels.readers import ModelReader, described
-from mmrl.labels.spreading import BOTH, GRAPH, HEAD, spread
+from mmrl.labels.spreading import GRAPH, HEAD, spread
 from mmrl.labels.training import Settings, masked, parted, to_label_next, train
 from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.loading import build, find
 from mmrl.trajectory import Prompt, Sample, SampleId
 
-QUICK = Settings(epochs=40, hidden=16, neighbours=4)
+QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)
 
 
 def random_graph(nodes=12, edges=40):
@@ -65,7 +67,9 @@ def test_a_layer_is_that_of_the_paper_node_by_node(average):
 
 
 def small_model(layers=2, features=5):
-    return GraphTransformer(Shape(features, hidden=8, heads=2, layers=layers)).double().eval()
+    model = GraphTransformer(Shape(features, hidden=8, heads=2, layers=layers)).double().eval()
+    torch.nn.init.normal_(model.last.weight)  # before training it is 0
+    return model
 
 
 def test_a_label_that_is_not_given_changes_no_logit_to_the_bit():
@@ -107,15 +111,22 @@ def test_training_asks_only_for_labels_that_it_does_not_give(monkeypatch):
 def test_the_fold_of_a_model_is_never_given_to_it():
     features, labels, given = torch.randn(60, 5), (torch.arange(60) % 2).float(), torch.arange(60) < 30
     graph = symmetric(features, 3)
-    trained = train(features, graph, labels, given, Settings(epochs=5, hidden=8))
-    assert sorted(torch.cat(trained.folds).tolist()) == list(range(30))
+    trained = train(features, graph, labels, given, Settings(epochs=5, hidden=8, repeats=2))
+    assert sorted(torch.cat(trained.folds[:5]).tolist()) == list(range(30))
+    assert sorted(torch.cat(trained.folds[5:]).tolist()) == list(range(30))
+    assert torch.cat(trained.folds[:5]).tolist() != torch.cat(trained.folds[5:]).tolist()
     for n, fold in enumerate(trained.folds):
         other = labels.clone()
         other[fold] = 1 - other[fold]
         known = given.clone()
         known[fold] = False
         assert torch.equal(trained.models[n](features, graph, other, known), trained.logits[n])
-        assert torch.equal(trained.out_of_fold()[fold], trained.logits[n, fold])
+    assert len(trained.models) == 10
+    for i in range(30):
+        mine = torch.stack([trained.logits[n, i] for n in range(10) if i in trained.folds[n]])
+        assert len(mine) == 2
+        torch.testing.assert_close(trained.out_of_fold()[i], mine.mean())
+    torch.testing.assert_close(trained.out_of_fold()[30:], trained.logits[:, 30:].mean(0))
 
 
 def test_masks_are_a_share_of_the_labels_and_never_all():
@@ -204,7 +215,7 @@ def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
     made = spread(embeddings, labels, given, QUICK, GRAPH)
     right = ((made.scores >= 0.5) == (labels >= 0.5))[~given].float().mean()
     assert right > 0.85
-    assert set(made.quality) == {GRAPH, HEAD, BOTH, "label propagation", "nearest neighbours"}
+    assert set(made.quality) == {GRAPH, HEAD, "label propagation", "nearest neighbours"}
     assert all(one.area[0] > 0.8 and one.labels == 40 for one in made.quality.values())
     assert torch.equal(made.scores[given], labels[given])
     following = made.following(embeddings, 50)
@@ -219,19 +230,12 @@ def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
 def test_the_method_that_is_best_on_held_out_labels_gives_the_scores():
     embeddings, labels, given = blobs()
     made = spread(embeddings, labels, given, QUICK)
-    areas = {name: made.quality[name].area[0] for name in (GRAPH, HEAD, BOTH)}
+    areas = {name: made.quality[name].area[0] for name in (GRAPH, HEAD)}
     assert areas[made.by] == max(areas.values())
-    for by in (GRAPH, HEAD, BOTH):
+    for by in (GRAPH, HEAD):
         one = spread(embeddings, labels, given, QUICK, by)
         assert one.by == by
         assert ((one.scores >= 0.5) == (labels >= 0.5))[~given].float().mean() > 0.85
-
-
-def test_both_is_the_mean_of_the_calibrated_logits():
-    embeddings, labels, given = blobs()
-    one, two, made = (spread(embeddings, labels, given, QUICK, by) for by in (GRAPH, HEAD, BOTH))
-    mean = (torch.logit(one.unknown.double()) + torch.logit(two.unknown.double())) / 2
-    torch.testing.assert_close(made.logits, mean, atol=1e-4, rtol=1e-4)
 
 
 def test_the_weights_of_the_head_are_where_the_gradient_is_zero():
@@ -241,6 +245,118 @@ def test_the_weights_of_the_head_are_where_the_gradient_is_zero():
     error = torch.sigmoid(baselines.head_logits(x, weights)) - y
     assert (x.T @ error / len(y) + 0.1 * weights[:-1]).abs().max() < 1e-5
     assert abs(float(error.mean())) < 1e-5
+
+
+def test_before_it_learns_a_model_is_the_calibrated_head_of_the_labels_that_it_knows():
+    embeddings, labels, given = blobs()
+    graph, settings = symmetric(embeddings, 4), Settings(epochs=0, folds=4, hidden=8, repeats=1)
+    trained = train(embeddings, graph, labels, given, settings)
+    for fold, logits in zip(trained.folds, trained.logits, strict=True):
+        known = given.clone()
+        known[fold] = False
+        parts = parted(labels, known, 4, settings.seed)
+        weights, held = baselines.head(embeddings, labels, known, parts)
+        slope, shift = platt(held[known], labels[known])
+        wanted = slope * baselines.head_logits(embeddings, weights) + shift
+        torch.testing.assert_close(logits.double(), wanted, atol=1e-5, rtol=1e-5)
+        other = torch.where(known, labels, 1 - labels)
+        assert torch.equal(baselines.head(embeddings, other, known, parts)[0], weights)
+
+
+def test_a_labelled_sample_learns_from_a_head_that_does_not_know_its_label(monkeypatch):
+    embeddings, labels, given = blobs()
+    seen, loss = [], torch.nn.functional.binary_cross_entropy_with_logits
+
+    def spied(logits, asked, **how):
+        if torch.is_grad_enabled():
+            seen.append(logits.detach())
+        return loss(logits, asked, **how)
+
+    monkeypatch.setattr("mmrl.labels.training.binary_cross_entropy_with_logits", spied)
+    monkeypatch.setattr("mmrl.labels.training.masked", lambda place, rate: torch.arange(len(place)) >= 10)
+    train(embeddings, symmetric(embeddings, 4), labels, given, Settings(epochs=5, folds=2, hidden=8, repeats=1))
+    known = given.clone()
+    known[parted(labels, given, 2, 0)[0]] = False
+    _, held = baselines.head(embeddings, labels, known, parted(labels, known, 2, 0))
+    slope, shift = platt(held[known], labels[known])
+    first = known.nonzero().squeeze(1)[:10]
+    torch.testing.assert_close(seen[0].double(), slope * held[first] + shift, atol=1e-5, rtol=1e-5)
+
+
+def test_the_heads_decay_is_the_one_with_the_smallest_error_on_held_out_labels():
+    embeddings, labels, given = blobs(apart=0.4)
+    folds = parted(labels, given, 5, 0)
+    errors = {}
+    for decay in baselines.DECAYS:
+        errors[decay] = 0.0
+        for fold in folds:
+            told = given.clone()
+            told[fold] = False
+            weights = baselines.head_weights(embeddings, labels, told, decay)
+            said = torch.sigmoid(baselines.head_logits(embeddings[fold], weights))
+            errors[decay] += float((said - labels[fold]).square().sum())
+    best = min(errors, key=errors.__getitem__)
+    assert torch.equal(
+        baselines.head(embeddings, labels, given, folds)[0],
+        baselines.head_weights(embeddings, labels, given, best),
+    )
+
+
+def test_agreement_is_the_vote_of_samples_that_look_alike():
+    generator = torch.Generator().manual_seed(0)
+    looks, prompts = (torch.nn.functional.normalize(torch.randn(20, d, generator=generator), dim=1) for d in (6, 4))
+    made, wanted = Agreement.of(looks, prompts), torch.zeros(20, len(TEMPERATURES), dtype=torch.float64)
+    for i in range(20):
+        for n, t in enumerate(TEMPERATURES):
+            weights = {j: math.exp(float(looks[i] @ looks[j]) / t) for j in range(20) if j != i}
+            wanted[i, n] = sum(w * float(prompts[i] @ prompts[j]) for j, w in weights.items()) / sum(weights.values())
+    wanted = (wanted - wanted.mean(0)) / wanted.std(0)
+    torch.testing.assert_close(made.kept.double(), wanted, atol=1e-4, rtol=1e-4)
+    rest = torch.arange(20) != 3
+    few = Agreement(looks[rest], prompts[rest], made.mean, made.spread, made.kept[rest])
+    torch.testing.assert_close(few(looks[3:4], prompts[3:4]), made.kept[3:4])
+
+
+def drawn_for_others(count=400, kinds=4, wrong=0.4):
+    """Samples that look like one of some kinds; a share of them is asked for another kind, and these are wrong."""
+    generator = torch.Generator().manual_seed(0)
+    looks = torch.randint(kinds, (count,), generator=generator)
+    right = torch.rand(count, generator=generator) >= wrong
+    asked = torch.where(right, looks, (looks + 1 + torch.randint(kinds - 1, (count,), generator=generator)) % kinds)
+    eye, noise = torch.eye(kinds), 0.1 * torch.randn(count, kinds, generator=generator)
+    given = torch.zeros(count, dtype=torch.bool)
+    given[torch.randperm(count, generator=generator)[:40]] = True
+    return [eye[looks] + noise, eye[asked]], right.float(), given
+
+
+def test_agreement_tells_what_no_linear_head_can():
+    parts, labels, given = drawn_for_others()
+    space = Space.of(parts)
+    one, other = space.moved(parts)
+    made = spread(space(parts), labels, given, QUICK, alone=(one, other))
+    assert made.by == GRAPH
+    assert made.quality[GRAPH].area[0] > 0.95
+    assert made.quality[HEAD].area[0] < 0.7
+    assert ((made.scores >= 0.5) == (labels >= 0.5))[~given].float().mean() > 0.95
+
+
+@pytest.mark.parametrize("apart", [0, 2])
+def test_a_reward_finds_how_new_samples_agree_with_their_prompts(tmp_path, apart):
+    parts, labels, given = drawn_for_others()
+    if apart:  # what a model reads of both, and the two alone
+        parts = [torch.randn(len(labels), 6, generator=torch.Generator().manual_seed(1)), *parts]
+    space = Space.of(parts, apart)
+    embeddings, (*_, one, other) = space(parts), space.moved(parts)
+    assert embeddings.shape[1] == (6 if apart else 8)
+    made = spread(embeddings, labels, given, QUICK, GRAPH, (one, other))
+    words = Encoders("image", "model", "words", {}) if apart else Encoders("text", "words", "words")
+    write(tmp_path, made, embeddings, space, words, QUICK)
+    known = load_known(tmp_path)
+    assert known.space.apart == apart
+    scores = known.scores([part[:60] for part in parts])
+    right = labels[:60] >= 0.5
+    assert scores[right].min() > scores[~right].max() - 0.3
+    assert scores[right].mean() > scores[~right].mean() + 0.4
 
 
 def test_propagation_is_the_solution_of_its_equation():
@@ -342,23 +458,6 @@ def test_the_reward_by_the_head_keeps_no_samples(spread_out, tmp_path):
     given = [sample(Image.open(spread_out[0] / f"{n:03d}.png"), n) for n in range(30, 40)]
     kept = [rows[f"{n:03d}.png"] for n in range(30, 40)]
     assert reward.call(given, context=Context()) == pytest.approx(kept, abs=1e-4), "samples without a label"
-
-
-def test_the_reward_by_both_is_the_mean_of_the_two_rewards(tmp_path):
-    parts, labels, given = blobs()
-    space = Space.of([parts])
-    logits, lines = {}, {}
-    for by in (GRAPH, HEAD, BOTH):
-        made = spread(space([parts]), labels, given, QUICK, by)
-        folder = tmp_path / by
-        folder.mkdir()
-        write(folder, made, space([parts]), space, Encoders("text", "words", ""), QUICK)
-        known = load_known(folder)
-        new = torch.randn(20, 8, generator=torch.Generator().manual_seed(5))
-        logits[by], lines[by] = torch.logit(known.scores([new])), known.record.line
-    assert logits[BOTH].abs().max() < 12, "these are not so sure that the scores are rounded to 0 and 1"
-    slope, shift = lines[BOTH]
-    torch.testing.assert_close(logits[BOTH], slope * (logits[GRAPH] + logits[HEAD]) / 2 + shift, atol=1e-4, rtol=1e-4)
 
 
 def spread_of(*given):
@@ -509,7 +608,7 @@ def test_its_scores_are_a_reward_of_new_pictures(spread_out):
     ("file", "change", "said"),
     [
         (WEIGHTS, lambda data: data[:-1] + b"x", "sha256"),
-        (NAME, lambda data: data.replace(b'"format": 1', b'"format": 9'), "this version reads 1"),
+        (NAME, lambda data: data.replace(b'"format": 2', b'"format": 9'), "this version reads 2"),
         (NAME, lambda data: data.replace(b'"kind": "image"', b'"kind": "smell"'), "no kind of sample"),
         (NAME, lambda data: b"{", "cannot be read"),
     ],
@@ -683,3 +782,31 @@ def test_models_that_cannot_read_pictures_are_refused(drawing_model, tmp_path):
         ModelReader(moved)
     with pytest.raises(UserError, match="is not known"):
         ModelReader({"name": "x"})
+
+
+@pytest.mark.slow
+def test_with_a_model_the_reward_reads_the_picture_and_the_prompt_apart_too(tmp_path):
+    known = {p.text: p for p in shapes.prompts("all", relations=None)}
+    colours, rows, labels = ("red", "blue", "green", "yellow"), [], []
+    for n in range(80):
+        shown, asked = colours[n % 4], colours[(n + (n // 4 % 2)) % 4]
+        shapes.picture(known[f"one {shown} circle"], n).save(tmp_path / f"{n:03d}.png")
+        rows.append({"prompt": f"one {asked} circle", "file": f"{n:03d}.png"})
+        labels.append(f"{n:03d}.png,{int(shown == asked)}")
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / table.NAME).write_text("file,label\n" + "\n".join(labels[:40]) + "\n")
+    out = tmp_path / "out"
+    given = ["spread", str(tmp_path), "--out", str(out), "--model", "shapes-full", "--texts", "words", "--by", "graph"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, str(done.exception)
+    record = read(out)
+    assert record.encoders.prompts == "words"
+    assert len(record.widths) == 4
+    assert record.figures[GRAPH]["auc"][0] > 0.9
+    reward, samples = build(find("labels"), {"path": str(out)}), []
+    for n in range(8):
+        prompt = Prompt(f"{n}", f"one {colours[(n + n // 4) % 4]} circle")
+        picture = shapes.picture(known[f"one {colours[n % 4]} circle"], 100 + n)
+        samples.append(Sample(prompt, SampleId(0, n, 0, 0), image=picture))
+    scores = reward.call(samples, context=Context())
+    assert min(scores[:4]) > max(scores[4:])

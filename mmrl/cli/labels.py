@@ -20,7 +20,6 @@ class Method(StrEnum):
     auto = "auto"
     graph = "graph"
     head = "head"
-    both = "both"
 
 
 FolderArgument = Annotated[
@@ -114,10 +113,10 @@ def spread(
         loaded = None if model is None else read_recipe(model, [])
         from mmrl.labels.embeddings import model_of
         from mmrl.labels.spread_folder import spread_folder
-        from mmrl.labels.spreading import AUTO, BOTH, GRAPH, HEAD
+        from mmrl.labels.spreading import AUTO, GRAPH, HEAD
         from mmrl.labels.training import Settings
 
-        methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD, Method.both: BOTH}
+        methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD}
         reader = None if loaded is None else model_of(loaded.recipe, loaded.root)
 
     def made() -> Outcome:
@@ -133,21 +132,19 @@ def spread(
 
 
 def _show(made: Outcome, out: Path) -> None:
-    from mmrl.labels.spreading import BOTH
-
     middle = next(iter(made.quality.values())).middle
     print(f"{made.samples} samples, {made.labels} labels, {made.high} of them {middle:.3g} or more")
     if len(made.folders) > 1:
         for name, (samples, labels) in made.folders.items():
             print(f"  {name}: {samples} samples, {labels} labels")
-    print("on labels that were held out of each model (five parts, each held out once):")
+    print("on labels that were held out of each model (five parts, each held out in turn):")
     for name, one in made.quality.items():
         area, low, high = one.area
         print(
             f"  {name}: AUC {area:.3f} (95 %: {low:.3f} to {high:.3f}), right {one.right[0]:.1%}, calibration error "
             f"{one.error:.3f}"
         )
-    print(f"the scores are those of {'both together' if made.by == BOTH else f'the {made.by}'}")
+    print(f"the scores are those of the {made.by}")
     if not made.reward:
         print("these scores are no better than chance (AUC 0.5), so no reward is written, nor pairs: label more")
     if made.pairs:

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -12,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from mmrl.labels.graph import Graph, nearest
 
 _ROUNDS = 50
+DECAYS = (1e-3, 1e-2, 1e-1)
 
 
 def propagation(graph: Graph, labels: Tensor, given: Tensor, kept: float = 0.9) -> Tensor:
@@ -39,9 +43,22 @@ def neighbours(embeddings: Tensor, labels: Tensor, given: Tensor, count: int = 1
     return (weights * labels[place][indices]).sum(1) / weights.sum(1).clamp(min=1e-9)
 
 
-def head(features: Tensor, labels: Tensor, given: Tensor, decay: float = 1e-2) -> Tensor:
-    """Logistic regression on the embeddings."""
-    return torch.sigmoid(head_logits(features, head_weights(features, labels, given, decay))).float()
+def head(features: Tensor, labels: Tensor, given: Tensor, folds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Logistic regression on the embeddings, with the decay that has the smallest squared error on the labels of
+    ``folds``, each without its own: its weights ``[D + 1]``, and the logits ``[N]``, of a labelled sample those without
+    the labels of its fold."""
+    least, decay, held = math.inf, DECAYS[0], torch.zeros(len(labels), dtype=torch.float64)
+    for one in DECAYS:
+        logits = torch.zeros_like(held)
+        for fold in folds:
+            told = given.clone()
+            told[fold] = False
+            logits[fold] = head_logits(features[fold], head_weights(features, labels, told, one))
+        error = float((torch.sigmoid(logits) - labels)[given].square().mean())
+        if error < least:
+            least, decay, held = error, one, logits
+    weights = head_weights(features, labels, given, decay)
+    return weights, torch.where(given, held, head_logits(features, weights))
 
 
 def head_logits(features: Tensor, weights: Tensor) -> Tensor:

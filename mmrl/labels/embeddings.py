@@ -1,7 +1,8 @@
 """Embeddings of samples with their prompts: which encoders, and one space for all samples.
 
 A sample has one part or two, itself and its prompt. Each part is centred on the mean of the samples that the space was
-made of, and gets length 1, so that the cosine of two embeddings is the mean of their parts'.
+made of, and gets length 1, so that the cosine of two embeddings is the mean of their parts'. Where a model reads a
+picture with its prompt, the two of them alone are two more parts, which are no part of the embedding.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Content:
 @dataclass(frozen=True)
 class Encoders:
     """``samples``: ``pixels``, ``words``, ``model`` or the sentence encoder that embeds texts. ``prompts``: ``words``,
-    a sentence encoder, or empty where prompts have no part of their own. ``model``: what ``ModelReader`` reads with."""
+    a sentence encoder, or empty where prompts have no part of their own; the last two parts are then the sample alone
+    and its prompt alone. ``model``: what ``ModelReader`` reads with."""
 
     kind: Kind
     samples: str
@@ -58,6 +60,11 @@ class Encoders:
 
     def as_json(self) -> JsonObject:
         return {"kind": self.kind, "samples": self.samples, "prompts": self.prompts, "model": self.model}
+
+    @property
+    def apart(self) -> int:
+        """How many of the last parts are no part of the embedding."""
+        return 2 if self.prompts and self.model is not None else 0
 
     @classmethod
     def of(cls, given: JsonObject) -> Encoders:
@@ -75,15 +82,15 @@ class Encoders:
         where it is set up, else words. ``model``: the model that reads pictures, or texts, with their prompts. Raises
         ``UserError`` where it reads other samples."""
         kind = items[0].kind
-        if model is not None:
-            if (makes := Recipe.model_validate(model).makes) != kind:
-                raise UserError(
-                    f"--model: this recipe's model makes {makes}, and these samples are of the kind {kind}; name the "
-                    "recipe that made them, or leave --model out"
-                )
-            return cls(kind, MODEL, "", model)
+        if model is not None and (makes := Recipe.model_validate(model).makes) != kind:
+            raise UserError(
+                f"--model: this recipe's model makes {makes}, and these samples are of the kind {kind}; name the "
+                "recipe that made them, or leave --model out"
+            )
         chosen = texts or (WORDS if lacking(MINILM) else MINILM)
         prompts = chosen if len({item.prompt for item in items}) > 1 else ""
+        if model is not None:
+            return cls(kind, MODEL, "" if kind == "text" else prompts, model)
         return cls(kind, chosen if kind == "text" else PIXELS, prompts)
 
 
@@ -116,17 +123,20 @@ class Embedder:
         """One tensor ``[B, D]`` for each part."""
         kind = self.encoders.kind
         prompts = [content.prompt for content in contents]
-        if self._model is not None:
-            return self._model.parts([content.frames[0] for content in contents], prompts)
+        found: list[Tensor] = []
         if self._answers is not None:
             texts = [content.text for content in contents]
             return self._answers.parts(texts, prompts, [content.pictures for content in contents])
+        if self._model is not None:
+            found += self._model.parts([content.frames[0] for content in contents], prompts)
+            if not self.encoders.prompts:
+                return found
         if kind == "text":
-            found = [self._texts([content.text for content in contents], self.encoders.samples)]
+            found.append(self._texts([content.text for content in contents], self.encoders.samples))
         elif kind == "image":
-            found = [pixels.of_pictures([content.frames[0] for content in contents])]
+            found.append(pixels.of_pictures([content.frames[0] for content in contents]))
         else:
-            found = [pixels.of_clips([content.frames for content in contents])]
+            found.append(pixels.of_clips([content.frames for content in contents]))
         if self.encoders.prompts:
             new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._prompts]
             if new:
@@ -142,19 +152,25 @@ class Embedder:
 
 @dataclass(frozen=True)
 class Space:
-    """``centre`` ``[D]``: the mean of the parts, one behind the other; ``widths``: the numbers of each part."""
+    """``centre`` ``[D]``: the mean of the parts, one behind the other; ``widths``: the numbers of each part;
+    ``apart``: how many of the last ones are no part of the embedding."""
 
     centre: Tensor
     widths: tuple[int, ...]
+    apart: int = 0
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor]) -> Space:
-        return cls(torch.cat(list(parts), 1).mean(0), tuple(part.shape[1] for part in parts))
+    def of(cls, parts: Sequence[Tensor], apart: int = 0) -> Space:
+        return cls(torch.cat(list(parts), 1).mean(0), tuple(part.shape[1] for part in parts), apart)
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Embeddings ``[B, D]``."""
+        return torch.cat(self.moved(parts)[: len(parts) - self.apart], 1)
+
+    def moved(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The parts, centred, rows of length 1."""
         moved = (torch.cat(list(parts), 1) - self.centre).split(self.widths, 1)
-        return torch.cat([normalize(part, dim=1) for part in moved], 1)
+        return [normalize(part, dim=1) for part in moved]
 
 
 def widths_of(given: JsonObject) -> tuple[int, ...]:

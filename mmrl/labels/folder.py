@@ -25,14 +25,15 @@ from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
 from mmrl.labels import table
+from mmrl.labels.agreement import Agreement
 from mmrl.labels.baselines import head_logits
 from mmrl.labels.embeddings import Encoders, Space, widths_of
 from mmrl.labels.graph import Graph, directed
 from mmrl.labels.model import GraphTransformer, Shape
-from mmrl.labels.spreading import BOTH, GRAPH, HEAD, Projection, Spread
+from mmrl.labels.spreading import GRAPH, HEAD, Inputs, Projection, Spread
 from mmrl.labels.training import Settings
 
-NAME, WEIGHTS, FORMAT = "labels.json", "model.safetensors", 1
+NAME, WEIGHTS, FORMAT = "labels.json", "model.safetensors", 2
 SCORES, FOLLOWING = "scores.csv", "next.csv"
 
 
@@ -56,16 +57,15 @@ class Known:
 
     def __init__(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
         self.record = record
-        self.space = Space(tensors["centre"], record.widths)
-        self.project = Projection(tensors["mean"], tensors["axes"])
+        self.space = Space(tensors["centre"], record.widths, record.encoders.apart)
+        self.inputs = Inputs(Projection(tensors["mean"], tensors["axes"]), Agreement.from_tensors(tensors))
         self.models: list[GraphTransformer] = []
         self.read: list[list[Tensor]] = []
         self.head = tensors.get("head")
-        self.graph_line = tensors.get("graph_line")
         self.embeddings = tensors.get("embeddings", torch.empty(0))
         if record.by == HEAD:
             return
-        features = self.project(self.embeddings)
+        features = self.inputs.kept(self.embeddings)
         graph = Graph(tensors["sources"], tensors["targets"], tensors["cosines"], len(self.embeddings))
         for n in range(record.folds):
             with torch.random.fork_rng(devices=[]):
@@ -82,15 +82,14 @@ class Known:
     def scores(self, parts: Sequence[Tensor]) -> Tensor:
         """Calibrated scores ``[Q]`` of new samples by the parts of their embeddings."""
         embeddings = self.space(parts)
-        features = self.project(embeddings)
-        by_head = None if self.head is None else head_logits(features, self.head)
-        if self.record.by == HEAD and by_head is not None:
-            return calibrated(by_head, *self.record.line)
+        features = self.inputs.projection(embeddings)
+        if self.head is not None:
+            return calibrated(head_logits(features, self.head), *self.record.line)
+        if (agreement := self.inputs.agreement) is not None:
+            features = torch.cat([features, agreement(*self.space.moved(parts)[-2:])], 1)
         graph = directed(embeddings, self.embeddings, self.record.neighbours)
         pairs = zip(self.models, self.read, strict=True)
         logits = torch.stack([model.added(features, graph, read) for model, read in pairs]).mean(0).double()
-        if by_head is not None and self.graph_line is not None:
-            logits = (self.graph_line[0] * logits + self.graph_line[1] + by_head) / 2
         return calibrated(logits, *self.record.line)
 
 
@@ -125,16 +124,11 @@ def write_tables(
 
 def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders: Encoders, settings: Settings) -> None:
     """The reward's files into ``folder``, which exists."""
-    tensors = {"centre": space.centre, "mean": made.projection.mean, "axes": made.projection.axes}
+    tensors = {"centre": space.centre, "mean": made.inputs.projection.mean, "axes": made.inputs.projection.axes}
     if made.by != HEAD:
         tensors |= _of_graph(made, embeddings)
-    if made.by == HEAD:
+    else:
         tensors["head"] = made.head
-    if made.by == BOTH:  # the head's logits come calibrated: a line of a linear function is one
-        slope, shift = made.lines[HEAD]
-        tensors["head"] = slope * made.head
-        tensors["head"][-1] += shift
-        tensors["graph_line"] = torch.tensor(made.lines[GRAPH], dtype=torch.float64)
     weights = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     write_atomic(folder / WEIGHTS, weights)
     said = {
@@ -142,7 +136,7 @@ def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders
         "by": made.by,
         "encoders": encoders.as_json(),
         "widths": space.widths,
-        "shape": settings.shape(made.projection.axes.shape[1]).as_json(),
+        "shape": made.trained.models[0].shape.as_json(),
         "settings": settings.as_json(),
         "models": len(made.trained.models),
         "calibration": made.lines[made.by],
@@ -155,6 +149,8 @@ def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders
 def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
     """What the graph transformer needs: the kept samples, their edges and labels, and the models."""
     tensors = {"embeddings": embeddings, "labels": made.labels}
+    if made.inputs.agreement is not None:
+        tensors |= made.inputs.agreement.tensors()
     tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}
     for n, (model, fold) in enumerate(zip(made.trained.models, made.trained.folds, strict=True)):
         known = made.given.clone()
@@ -209,8 +205,8 @@ def _read(folder: Path) -> tuple[Record, str]:
 
 
 def _method(name: str) -> str:
-    if name not in (GRAPH, HEAD, BOTH):
-        raise ValueError(f"{name!r} is none of {GRAPH}, {HEAD} and {BOTH}")
+    if name not in (GRAPH, HEAD):
+        raise ValueError(f"{name!r} is neither {GRAPH} nor {HEAD}")
     return name
 
 

@@ -3,6 +3,8 @@
 The input of a sample is its embedding, projected, plus the embedding of its label where that is given. A layer is
 attention over the neighbours (equations 3 and 4 of the paper; an edge's cosine is its feature), whose result is mixed
 with the sample's own state by a learned gate (equation 5). The last layer averages its heads, the others join them.
+Its logit is added to that of a linear function, ``start``, and is 0 before training. The paper has no such start; with
+it the model leaves the supervised head only where this helps. How much of ``start`` stays is learned (``trust``).
 
 Which labels are given is an argument of every call: what a sample's own label is enters its score only where it is
 given. Training gives some labels and asks for the others (masked label prediction).
@@ -101,6 +103,11 @@ class GraphTransformer(nn.Module):
         )
         self.norms = nn.ModuleList(nn.LayerNorm(width if n == last else shape.hidden) for n in range(shape.layers))
         self.last = nn.Linear(width, 1)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+        self.start = nn.Linear(shape.features, 1).requires_grad_(False)
+        self.trust = nn.Parameter(torch.ones(()))
+        """What ``start`` is multiplied with."""
 
     def states(self, features: Tensor, labels: Tensor, given: Tensor) -> Tensor:
         """The inputs of the first layer ``[N, hidden]``; ``labels`` ``[N]`` in [0, 1] count where ``given`` ``[N]`` is
@@ -123,7 +130,7 @@ class GraphTransformer(nn.Module):
         for layer, norm, graph in zip(self.layers, self.norms, graphs, strict=True):
             read.append(states)
             states = self._dropped(relu(norm(layer(states, graph))))
-        return read, self.last(states).squeeze(1)
+        return read, self._logits(states, features)
 
     def added(self, features: Tensor, graph: Graph, read: list[Tensor]) -> Tensor:
         """Logits ``[Q]`` of new samples without labels: ``graph`` joins them to known ones, whose states at each layer
@@ -131,7 +138,10 @@ class GraphTransformer(nn.Module):
         states = self.states(features, torch.zeros(len(features)), torch.zeros(len(features), dtype=torch.bool))
         for layer, norm, known in zip(self.layers, self.norms, read, strict=True):
             states = self._dropped(relu(norm(layer(states, graph, known))))
-        return self.last(states).squeeze(1)
+        return self._logits(states, features)
+
+    def _logits(self, states: Tensor, features: Tensor) -> Tensor:
+        return (self.last(states) + self.trust * self.start(features)).squeeze(1)
 
     def _dropped(self, states: Tensor) -> Tensor:
         return dropout(states, self.shape.dropout, self.training)

@@ -15,15 +15,15 @@ from mmrl.json_types import JsonObject
 from mmrl.judge.calibration import calibration
 from mmrl.judge.statistics import auc, auc_interval, wilson
 from mmrl.labels import baselines
+from mmrl.labels.agreement import Agreement
 from mmrl.labels.graph import Graph, symmetric
 from mmrl.labels.training import Settings, Trained, parted, to_label_next, train
 
 _WIDTH = 128
 NEXT = 50
-GRAPH, HEAD, BOTH, AUTO = "graph transformer", "supervised head", "both", "auto"
+GRAPH, HEAD, AUTO = "graph transformer", "supervised head", "auto"
 KEPT = (0.5, 0.9, 0.99)
 COUNTS = (5, 10, 20)
-DECAYS = (1e-3, 1e-2, 1e-1)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,24 @@ class Projection:
 
     def __call__(self, embeddings: Tensor) -> Tensor:
         return (embeddings - self.mean) @ self.axes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the graph transformer reads of a sample: its features, and how well it agrees with its prompt."""
+
+    projection: Projection
+    agreement: Agreement | None
+
+    @classmethod
+    def of(cls, embeddings: Tensor, alone: tuple[Tensor, Tensor] | None) -> Inputs:
+        """``alone``: as of ``spread``."""
+        return cls(Projection.of(embeddings), None if alone is None else Agreement.of(*alone))
+
+    def kept(self, embeddings: Tensor) -> Tensor:
+        """``[N, D]`` of the samples that they were made of."""
+        features = self.projection(embeddings)
+        return features if self.agreement is None else torch.cat([features, self.agreement.kept], 1)
 
 
 @dataclass(frozen=True)
@@ -98,7 +116,7 @@ class Spread:
     labels: Tensor
     trained: Trained
     head: Tensor
-    projection: Projection
+    inputs: Inputs
     graph: Graph
     quality: Mapping[str, Quality]
     by: str
@@ -129,27 +147,33 @@ class Methods:
     scores: Mapping[str, Tensor]
 
 
-def methods(trained: Trained, others: Mapping[str, Tensor], labels: Tensor, given: Tensor) -> Methods:
-    """The graph transformer, the supervised head, and both: the mean of their calibrated logits, calibrated again."""
-    logits = {GRAPH: trained.out_of_fold().double(), HEAD: torch.logit(others[HEAD].double().clamp(1e-6, 1 - 1e-6))}
+def methods(trained: Trained, head: Tensor, others: Mapping[str, Tensor], labels: Tensor, given: Tensor) -> Methods:
+    """``head``: the logits of the supervised head. ``others``: the scores of the baselines."""
+    logits = {GRAPH: trained.out_of_fold().double(), HEAD: head}
     lines = {name: platt(of[given], labels[given]) for name, of in logits.items()}
-    logits[BOTH] = torch.stack([slope * logits[name] + shift for name, (slope, shift) in lines.items()]).mean(0)
-    lines[BOTH] = platt(logits[BOTH][given], labels[given])
     scores = {name: calibrated(of, *lines[name]).float() for name, of in logits.items()}
-    return Methods(logits, lines, {**others, **scores})
+    return Methods(logits, lines, {**scores, **others})
 
 
-def spread(embeddings: Tensor, labels: Tensor, given: Tensor, settings: Settings, by: str = AUTO) -> Spread:
+def spread(
+    embeddings: Tensor,
+    labels: Tensor,
+    given: Tensor,
+    settings: Settings,
+    by: str = AUTO,
+    alone: tuple[Tensor, Tensor] | None = None,
+) -> Spread:
     """Spread ``labels`` ``[N]`` (in [0, 1], read where ``given`` ``[N]``) over all samples. ``by``: the method, or
-    ``auto``, the one of the three with the largest AUC on labels that it was not given."""
+    ``auto``, the one of the two with the largest AUC on labels that it was not given. ``alone``: the samples without
+    their prompts, and the prompts, rows of length 1: the graph transformer reads how well the two agree."""
     labels = torch.where(given, labels, 0.0)
-    projection = Projection.of(embeddings)
-    features, graph = projection(embeddings), symmetric(embeddings, settings.neighbours)
-    trained = train(features, graph, labels, given, settings)
-    others, decay = baselines_of(embeddings, features, graph, labels, given, settings)
-    found = methods(trained, others, labels, given)
-    order = (*found.logits, *(name for name in others if name != HEAD))
-    quality = {name: Quality.of(found.scores[name][given], labels[given]) for name in order}
+    inputs, graph = Inputs.of(embeddings, alone), symmetric(embeddings, settings.neighbours)
+    trained = train(inputs.kept(embeddings), graph, labels, given, settings)
+    folds = parted(labels, given, settings.folds, settings.seed)
+    weights, by_head = baselines.head(inputs.projection(embeddings), labels, given, folds)
+    others = baselines_of(embeddings, graph, labels, given, folds)
+    found = methods(trained, by_head, others, labels, given)
+    quality = {name: Quality.of(found.scores[name][given], labels[given]) for name in found.scores}
     chosen = max(found.logits, key=lambda name: quality[name].area[0]) if by == AUTO else by
     return Spread(
         given,
@@ -157,8 +181,8 @@ def spread(embeddings: Tensor, labels: Tensor, given: Tensor, settings: Settings
         found.lines,
         labels,
         trained,
-        baselines.head_weights(features, labels, given, decay),
-        projection,
+        weights,
+        inputs,
         graph,
         quality,
         chosen,
@@ -166,20 +190,17 @@ def spread(embeddings: Tensor, labels: Tensor, given: Tensor, settings: Settings
 
 
 def baselines_of(
-    embeddings: Tensor, features: Tensor, graph: Graph, labels: Tensor, given: Tensor, settings: Settings
-) -> tuple[dict[str, Tensor], float]:
-    """The scores ``[N]`` of each baseline, and the head's decay. Its setting is the one with the smallest squared error
-    on the labels of the folds, each without its own labels; these scores stand for labelled samples."""
-    folds = parted(labels, given, settings.folds, settings.seed)
+    embeddings: Tensor, graph: Graph, labels: Tensor, given: Tensor, folds: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """The scores ``[N]`` of each baseline. Its setting is the one with the smallest squared error on the labels of the
+    folds, each without its own labels; these scores stand for labelled samples."""
     found: dict[str, Tensor] = {}
-    decay = DECAYS[0]
     for name, ways in {
-        "label propagation": {kept: partial(baselines.propagation, graph, kept=kept) for kept in KEPT},
-        "nearest neighbours": {count: partial(baselines.neighbours, embeddings, count=count) for count in COUNTS},
-        HEAD: {decay: partial(baselines.head, features, decay=decay) for decay in DECAYS},
+        "label propagation": [partial(baselines.propagation, graph, kept=kept) for kept in KEPT],
+        "nearest neighbours": [partial(baselines.neighbours, embeddings, count=count) for count in COUNTS],
     }.items():
         least = math.inf
-        for setting, way in ways.items():
+        for way in ways:
             held = torch.zeros_like(labels)
             for fold in folds:
                 told = given.clone()
@@ -188,5 +209,4 @@ def baselines_of(
             error = float((held - labels)[given].square().mean())
             if error < least:
                 least, found[name] = error, torch.where(given, held, way(labels=labels, given=given))
-                decay = setting if name == HEAD else decay
-    return found, decay
+    return found

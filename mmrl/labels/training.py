@@ -1,22 +1,27 @@
 """Masked label prediction: train the graph transformer on the labels of a few samples.
 
 The labels are parted into folds. A model is trained for each: its fold's labels are neither given to it nor asked for,
-so that they measure it. In every epoch a random share of the other labels is given and the loss is that of the
-rest. Afterwards each model is given all labels but its fold's, and the logits of a sample are the mean over the models,
-of a labelled one those of the model that does not know its label.
+so that they measure it. This is repeated with other folds and first weights. In every epoch a random share of the other
+labels is given and the loss is that of the rest. Afterwards each model is given all labels but its fold's, and the
+logits of a sample are the mean over the models, of a labelled one over those that do not know its label.
+
+A model starts as the supervised head of its labels, calibrated. While it learns, a labelled sample starts at the logit
+of a head that does not know its label: it would learn to trust a head that does.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from mmrl.distill.formulas import platt
+from mmrl.labels.baselines import head, head_logits
 from mmrl.labels.graph import Graph, fields
 from mmrl.labels.model import GraphTransformer, Shape
 from mmrl.report.progress import Progress
@@ -25,11 +30,19 @@ _PATIENCE = 40
 """Epochs without a better loss of the folds' labels that end training."""
 _EVERY = 5
 """Epochs from one look at the folds' labels to the next."""
+_DECAY = 5e-4
+"""Of the weights."""
+_APART = 1000
+"""From the seed of a repeat to that of the next."""
+_TRUST = 10
+"""How many times faster ``trust`` learns: it is one number, and a poor head must be left within some dozens of
+epochs."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``rate``: the share of labels that is given while training."""
+    """``rate``: the share of labels that is given while training; ``repeats``: how often the labels are
+    parted and models trained."""
 
     neighbours: int = 6
     hidden: int = 64
@@ -37,9 +50,9 @@ class Settings:
     dropout: float = 0.3
     rate: float = 0.625
     lr: float = 3e-3
-    weight_decay: float = 5e-4
     epochs: int = 200
     folds: int = 5
+    repeats: int = 3
     seed: int = 0
 
     def as_json(self) -> dict[str, int | float]:
@@ -59,11 +72,12 @@ class Trained:
     logits: Tensor
 
     def out_of_fold(self) -> Tensor:
-        """The logits ``[N]``: the mean of the models, of a labelled sample those of the model without its label."""
-        found = self.logits.mean(0)
+        """The logits ``[N]``: the mean of the models, of a labelled sample that of the models without its label."""
+        unknown = torch.zeros_like(self.logits)
         for n, fold in enumerate(self.folds):
-            found[fold] = self.logits[n, fold]
-        return found
+            unknown[n, fold] = 1
+        without = (self.logits * unknown).sum(0) / unknown.sum(0).clamp(min=1)
+        return torch.where(unknown.any(0), without, self.logits.mean(0))
 
 
 def parted(labels: Tensor, given: Tensor, folds: int, seed: int) -> list[Tensor]:
@@ -76,48 +90,85 @@ def parted(labels: Tensor, given: Tensor, folds: int, seed: int) -> list[Tensor]
 
 
 def train(features: Tensor, graph: Graph, labels: Tensor, given: Tensor, settings: Settings) -> Trained:
-    """Train a model for each fold. ``features`` ``[N, D]``, ``labels`` ``[N]`` in [0, 1] where ``given`` ``[N]``.
+    """Train the models of all repeats. ``features`` ``[N, D]``, ``labels`` ``[N]`` in [0, 1] where ``given`` ``[N]``.
 
-    All models take the same epoch, the one with the smallest loss over all folds: one for each fold would be chosen by
-    a few labels, on which the model would then seem better than it is. The global generator of torch is left as it was.
+    The models of a repeat take the same epoch, the one with the smallest loss over its folds (0: the heads alone): one
+    for each fold would be chosen by a few labels, on which the model would then seem better than it is. The global
+    generator of torch is left as it was.
     """
-    folds = parted(labels, given, settings.folds, settings.seed)
-    with torch.random.fork_rng(devices=[]), Progress(settings.epochs, "spread labels", "epochs") as progress:
-        torch.manual_seed(settings.seed)
-        pupils = [_Pupil(features, graph, labels, given, fold, settings) for fold in folds]
-        best, least, waited = [pupil.copied() for pupil in pupils], math.inf, 0
-        for epoch in range(0, settings.epochs, _EVERY):
-            for pupil in pupils:
-                for _ in range(_EVERY):
-                    pupil.learn()
-            now = sum(pupil.loss() * len(pupil.fold) for pupil in pupils) / sum(map(len, folds))
-            waited += _EVERY
-            if now < least:
-                best, least, waited = [pupil.copied() for pupil in pupils], now, 0
-            progress.advance(min(_EVERY, settings.epochs - epoch), f"loss {now:.3f}")
-            if waited >= _PATIENCE:
-                break
-    logits: list[Tensor] = []
+    found: list[_Pupil] = []
+    epochs = settings.epochs * settings.repeats
+    with torch.random.fork_rng(devices=[]), Progress(epochs, "spread labels", "epochs") as progress:
+        for n in range(settings.repeats):
+            one = replace(settings, seed=settings.seed + _APART * n)
+            torch.manual_seed(one.seed)
+            folds = parted(labels, given, one.folds, one.seed)
+            pupils = [_Pupil(features, graph, labels, _start(features, labels, given, f, one), one) for f in folds]
+            _learned(pupils, settings.epochs, progress)
+            found += pupils
+    logits = [pupil.model(features, graph, labels, pupil.known) for pupil in found]
+    return Trained([pupil.model for pupil in found], [pupil.fold for pupil in found], torch.stack(logits))
+
+
+def _learned(pupils: Sequence[_Pupil], epochs: int, progress: Progress) -> None:
+    """Train them until their loss has not fallen for some time, and leave them as they were where it was least."""
+    best, least, waited = [pupil.copied() for pupil in pupils], _mean_loss(pupils), 0
+    for epoch in range(0, epochs, _EVERY):
+        for pupil in pupils:
+            for _ in range(_EVERY):
+                pupil.learn()
+        now = _mean_loss(pupils)
+        waited += _EVERY
+        if now < least:
+            best, least, waited = [pupil.copied() for pupil in pupils], now, 0
+        progress.advance(min(_EVERY, epochs - epoch), f"loss {now:.3f}")
+        if waited >= _PATIENCE:
+            break
     for pupil, weights in zip(pupils, best, strict=True):
         pupil.model.load_state_dict(weights)
         pupil.model.eval().requires_grad_(False)
-        logits.append(pupil.model(features, graph, labels, pupil.known))
-    return Trained([pupil.model for pupil in pupils], folds, torch.stack(logits))
+
+
+def _mean_loss(pupils: Sequence[_Pupil]) -> float:
+    return sum(pupil.loss() * len(pupil.fold) for pupil in pupils) / sum(len(pupil.fold) for pupil in pupils)
+
+
+class _Start(NamedTuple):
+    """The supervised head of the labels outside of ``fold``, calibrated. ``known`` ``[N]``: which these are;
+    ``weights`` ``[D + 1]``, with the bias last; ``correction`` ``[N]``: what the logits of known samples lack without
+    their labels."""
+
+    fold: Tensor
+    known: Tensor
+    weights: Tensor
+    correction: Tensor
+
+
+def _start(features: Tensor, labels: Tensor, given: Tensor, fold: Tensor, settings: Settings) -> _Start:
+    known = given.clone()
+    known[fold] = False
+    weights, held = head(features, labels, known, parted(labels, known, settings.folds, settings.seed))
+    slope, shift = platt(held[known], labels[known])
+    correction = slope * (held - head_logits(features, weights))
+    weights = slope * weights
+    weights[-1] += shift
+    return _Start(fold, known, weights, correction.float())
 
 
 class _Pupil:
-    """A model that learns without the labels of ``fold``."""
+    """A model that learns without the labels of a fold."""
 
-    def __init__(
-        self, features: Tensor, graph: Graph, labels: Tensor, given: Tensor, fold: Tensor, settings: Settings
-    ) -> None:
-        self.features, self.labels, self.fold, self.rate = features, labels, fold, settings.rate
-        self.known = given.clone()
-        self.known[fold] = False
+    def __init__(self, features: Tensor, graph: Graph, labels: Tensor, start: _Start, settings: Settings) -> None:
+        self.features, self.labels, self.rate = features, labels, settings.rate
+        self.fold, self.known, self.correction = start.fold, start.known, start.correction
         self.place = self.known.nonzero().squeeze(1)
-        self.of_place, self.of_fold = (fields(graph, asked, settings.layers) for asked in (self.place, fold))
+        self.of_place, self.of_fold = (fields(graph, asked, settings.layers) for asked in (self.place, self.fold))
         self.model = GraphTransformer(settings.shape(features.shape[1]))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        self.model.start.weight.copy_(start.weights[:-1].unsqueeze(0))
+        self.model.start.bias.copy_(start.weights[-1:])
+        rest = [p for name, p in self.model.named_parameters() if p.requires_grad and name != "trust"]
+        groups = [{"params": rest}, {"params": [self.model.trust], "lr": _TRUST * settings.lr}]
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, weight_decay=_DECAY)
 
     def learn(self) -> None:
         """One epoch: give a random share of the known labels, and ask for the rest."""
@@ -125,7 +176,7 @@ class _Pupil:
         shown = masked(self.place, self.rate)
         asked, told = self.place[~shown], torch.zeros_like(self.known)
         told[self.place[shown]] = True
-        logits = self.model(self.features, self.of_place, self.labels, told)
+        logits = self.model(self.features, self.of_place, self.labels, told) + self.model.trust * self.correction
         loss = binary_cross_entropy_with_logits(logits[asked], self.labels[asked])
         self.optimizer.zero_grad()
         loss.backward()
