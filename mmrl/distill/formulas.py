@@ -88,30 +88,36 @@ def calibrated(logits: Tensor, slope: float, shift: float) -> Tensor:
 def platt(logits: Tensor, verdicts: Tensor) -> tuple[float, float]:
     """Slope and shift with the smallest cross-entropy between ``verdicts`` (in [0, 1]) and the calibrated ``logits``.
 
-    Newton's method in float64, with a very small pull of the slope towards 1, so that there is a smallest one where the
-    logits divide yes and no without a mistake.
+    With a very small pull of the slope towards 1, so that there is a smallest one where the logits divide yes and no
+    without a mistake.
     """
-    x, y = logits.double(), verdicts.double()
-    design = torch.stack([x, torch.ones_like(x)], 1)
+    design = torch.stack([logits.double(), torch.ones_like(logits, dtype=torch.float64)], 1)
     prior = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    pull = torch.tensor([_RIDGE, _RIDGE], dtype=torch.float64)
+    at = logistic(design, verdicts, torch.full_like(prior, _RIDGE), prior)
+    return float(at[0]), float(at[1])
+
+
+def logistic(design: Tensor, verdicts: Tensor, pull: Tensor, prior: Tensor) -> Tensor:
+    """The weights ``[D]`` with the smallest cross-entropy between ``verdicts`` ``[N]`` (in [0, 1]) and the logits
+    ``design @ weights``, each pulled to ``prior`` ``[D]`` by ``pull`` ``[D]``: Newton's method in float64."""
+    x, y = design.double(), verdicts.double()
 
     def cost(at: Tensor) -> Tensor:
-        fit = binary_cross_entropy_with_logits(design @ at, y)
+        fit = binary_cross_entropy_with_logits(x @ at, y)
         return fit + (pull * (at - prior) ** 2).sum() / 2
 
     at = prior.clone()
     for _ in range(_STEPS):
-        p = torch.sigmoid(design @ at)
-        gradient = design.T @ (p - y) / len(x) + pull * (at - prior)
-        curve = (design * (p * (1 - p)).unsqueeze(1)).T @ design / len(x) + torch.diag(pull)
+        p = torch.sigmoid(x @ at)
+        gradient = x.T @ (p - y) / len(x) + pull * (at - prior)
+        curve = (x * (p * (1 - p)).unsqueeze(1)).T @ x / len(x) + torch.diag(pull)
         step, share = torch.linalg.solve(curve, gradient), 1.0
         while cost(at - share * step) > cost(at) and share > 1e-6:
             share /= 2
         at = at - share * step
         if step.abs().max() < 1e-12:
             break
-    return float(at[0]), float(at[1])
+    return at
 
 
 def sureness(verdicts: Tensor) -> Tensor:

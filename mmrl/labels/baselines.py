@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
+from mmrl.distill.formulas import logistic
 from mmrl.labels.graph import Graph, nearest
 
 _ROUNDS = 50
+_FREE = 1e-9
+"""The pull of a bias: there is a best one where all labels are alike."""
 DECAYS = (1e-3, 1e-2, 1e-1)
 
 
@@ -67,16 +69,9 @@ def head_logits(features: Tensor, weights: Tensor) -> Tensor:
 
 
 def head_weights(features: Tensor, labels: Tensor, given: Tensor, decay: float) -> Tensor:
-    """Of logistic regression, ``[D + 1]`` float64, pulled to 0 by ``decay``; the bias, the last one, is free."""
-    x, y = features[given].double(), labels[given].double()
-    at = torch.zeros(x.shape[1] + 1, dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS([at], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        search.zero_grad()
-        cost = binary_cross_entropy_with_logits(head_logits(x, at), y) + decay * at[:-1].square().sum() / 2
-        cost.backward()
-        return cost
-
-    search.step(loss)  # pyright: ignore[reportArgumentType]
-    return at.detach()
+    """Of logistic regression, ``[D + 1]`` float64, pulled to 0 by ``decay``; the bias, the last one, is as good as
+    free."""
+    x = features[given].double()
+    pull = torch.full((x.shape[1] + 1,), decay, dtype=torch.float64)
+    pull[-1] = _FREE
+    return logistic(torch.cat([x, torch.ones_like(x[:, :1])], 1), labels[given], pull, torch.zeros_like(pull))
