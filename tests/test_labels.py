@@ -302,6 +302,15 @@ def test_the_heads_decay_is_the_one_with_the_smallest_error_on_held_out_labels()
     )
 
 
+@pytest.mark.parametrize("high", [1, 3])
+def test_samples_that_are_all_alike_say_nothing_of_a_rare_label(high):
+    """Without the label in its fold a model expects fewer such labels: turned round, this would look like knowledge."""
+    labels, given = (torch.arange(40) < high).float(), torch.arange(40) < 20
+    made = spread(torch.ones(40, 6), labels, given, QUICK)
+    assert {name: made.quality[name].better_than_chance for name in (GRAPH, HEAD)} == {GRAPH: False, HEAD: False}
+    assert made.unknown.std() < 1e-6
+
+
 def test_agreement_is_the_vote_of_samples_that_look_alike():
     generator = torch.Generator().manual_seed(0)
     looks, prompts = (torch.nn.functional.normalize(torch.randn(20, d, generator=generator), dim=1) for d in (6, 4))

@@ -97,6 +97,15 @@ def platt(logits: Tensor, verdicts: Tensor) -> tuple[float, float]:
     return float(at[0]), float(at[1])
 
 
+def rising(logits: Tensor, verdicts: Tensor) -> tuple[float, float]:
+    """As ``platt``, but the slope is not below 0. Where it would be, the logits say nothing of the verdicts: the slope
+    is 0, and the shift is the logit of the mean verdict."""
+    slope, shift = platt(logits, verdicts)
+    if slope > 0:
+        return slope, shift
+    return 0.0, float(torch.logit(verdicts.double().mean().clamp(1e-6, 1 - 1e-6)))
+
+
 def logistic(design: Tensor, verdicts: Tensor, pull: Tensor, prior: Tensor) -> Tensor:
     """The weights ``[D]`` with the smallest cross-entropy between ``verdicts`` ``[N]`` (in [0, 1]) and the logits
     ``design @ weights``, each pulled to ``prior`` ``[D]`` by ``pull`` ``[D]``: Newton's method in float64."""

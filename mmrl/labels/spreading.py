@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mmrl.distill.formulas import calibrated, platt
+from mmrl.distill.formulas import calibrated, rising
 from mmrl.json_types import JsonObject
 from mmrl.judge.calibration import calibration
 from mmrl.judge.statistics import auc, auc_interval, wilson
@@ -150,7 +150,7 @@ class Methods:
 def methods(trained: Trained, head: Tensor, others: Mapping[str, Tensor], labels: Tensor, given: Tensor) -> Methods:
     """``head``: the logits of the supervised head. ``others``: the scores of the baselines."""
     logits = {GRAPH: trained.out_of_fold().double(), HEAD: head}
-    lines = {name: platt(of[given], labels[given]) for name, of in logits.items()}
+    lines = {name: rising(of[given], labels[given]) for name, of in logits.items()}
     scores = {name: calibrated(of, *lines[name]).float() for name, of in logits.items()}
     return Methods(logits, lines, {**scores, **others})
 

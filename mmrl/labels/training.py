@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from mmrl.distill.formulas import platt
+from mmrl.distill.formulas import rising
 from mmrl.labels.baselines import head, head_logits
 from mmrl.labels.graph import Graph, fields
 from mmrl.labels.model import GraphTransformer, Shape
@@ -148,7 +148,7 @@ def _start(features: Tensor, labels: Tensor, given: Tensor, fold: Tensor, settin
     known = given.clone()
     known[fold] = False
     weights, held = head(features, labels, known, parted(labels, known, settings.folds, settings.seed))
-    slope, shift = platt(held[known], labels[known])
+    slope, shift = rising(held[known], labels[known])
     correction = slope * (held - head_logits(features, weights))
     weights = slope * weights
     weights[-1] += shift
