@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import random
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,14 @@ from mmrl.rewards.loading import build, find
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trained_once():
+    """The command parts the labels once, and not three times; tests of several rounds say so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmrl.labels.training.Settings", partial(Settings, repeats=1))
+        yield
 
 
 def random_graph(nodes=12, edges=40):
@@ -357,9 +367,11 @@ def test_a_reward_finds_how_new_samples_agree_with_their_prompts(tmp_path, apart
     space = Space.of(parts, apart)
     embeddings, (*_, one, other) = space(parts), space.moved(parts)
     assert embeddings.shape[1] == (6 if apart else 8)
-    made = spread(embeddings, labels, given, QUICK, GRAPH, (one, other))
+    settings = replace(QUICK, repeats=2)
+    made = spread(embeddings, labels, given, settings, GRAPH, (one, other))
+    assert len(made.trained.models) == 10
     words = Encoders("image", "model", "words", {}) if apart else Encoders("text", "words", "words")
-    write(tmp_path, made, embeddings, space, words, QUICK)
+    write(tmp_path, made, embeddings, space, words, settings)
     known = load_known(tmp_path)
     assert known.space.apart == apart
     scores = known.scores([part[:60] for part in parts])
