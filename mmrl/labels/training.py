@@ -123,6 +123,7 @@ def _learned(pupils: Sequence[_Pupil], epochs: int, progress: Progress) -> None:
             best, least, waited = [pupil.copied() for pupil in pupils], now, 0
         progress.advance(min(_EVERY, epochs - epoch), f"loss {now:.3f}")
         if waited >= _PATIENCE:
+            progress.advance(max(0, epochs - epoch - _EVERY))  # which are not needed
             break
     for pupil, weights in zip(pupils, best, strict=True):
         pupil.model.load_state_dict(weights)
