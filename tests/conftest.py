@@ -28,6 +28,7 @@ PRETENDED = pytest.StashKey[str]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pretend-cuda", action="store_true", help="run the tests of a CUDA device that is pretended")
+    parser.addoption("--long-sweeps", action="store_true", help="sweeps try many inputs, for minutes (tests/sweeps.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +79,30 @@ def nobody_listens() -> Iterator[None]:
     yield
     if (notices := sys.modules.get("mmrl.report.notices")) is not None:
         notices.listen(None)
+
+
+@pytest.fixture
+def sweep(request: pytest.FixtureRequest) -> Iterator[object]:
+    """A ``tests.sweeps.Sweep`` whose kind is what the marker ``sweep`` names; the table at the end counts it."""
+    from tests.sweeps import Sweep
+
+    marker = request.node.get_closest_marker("sweep")
+    assert marker and marker.args, "a test that takes `sweep` is marked with @pytest.mark.sweep('what it tries')"
+    counted = Sweep(marker.args[0], long=request.config.getoption("long_sweeps"))
+    yield counted
+    request.node.user_properties.append(("sweep", [counted.kind, counted.tried, len(counted.failed)]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of sweeps, where some ran."""
+    from tests.sweeps import table
+
+    reports = terminalreporter.stats.get("", ())  # of set-ups and teardowns; a sweep is counted in its teardown
+    last = {report.nodeid: value for report in reports for name, value in report.user_properties if name == "sweep"}
+    if last:
+        terminalreporter.section("sweeps")
+        for line in table((kind, tried, failed) for kind, tried, failed in last.values()):
+            terminalreporter.line(line)
 
 
 settings.register_profile("unhurried", deadline=None)  # how long an example takes says nothing on a busy machine
