@@ -87,7 +87,7 @@ def sweep(request: pytest.FixtureRequest) -> Iterator[object]:
     from tests.sweeps import Sweep
 
     marker = request.node.get_closest_marker("sweep")
-    assert marker and marker.args, "a test that takes `sweep` is marked with @pytest.mark.sweep('what it tries')"
+    assert marker, "a test that takes `sweep` is marked with @pytest.mark.sweep('what it tries')"
     counted = Sweep(marker.args[0], long=request.config.getoption("long_sweeps"))
     yield counted
     request.node.user_properties.append(("sweep", [counted.kind, counted.tried, len(counted.failed)]))
