@@ -44,7 +44,7 @@ LAYERS = {
     "report.clock "
     "report.durations report.notices report.sizes python_objects quiet rewards.contract samples script_process secrets "
     "trajectory transfer "
-    "user_code",
+    "untrusted user_code",
     "config": "config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms",
     "recipe": "config",

@@ -12,9 +12,10 @@ from typing import Literal
 
 from mmrl.datasets.record_media import PLACEHOLDERS, Kind, arranged
 from mmrl.errors import UserError
-from mmrl.json_types import Cell, Json
+from mmrl.json_types import Cell
 from mmrl.media import Media
 from mmrl.trajectory import AskedSize, Prompt, Turn
+from mmrl.untrusted import parse_json as parse_json
 
 TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
@@ -255,18 +256,6 @@ def digest_of_prompt(prompt: Fields | Prompt, *media: str | bytes) -> str:
     """``digest_of`` the messages of a prompt, and of what stands for its ``media``."""
     turns = (f"{role}: {text}" for role, text in prompt.turns)
     return digest_of(prompt.text, prompt.system or "", *turns, *media)
-
-
-def parse_json(text: str | bytes) -> Json:
-    """The value of a JSON text. Raises ``ValueError``, which says why ``text`` is not JSON."""
-    try:
-        return json.loads(text)
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg})") from None
-    except RecursionError:
-        raise ValueError("is not JSON that can be read (nested too deeply)") from None
 
 
 def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:

@@ -11,6 +11,7 @@ from typing import Literal
 from mmrl.json_types import Cell
 from mmrl.media import KINDS, LIMITS, Media
 from mmrl.media.decoder import container_of
+from mmrl.untrusted import resolved
 
 Kind = Literal["image", "video"]
 PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
@@ -54,9 +55,10 @@ def media_from(kind: Kind, source: Cell, root: str) -> Media:
         return Media(kind, data=data)
     if "://" in source:
         raise ValueError(f"its {kind} is an address ({source[:80]}); download it and give the file")
-    path = os.path.realpath(os.path.join(root, source))
-    if not _inside(os.path.realpath(root), path):
-        raise ValueError(f"its {kind} {source!r} is outside {root}")
+    try:
+        path = resolved(os.path.join(root, source), root)
+    except OSError as error:
+        raise ValueError(f"its {kind} {source[:200]!r} is outside {root}: {error.strerror}") from None
     named = KINDS.get(os.path.splitext(path)[1][1:].lower())
     if named not in (None, kind):
         raise ValueError(f"its {kind} {source!r} has the name of a {named}")
@@ -95,10 +97,6 @@ def _from_base64(text: str) -> bytes | None:
         return base64.b64decode("".join(text.split()), validate=True)
     except ValueError as error:
         raise ValueError(f"its base64 cannot be decoded ({error})") from None
-
-
-def _inside(root: str, path: str) -> bool:
-    return os.path.commonpath([root, path]) == root
 
 
 def _places(text: str, mark: str) -> Iterator[int]:

@@ -11,7 +11,6 @@ import io
 import logging
 import os
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -21,6 +20,7 @@ from PIL import Image
 from mmrl.media.decoder import Failure, Header, Request, Wanted
 from mmrl.media.decoding import DecoderLostError, decoders, process_of
 from mmrl.media.images import BadImageError, read_rgb, watched
+from mmrl.untrusted import open_file
 
 T = TypeVar("T")
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -119,20 +119,14 @@ def read_bytes(media: Media, limits: Limits = LIMITS) -> bytes:
     if start < 0 or (size is not None and size < 0):
         raise BadMediaError(f"{describe(media)}: offset {start} and size {size} are no place in a file")
     try:
-        handle = os.open(media.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadMediaError(f"{describe(media)} is no regular file")
-            size = status.st_size - start if size is None else size
+        with open_file(media.path) as file:
+            size = os.fstat(file.fileno()).st_size - start if size is None else size
             if size > limits.bytes:
                 raise BadMediaError(f"{describe(media)} has {size:,} bytes; at most {limits.bytes:,} are read")
             file.seek(start)
             data = file.read(max(size, 0))
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        if isinstance(error, BadMediaError):
-            raise
-        raise BadMediaError(f"{describe(media)} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise BadMediaError(f"{describe(media)} cannot be read: {error.strerror or error}") from None
     if len(data) != size:
         raise BadMediaError(f"{describe(media)} ends after {len(data):,} of {size:,} bytes")
     return _bounded(media, data, limits)

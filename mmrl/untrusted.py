@@ -1,0 +1,160 @@
+"""Read files that other people made: regular files only, inside their folder, of a bounded size.
+
+Every file of a data folder, a table, a run or a stored model is opened here. A pipe, a socket or a device is refused
+before it is opened (a pipe would be waited for without end), as are a link that leaves the folder and a file that is
+larger than its reader allows. What is refused is an ``OSError`` with its reason in ``strerror``, as those of the system
+are, so a caller has one case to handle. A path that the user gave may be a link itself: it is read without ``root``.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmrl.json_types import Json
+
+MAX_DEPTH = 64
+"""Lists and objects inside one another, of a JSON text."""
+MAX_VALUES = 1_000_000
+"""Values of a JSON text, roughly: its commas and opening brackets."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class RefusedFileError(OSError):
+    """A file that must not be read; ``strerror`` says why, ``filename`` which."""
+
+    def __init__(self, path: str | os.PathLike[str], why: str) -> None:
+        super().__init__(errno.EPERM, why, os.fspath(path))
+
+
+def open_file(
+    path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None, most: int | None = None
+) -> io.BufferedReader:
+    """Open a regular file for reading. ``root``: the folder that it must be in, after all links are followed; ``most``:
+    its largest size in bytes. Raises ``OSError``."""
+    place = resolved(path, root) if root is not None else os.fspath(path)
+    link = os.O_NOFOLLOW if root is not None else 0
+    try:
+        _check(path, os.stat(place), most)  # a device is not even opened
+        handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | link)
+    except ValueError as error:  # a null byte or half of a surrogate pair in the name
+        raise RefusedFileError(path, f"its name is no name of a file: {error}") from None
+    try:
+        _check(path, os.fstat(handle), most)
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_file(path: str | os.PathLike[str], *, most: int, root: str | os.PathLike[str] | None = None) -> bytes:
+    """The content of a regular file of at most ``most`` bytes. ``root`` as in ``open_file``. Raises ``OSError``."""
+    with open_file(path, root=root, most=most) as file:
+        data = file.read(most + 1)
+    if len(data) > most:  # it has grown, or its size is not known before it is read
+        raise RefusedFileError(path, f"it has more than {most:,} bytes")
+    return data
+
+
+def read_json(path: str | os.PathLike[str], *, most: int, root: str | os.PathLike[str] | None = None) -> Json:
+    """The value of a JSON file in UTF-8. ``most`` and ``root`` as in ``read_file``. Raises ``OSError`` for the file,
+    ``ValueError`` for its content (``parse_json``)."""
+    return parse_json(read_file(path, most=most, root=root))
+
+
+def parse_json(text: str | bytes) -> Json:
+    """The value of a JSON text, of bounded depth and number of values. Raises ``ValueError``, which says why ``text``
+    cannot be read; the sentence begins with its verb."""
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ValueError("is not UTF-8") from None
+    opening = text.count("[") + text.count("{")
+    if opening + text.count(",") > MAX_VALUES:  # commas inside texts count too; no record has so many
+        raise ValueError(f"has more than {MAX_VALUES:,} values")
+    deep = f"is not JSON that can be read (nested too deeply, over {MAX_DEPTH} levels)"
+    try:
+        value: Json = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError(deep) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"is not JSON that can be read ({str(error).partition(';')[0]})") from None
+    if opening > MAX_DEPTH and not shallow(value):
+        raise ValueError(deep)
+    return value
+
+
+def shallow(value: object, depth: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects lie at most ``depth`` deep inside one another."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)  # pyright: ignore
+            if isinstance(outer, list | dict)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def resolved(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:
+    """The real path of ``path``, after all links. Raises ``OSError`` where it is outside the folder ``root``."""
+    try:
+        home, place = os.path.realpath(root), os.path.realpath(path)
+    except ValueError as error:
+        raise RefusedFileError(path, f"its name is no name of a file: {error}") from None
+    if not any(os.path.commonpath([allowed, place]) == allowed for allowed in (home, *_blobs(home))):
+        how = "a link that leads" if os.path.lexists(path) and _has_link(path, root) else "a path that leads"
+        raise RefusedFileError(path, f"it is {how} out of {os.fspath(root)}; put a copy of the file there")
+    return place
+
+
+def files_below(root: str | os.PathLike[str], most: int) -> Iterator[Path]:
+    """Every file below ``root`` by name, none of which leaves it: for folders that a library reads as a whole. Folders
+    that begin with a dot are left out. Raises ``OSError`` for the first that is no regular file, leads out of ``root``
+    or has over ``most`` bytes."""
+    for place, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in [*folders, *sorted(names)]:
+            path = os.path.join(place, name)
+            real = resolved(path, root)
+            if name not in folders:
+                _check(path, os.stat(real), most)
+                yield Path(path)
+
+
+def _check(path: str | os.PathLike[str], status: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise RefusedFileError(path, f"it is {kind}, no regular file")
+    if most is not None and status.st_size > most:
+        raise RefusedFileError(path, f"it has {status.st_size:,} bytes; at most {most:,} are read")
+
+
+def _blobs(root: str) -> list[str]:
+    """Where the files of a snapshot in the hub's cache are: ``snapshots/REVISION`` has links to them."""
+    snapshots, _ = os.path.split(root)
+    repository, name = os.path.split(snapshots)
+    return [os.path.join(repository, "blobs")] if name == "snapshots" else []
+
+
+def _has_link(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is inside ``root`` by its name, so that a link takes it out."""
+    home = os.path.abspath(root)
+    return os.path.commonpath([home, os.path.abspath(path)]) == home
