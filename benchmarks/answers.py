@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mmrl
+from mmrl.installing import install
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Prompt, Sample, SampleId
 
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         shares = "   ".join(f"{v} {counts[name][v]:3d} ({counts[name][v] / len(table):5.1%})" for v in VERDICTS)
         print(f"answer:{name:<7}{shares}")
     if "math" not in names:
-        print("answer:math is left out: pip install 'mmrl[math]'")
+        print(f"answer:math is left out: {install('math')}")
     if asked.wrong:
         for name in names:
             for case, verdict in zip(table, found[name], strict=True):

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/controller_bytes.py --json out.json [--pixels 64 256 1024] [--controllers 1 2 8]
 
-Needs Ray (``pip install 'mmrl[ray]'``) and Linux. One step of Flow-GRPO on a small Stable Diffusion 3 with random
+Needs the extra ``ray`` and Linux. One step of Flow-GRPO on a small Stable Diffusion 3 with random
 weights, the same prompts, noise and group sizes in every arm, two samples of one prompt to a worker:
 
 - ours      controllers that run the loop side by side: samples stay, numbers and gradients cross

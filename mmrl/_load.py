@@ -108,7 +108,9 @@ def _from_package(kind: Kind, target: str) -> ModuleType:
                 f"there is no {kind[:-1]} {target!r}; this installation has {', '.join(names(kind))}, "
                 "and a file of your own is written path/to/file.py:name"
             ) from None
-        raise LoadError(f"{module} needs the package {error.name!r}: pip install {error.name}") from error
+        raise LoadError(
+            f"{module} imports {error.name!r}, which is not installed; install the package that has it"
+        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -11,6 +10,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmrl.installing import DISTRIBUTION, declared, extra_of, install, version_of
 from mmrl.json_types import as_list, as_object
 from mmrl.report.environment import environment
 
@@ -48,9 +48,14 @@ def examine() -> Examination:
 
 def _packages(found: Examination) -> None:
     found.rows.append(("python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"))
-    found.rows.append(("mmrl", _version("mmrl") or "not installed, imported from a folder"))
+    found.rows.append(("mmrl", version_of(DISTRIBUTION) or "not installed, imported from a folder"))
+    if (other := version_of("mmrl")) is not None:
+        found.problems.append(
+            f"mmrl {other} is installed beside {DISTRIBUTION}: another project, or an older checkout of this one, "
+            f"in the same folder; pip uninstall mmrl, then {install()}"
+        )
     for name, extra in _requirements():
-        version = _version(name)
+        version = version_of(name)
         if extra is None or version is not None:
             found.rows.append((name, version or "missing"))
         if extra is None and version is None:
@@ -59,24 +64,12 @@ def _packages(found: Examination) -> None:
 
 def _requirements() -> list[tuple[str, str | None]]:
     """Names of the packages that mmrl declares, each with the extra that asks for it (None: always needed)."""
-    try:
-        declared = importlib.metadata.requires("mmrl") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
     found: dict[str, str | None] = {}
-    for text in declared:
-        name = re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0]
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", text)
-        if extra is None or extra[1] != "dev":
-            found.setdefault(name, extra[1] if extra else None)
+    for text in declared():
+        name, extra = re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0], extra_of(text)
+        if extra != "dev":
+            found.setdefault(name, extra)
     return list(found.items())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _machine(found: Examination) -> None:

@@ -134,7 +134,7 @@ class Math:
 
     The answer is in the last ``\boxed{...}``, else behind ``the answer is`` at the end, else the last number.
     ``deadline``: seconds of processor time for one answer, past which ``answer:boxed``'s rules decide alone. Needs
-    ``pip install 'mmrl[math]'``.
+    the extra ``math``.
     """
 
     def __init__(

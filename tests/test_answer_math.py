@@ -115,7 +115,7 @@ def test_a_hostile_answer_ends_the_process_the_next_starts_one_and_close_ends_th
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "math_verify" else found(name))
-    with pytest.raises(UserError, match=r"pip install 'mmrl\[math\]'"):
+    with pytest.raises(UserError, match=r"pip install .*\[math\]'"):
         answer.math()
 
 

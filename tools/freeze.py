@@ -301,7 +301,7 @@ def print_choice(chosen: Sequence[Case], left_out: dict[str, str]) -> None:
     for reason, names in reasons.items():
         say(f"Left out, {reason}: {', '.join(names)}.")
     if any(":" in case.name for case in chosen) and not find_spec("ray"):
-        print("Ray is missing, so nothing runs on two controllers or devices: pip install 'mmrl[ray]'")
+        print("Ray is missing, so nothing runs on two controllers or devices: install the extra `ray`")
 
 
 def print_record(record: dict[str, Record], out: Path | None) -> int:

@@ -39,8 +39,8 @@ FOLDERS = {
 
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
-    "engines.rollout errors files finite frozen_modules garbage hub_files json_types local_rows media out_of_memory "
-    "packages "
+    "engines.rollout errors files finite frozen_modules garbage hub_files installing json_types local_rows media "
+    "out_of_memory packages "
     "report.clock "
     "report.durations report.notices report.sizes python_objects quiet rewards.contract samples script_process secrets "
     "trajectory transfer "

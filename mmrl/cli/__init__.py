@@ -33,6 +33,7 @@ from mmrl.cli import (
     sweep,
 )
 from mmrl.errors import UserError
+from mmrl.installing import DISTRIBUTION, version_of
 from mmrl.quiet import be_quiet, warn_plainly
 from mmrl.secrets import hidden
 
@@ -77,9 +78,7 @@ app.add_typer(soup.app)
 @app.callback(invoke_without_command=True)
 def _options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
-        import importlib.metadata
-
-        print(f"mmrl {importlib.metadata.version('mmrl')}")
+        print(f"mmrl {version_of(DISTRIBUTION) or '(not installed, imported from a folder)'}")
         raise typer.Exit
 
 

@@ -318,7 +318,7 @@ class Recipe(Section):
     profile: bool = False
     """Write a trace of the second and third step of a process, by torch's profiler, into the run's folder."""
     log: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Trackers in addition to metrics.jsonl; each needs its extra (pip install mmrl[wandb])."""
+    """Trackers in addition to metrics.jsonl; each needs the extra of its name."""
     architecture: str | None = None
     """A JSON file with the checkpoint's component configurations, for ``plan`` when the checkpoint is not available."""
 

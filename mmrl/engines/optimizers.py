@@ -15,6 +15,7 @@ from torch import Tensor
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Optim
 from mmrl.errors import UserError
+from mmrl.installing import install
 
 MOMENTS = {"exp_avg": ("1", "dynamic"), "exp_avg_sq": ("2", "udynamic")}
 """With what bitsandbytes calls them, and the table of values that their 8 bits stand for."""
@@ -102,6 +103,6 @@ def _library() -> Any:
     except ImportError as error:
         raise UserError(
             "performance.optimizer: AdamW in 8 bits, or a checkpoint of it, needs bitsandbytes, which is not installed "
-            "here (pip install mmrl[bitsandbytes])"
+            f"here ({install('bitsandbytes')})"
         ) from error
     return bitsandbytes

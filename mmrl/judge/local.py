@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.chat_template import checked
 from mmrl.errors import UserError
+from mmrl.installing import install
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
@@ -248,7 +249,7 @@ def _refused(path: str) -> Generator[None]:
         raise UserError(
             f"options.model: the judge {path} cannot be loaded: {(str(error).splitlines() or [''])[0]}\n"
             "  Give a directory with config.json, safetensors and a tokenizer as transformers saves it, or a hub name "
-            "while online. A judge that sees pictures also needs torchvision: pip install 'mmrl[vlm]'."
+            f"while online. A judge that sees pictures also needs torchvision: {install('vlm')}."
         ) from error
 
 

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.installing import install
 from mmrl.media.decoder import Failure, Header, Request
 from mmrl.script_process import ScriptProcess
 
@@ -27,14 +28,14 @@ def decoders() -> list[str]:
     """The decoders that are installed. Raises ``UserError`` where there is none."""
     found = [name for name in DECODERS if importlib.util.find_spec(name) is not None]
     if not found:
-        raise UserError("video needs decord or PyAV, and neither is installed: pip install 'mmrl[vlm]'")
+        raise UserError(f"video needs decord or PyAV, and neither is installed: {install('vlm')}")
     return found
 
 
 def needs(package: str, why: str) -> None:
     """Raise ``UserError`` where an optional package is not installed. ``why`` says what it is for."""
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"{why}, which is not installed: pip install 'mmrl[vlm]'")
+        raise UserError(f"{why}, which is not installed: {install('vlm')}")
 
 
 class Decoder:

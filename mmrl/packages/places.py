@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.installing import version_of
 from mmrl.packages.table import BY_NAME, PREFIX, Package
 
 ORIGIN = "mmrl_origin.json"
@@ -49,17 +50,8 @@ def network_of(text: str) -> Package | None:
 def is_set_up(package: Package) -> bool:
     """Whether the set-up of ``package`` came to its end."""
     if package.kind == "library":
-        return all(map(_installed, (package.wheel.project, *package.beside)))
+        return all(version_of(re.split("[<>=]", text)[0]) for text in (package.wheel.project, *package.beside))
     return (folder_of(package) / ORIGIN).is_file()
-
-
-def _installed(requirement: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return bool(version(re.split("[<>=]", requirement)[0]))
-    except PackageNotFoundError:
-        return False
 
 
 def found(text: str) -> str:

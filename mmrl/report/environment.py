@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
+from mmrl.installing import DISTRIBUTION, version_of
 from mmrl.json_types import Json, JsonObject
 
-PACKAGES = (
-    "mmrl",
-    "torch",
-    "transformers",
-    "diffusers",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "numpy",
-    "pillow",
-    "pydantic",
-)
+PACKAGES = {
+    "mmrl": DISTRIBUTION,
+    **{
+        name: name
+        for name in (
+            "torch",
+            "transformers",
+            "diffusers",
+            "accelerate",
+            "peft",
+            "safetensors",
+            "numpy",
+            "pillow",
+            "pydantic",
+        )
+    },
+}
+"""Names in env.json, and the distributions whose versions they tell."""
 
 
 def environment() -> dict[str, Json]:
@@ -37,17 +43,10 @@ def environment() -> dict[str, Json]:
             "memory_gib": _memory_gib(),
         },
         "devices": _devices(),
-        "versions": {name: v for name in PACKAGES if (v := _version(name)) is not None},
+        "versions": {name: v for name, package in PACKAGES.items() if (v := version_of(package)) is not None},
         "threads": {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ},
         "git": _commit(Path(__file__).resolve().parents[2]),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:

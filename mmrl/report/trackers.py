@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
+from mmrl.installing import install
 from mmrl.json_types import JsonObject
 from mmrl.report.metrics import Tracker
 from mmrl.report.rundir import RunDir
@@ -30,7 +31,7 @@ def check_trackers(names: Sequence[str]) -> None:
     if missing:
         raise UserError(
             f"log: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; "
-            f"pip install mmrl[{','.join(missing)}], or take {'it' if len(missing) == 1 else 'them'} out of log"
+            f"{install(*missing)}, or take {'it' if len(missing) == 1 else 'them'} out of log"
         )
 
 

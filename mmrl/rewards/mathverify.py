@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.installing import install
 from mmrl.script_process import ScriptProcess
 
 START_S = 300.0
@@ -33,7 +34,7 @@ class MathVerify:
     def __init__(self, deadline: float) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise UserError(
-                "answer:math needs math-verify, which is not installed: pip install 'mmrl[math]', or take answer:boxed"
+                f"answer:math needs math-verify, which is not installed: {install('math')}, or take answer:boxed"
             )
         self.deadline, self.late = deadline, 0
         self._lock = threading.Lock()
@@ -78,7 +79,7 @@ class MathVerify:
         if "ready" not in said:
             self._close()
             raise UserError(
-                f"math-verify does not start: {said.get('error')}; install it anew: pip install 'mmrl[math]', or take "
+                f"math-verify does not start: {said.get('error')}; install it anew: {install('math')}, or take "
                 "answer:boxed"
             )
         return pipe

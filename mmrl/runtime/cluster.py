@@ -18,6 +18,7 @@ import psutil
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError, plain
+from mmrl.installing import install
 from mmrl.report.durations import duration
 from mmrl.runtime.process_probe import STOPPED
 
@@ -222,9 +223,7 @@ def _check_room(there: Cluster, recipe: Recipe) -> None:
 
 def _imported(recipe: Recipe) -> Any:
     if recipe.train.backend == "megatron" and not find_spec("megatron"):
-        raise UserError(
-            "train.backend: Megatron-Core is not installed: pip install 'mmrl[megatron]', or set it to fsdp"
-        )
+        raise UserError(f"train.backend: Megatron-Core is not installed: {install('megatron')}, or set it to fsdp")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # for a cluster started here; 15 would starve controllers
     if recipe.ray == "local":  # read when Ray is imported: nodes on the loopback alone, as on macOS and Windows
@@ -238,7 +237,7 @@ def _imported(recipe: Recipe) -> Any:
         n, each = recipe.controllers, recipe.devices_per_controller
         asked = f"{n} controller{'s' * (n > 1)}" + f" x {each} devices" * (each > 1)
         raise UserError(
-            f"controllers: {asked} are processes of Ray, which is not installed: pip install 'mmrl[ray]', or set "
+            f"controllers: {asked} are processes of Ray, which is not installed: {install('ray')}, or set "
             "controllers and devices_per_controller to 1"
         ) from error
     return ray

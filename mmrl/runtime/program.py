@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.errors import UserError
+from mmrl.installing import DISTRIBUTION, version_of
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.stall_watchdog import StallWatchdog
@@ -94,7 +94,7 @@ def versions() -> str:
     """The versions that must be the same on every node; for mmrl also a digest of the sources, for checkouts."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(mmrl.__file__).parent.rglob("*.py")))
     code = hashlib.blake2b(sources, digest_size=4).hexdigest()
-    return f"Python {platform.python_version()}, mmrl {version('mmrl')} ({code}), torch {torch.__version__}"
+    return f"Python {platform.python_version()}, mmrl {version_of(DISTRIBUTION)} ({code}), torch {torch.__version__}"
 
 
 def log_to(path: Path, *, keep: bool) -> None:

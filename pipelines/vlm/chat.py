@@ -18,6 +18,7 @@ from torch import Tensor
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Model, Recipe
 from mmrl.errors import BadPromptError, UserError
+from mmrl.installing import install
 from mmrl.json_types import JsonObject
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
@@ -118,9 +119,7 @@ def load_processor(path: str, settings: Model | None = None) -> Processor:
     try:
         import torchvision  # type: ignore[import-not-found]  # noqa: F401  transformers reports its absence much later, in other words
     except ImportError as error:
-        raise UserError(
-            "vision-language models need torchvision for their processors: pip install 'mmrl[vlm]'"
-        ) from error
+        raise UserError(f"vision-language models need torchvision for their processors: {install('vlm')}") from error
     from transformers import AutoProcessor
 
     try:
