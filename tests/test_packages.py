@@ -213,9 +213,9 @@ def test_the_reader_of_gguf_is_downloaded_only_where_its_version_is_not_installe
         raise UserError("no network")
 
     monkeypatch.setattr(setting_up, "_download", download)
-    monkeypatch.setattr(setting_up, "version", lambda project: GGUF.version)
+    monkeypatch.setattr(setting_up, "version_of", lambda project: GGUF.version)
     assert setting_up._reader(tmp_path, print) == []
-    monkeypatch.setattr(setting_up, "version", lambda project: "0.1")
+    monkeypatch.setattr(setting_up, "version_of", lambda project: "0.1")
     with pytest.raises(UserError, match="no network"):
         setting_up._reader(tmp_path, print)
     assert asked == [GGUF]
