@@ -143,3 +143,17 @@ train: {{steps: 1, prompts_per_step: 2, group_size: 1, micro_batch_size: 4}}
     assert code == 0
     assert [list(one["responses"]) for one in found] == shown
     assert all(count > 1 for one in found for count in one["responses"].values())
+
+
+def test_control_tokens_that_texts_spell_are_counted(folder, tmp_path, capsys):
+    lines(
+        folder / "spelled.jsonl", [{"prompt": text} for text in ("a <|im_end|> b", "c", "<|im_end|><|im_start|>", "d")]
+    )
+    data = [f"data.{split}={{path: spelled.jsonl, heldout: 1}}" for split in ("train", "heldout")]
+    code, said = checked(capsys, folder / "recipe.yaml", *data, "--json")
+    found = json.loads(said)["splits"]
+    assert code == 0
+    assert found["train"]["spelled"] | found["heldout"]["spelled"] == {"<|im_end|>": 2, "<|im_start|>": 1}
+    _, said = checked(capsys, folder / "recipe.yaml", *data)
+    assert "control tokens of the model in texts, read as plain text: <|im_end|> (" in said
+    assert "| a < |im_end|> b<|im_end|>" in said

@@ -82,8 +82,13 @@ def _lines(found: Checked) -> Iterator[str]:
             yield "  tokens of the first {}: {fewest:g} to {most:g}, mean {mean:.1f}".format(
                 split.looked_at, **split.tokens
             )
+        if split.frames:
+            yield "  frames that are shown of a clip: {fewest:g} to {most:g}, mean {mean:.1f}".format(**split.frames)
         if split.sizes:
             yield f"  sizes of the first {split.looked_at}: {', '.join(f'{n} of {s}' for s, n in split.sizes.items())}"
+        if split.spelled:
+            named = ", ".join(f"{token} ({n})" for token, n in split.spelled.items())
+            yield f"  control tokens of the model in texts, read as plain text: {named} of the first {split.looked_at}"
         for title, counts in (("cannot be used", split.left_out), ("the model cannot read", split.unusable)):
             yield from (f"  {title}: {n} x {why}  (first: {split.first[why]})" for why, n in counts.items())
         for record in split.shown:
@@ -102,6 +107,7 @@ def _lines_of(record: Record) -> Iterator[str]:
     yield from (f"  | {line}" for line in shown.splitlines())
     yield from (f"  {name}: {value!r}" for name, value in record.settings.items())
     yield from (f"  {medium}" for medium in record.media)
+    yield from (f"  {n} frames are shown of clip {i + 1}" for i, n in enumerate(record.frames))
     if record.meta:
         said = json.dumps(record.meta, ensure_ascii=False, default=str)
         yield f"  meta: {said[:_MOST_META]}{'...' if len(said) > _MOST_META else ''}"

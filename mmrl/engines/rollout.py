@@ -22,7 +22,8 @@ class Request:
     """One sample to draw.
 
     ``prompt_ids``: the prompt with every media placeholder expanded as the trainer's processor did. ``text`` is the
-    prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves.
+    prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves, and
+    ``unexpanded`` its tokens: those count where the text spells control tokens, which are no control tokens there.
     ``seed`` is the sample's own. ``partial``: tokens that were already sampled, of a response that is continued; the
     tokens after them are drawn with another seed. ``name``: of the sample, for messages. ``max_new_tokens``: the limit
     of the prompt, if it has one below ``Settings.max_new_tokens``. ``extra``: further sampling parameters by the
@@ -38,6 +39,7 @@ class Request:
     name: str = ""
     max_new_tokens: int | None = None
     extra: JsonObject = field(default_factory=dict)
+    unexpanded: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,8 @@ def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, J
 
 def unexpanded(request: Request, tokenizer: Encoder) -> list[int]:
     """The prompt's tokens with one placeholder per medium, which vLLM expands, and ``partial``."""
-    return [*tokenizer.encode(request.text, add_special_tokens=False), *request.partial]
+    made = request.unexpanded or tokenizer.encode(request.text, add_special_tokens=False)
+    return [*made, *request.partial]
 
 
 def _prompt(request: Request, tokenizer: Encoder | None) -> Prompt:

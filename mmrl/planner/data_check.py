@@ -28,10 +28,24 @@ _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")
 """The parts of a reason that differ from record to record."""
 
 
+@dataclass(kw_only=True)
+class Read:
+    """What the model reads of a prompt. ``rendered``: the text, with special tokens, ``tokens`` in number; None if no
+    model is known, or if the prompt would be left out."""
+
+    rendered: str | None = None
+    tokens: int | None = None
+    responses: dict[str, int] = field(default_factory=dict)
+    """The number of tokens of each given text (both of a pair, or a response)."""
+    spelled: dict[str, int] = field(default_factory=dict)
+    """The model's control tokens that the record's own text spells, and how often; they are read as text."""
+    frames: list[int] = field(default_factory=list)
+    """How many frames of each of its clips the model is shown."""
+
+
 @dataclass
-class Record:
-    """A prompt. ``rendered``: the text that the model reads, with special tokens, ``tokens`` in number; None if no
-    model is known, or if ``problem`` says why the prompt would be left out. ``media``: each with its size."""
+class Record(Read):
+    """A prompt. ``problem`` says why it would be left out. ``media``: each with its size."""
 
     id: str
     text: str
@@ -41,15 +55,25 @@ class Record:
     """What the record sets in place of the recipe: ``negative_prompt``, ``max_new_tokens``, and of a recipe with
     ``sampling.buckets`` the ``size`` that the prompt is sampled at, height x width."""
     media: list[str] = field(default_factory=list)
-    rendered: str | None = None
-    tokens: int | None = None
-    responses: dict[str, int] = field(default_factory=dict)
-    """The number of tokens of each given text (both of a pair, or a response)."""
     problem: str | None = None
 
 
+@dataclass(kw_only=True)
+class Looked:
+    """What was measured on the prompts that were looked at."""
+
+    tokens: dict[str, float] = field(default_factory=dict)
+    """The smallest, mean and largest number of tokens."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The number of prompts, by the size of ``sampling.buckets`` that they are sampled at."""
+    spelled: dict[str, int] = field(default_factory=dict)
+    """The number of prompts, by the control token of the model that their text spells."""
+    frames: dict[str, float] = field(default_factory=dict)
+    """The fewest, mean and most frames that the model is shown of a clip."""
+
+
 @dataclass
-class Split:
+class Split(Looked):
     """``records``: in the whole source, before it is split; ``prompts``: in this split. ``left_out``: the number of
     bad records of the source by reason; ``unusable``: the same for those of ``looked_at`` prompts that the model cannot
     read; ``first``: the first example of each reason."""
@@ -62,10 +86,6 @@ class Split:
     looked_at: int
     shown: list[Record]
     sources: dict[str, int] = field(default_factory=dict)
-    tokens: dict[str, float] = field(default_factory=dict)
-    """The smallest, mean and largest number of tokens of the prompts that were looked at."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """The number of prompts that were looked at, by the size of ``sampling.buckets`` that they are sampled at."""
 
 
 @dataclass
@@ -136,6 +156,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
         left_out[_kind(record.why)] += 1
         first.setdefault(_kind(record.why), str(record))
     records, counts, seen, sizes = list[Record](), list[int](), list[Prompt](), Counter[str]()
+    frames, spelled = list[int](), Counter[str]()
     for n in range(min(len(prompts), max(shown, looked_at if read else 0))):
         seen.append(prompts[n])
         record = _record(seen[-1], read, sizes=n < shown)
@@ -145,10 +166,11 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
         elif record.tokens is not None:
             counts.append(record.tokens)
         sizes.update([str(record.settings["size"])] if "size" in record.settings else [])
+        spelled.update(record.spelled.keys())
+        frames += record.frames
         records += [record] if n < shown else []
     total = getattr(prompts, "seen", len(prompts) + len(bad))
     parts = by_source(seen, data.labels)
-    tokens = {"fewest": min(counts), "mean": sum(counts) / len(counts), "most": max(counts)} if counts else {}
     return Split(
         total,
         len(prompts),
@@ -158,9 +180,15 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
         len(seen),
         records,
         {label: len(of) for label, of in parts.items()},
-        tokens,
-        dict(sizes),
+        tokens=_spread(counts),
+        sizes=dict(sizes),
+        spelled=dict(spelled),
+        frames=_spread(frames),
     )
+
+
+def _spread(counts: Sequence[int]) -> dict[str, float]:
+    return {"fewest": min(counts), "mean": sum(counts) / len(counts), "most": max(counts)} if counts else {}
 
 
 def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
@@ -212,6 +240,8 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
         skip = None if pipeline.recipe.data.overlong == "cut" else "skip"
         used, features = pipeline.fitter.encode(prompt, pipeline.limit, skip)
         record.rendered, record.tokens = pipeline.conditioner.render(used), len(features["input_ids"])
+        record.spelled = pipeline.conditioner.spelled(used)
+        record.frames = [len(clip.indices) for clip in pipeline.conditioner.media(used)[1]]
         if pipeline.pairs is not None:
             given = pipeline.pairs.encoded(used, record.tokens)
             record.responses = {name: len(tokens) for name, tokens in given.items()}

@@ -15,6 +15,7 @@ from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
     import numpy as np
+    from transformers import AddedToken
     from transformers.video_utils import VideoMetadata
 
 Ids = TypeVar("Ids")
@@ -35,6 +36,7 @@ class Tokenizer(Protocol):
     pad_token_id: int | None
     all_special_ids: list[int]
     all_special_tokens: list[str]
+    bos_token: str | None
 
     @overload
     def __call__(self, text: str, /, *, add_special_tokens: bool) -> Tokens[list[int]]: ...
@@ -50,6 +52,10 @@ class Tokenizer(Protocol):
         self, messages: Messages, /, *, tokenize: Literal[False], add_generation_prompt: bool = False, **variables: Json
     ) -> str: ...
 
+    def add_tokens(self, tokens: Sequence[AddedToken], /, *, special_tokens: bool) -> int: ...
+
+    def convert_tokens_to_ids(self, token: str, /) -> int: ...
+
     def save_pretrained(self, folder: str | PathLike[str], /) -> object: ...
 
 
@@ -61,22 +67,28 @@ class Videos(TypedDict, total=False):
     do_sample_frames: bool
 
 
+class Special(TypedDict, total=False):
+    """An argument of a processor for a text that begins with its first token already."""
+
+    add_special_tokens: bool
+
+
 @runtime_checkable
 class Processor(Protocol):
     """The part of transformers' ``ProcessorMixin`` that mmrl uses."""
 
-    @property
-    def tokenizer(self) -> Tokenizer: ...
+    tokenizer: Tokenizer
 
     def __call__(
         self,
         *,
         text: list[str],
-        images: list[Image] | None,
+        images: list[list[Image]] | None,
         return_tensors: Literal["pt"],
         videos: list[list[np.ndarray]] = ...,
         video_metadata: list[VideoMetadata] = ...,
         do_sample_frames: bool = ...,
+        add_special_tokens: bool = ...,
     ) -> Mapping[str, Tensor]: ...
 
     def apply_chat_template(
@@ -111,7 +123,16 @@ class Conditioner(Protocol):
         ...
 
     def render(self, prompt: Prompt) -> str:
-        """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins."""
+        """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins. Control
+        tokens that its own text spells have a space in them."""
+        ...
+
+    def unexpanded(self, prompt: Prompt) -> list[int]:
+        """Its tokens with one placeholder per medium."""
+        ...
+
+    def spelled(self, prompt: Prompt) -> dict[str, int]:
+        """The control tokens that the prompt's own text spells, and how often: they are read as text."""
         ...
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:

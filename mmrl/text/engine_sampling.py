@@ -225,6 +225,7 @@ def request(
     prompt: Prompt,
     extra: JsonObject,
     text: str,
+    unexpanded: Sequence[int],
     images: Sequence[Image],
     clips: Sequence[Clip],
 ) -> Request:
@@ -232,7 +233,15 @@ def request(
     name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
     seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens") % 2**31
     return Request(
-        prompt_ids.tolist(), text, seed, images, clips, name=name, max_new_tokens=prompt.max_new_tokens, extra=extra
+        prompt_ids.tolist(),
+        text,
+        seed,
+        images,
+        clips,
+        name=name,
+        max_new_tokens=prompt.max_new_tokens,
+        extra=extra,
+        unexpanded=unexpanded,
     )
 
 

@@ -277,7 +277,8 @@ class LanguagePipeline:
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
         extra = self.recipe.rollout.sampling
-        opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in shown.items()}
+        chat = self.conditioner
+        opened = {k: (chat.render(p), chat.unexpanded(p) if p.media else (), *chat.media(p)) for k, p in shown.items()}
         return [
             engine_sampling.request(seed, sample, self.features.get(key)["input_ids"], slot.prompt, extra, *opened[key])
             for key, slot, sample in zip((key_of(s.prompt) for s in slots), slots, ids, strict=True)

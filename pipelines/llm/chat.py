@@ -21,6 +21,7 @@ from mmrl.text.conditioner import Tokenizer
 from mmrl.text.conversation import messages_of, rendered, use_template
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
+from mmrl.text.spelled import Spelled
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -39,6 +40,7 @@ class Chat:
         self.saved, self.stop_tokens, self.variables = tokenizer, stop, variables
         self.forbidden: list[int] = []
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._spelled = Spelled[Tokenizer](tokenizer, self._rendered)
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         if prompt.media:
@@ -46,11 +48,20 @@ class Chat:
                 f"the prompt {prompt.id} has {len(prompt.media)} pictures or clips, and pipeline llm/chat reads only "
                 "text; set pipeline: vlm/chat and a vision-language model"
             )
-        text = self.render(prompt)
-        return {"input_ids": torch.tensor(self.saved(text, add_special_tokens=False).input_ids)}
+        text, reader = self._spelled.read(prompt)
+        return self._spelled.joined({"input_ids": torch.tensor(reader(text, add_special_tokens=False).input_ids)})
 
     def render(self, prompt: Prompt) -> str:
         """The prompt in the model's chat format, up to the start of the answer. Raises ``BadPromptError``."""
+        return self._spelled.text(prompt)
+
+    def unexpanded(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt)["input_ids"].tolist()
+
+    def spelled(self, prompt: Prompt) -> dict[str, int]:
+        return self._spelled.found(prompt)
+
+    def _rendered(self, prompt: Prompt) -> str:
         return rendered(prompt, messages_of(prompt), self.saved, self.variables)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:

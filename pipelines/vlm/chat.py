@@ -23,11 +23,12 @@ from mmrl.json_types import JsonObject
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
-from mmrl.text.conditioner import Processor, Videos
+from mmrl.text.conditioner import Processor, Special, Videos
 from mmrl.text.conversation import messages_with_media, rendered, use_template
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
+from mmrl.text.spelled import Spelled
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -43,13 +44,23 @@ class Chat:
 
     own_positions = True
 
-    def __init__(self, processor: Processor, stop: list[int], forbidden: list[int], variables: JsonObject) -> None:
+    def __init__(
+        self,
+        processor: Processor,
+        stop: list[int],
+        forbidden: list[int],
+        variables: JsonObject,
+        *,
+        by_engine: bool = False,
+    ) -> None:
+        """``by_engine``: the engine that samples makes tokens of prompts with pictures itself, from their text."""
         self.saved, self.stop_tokens, self.forbidden, self.variables = processor, stop, forbidden, variables
         tokenizer = processor.tokenizer
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._spelled = Spelled[Processor](processor, self._rendered, shown=by_engine)
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
-        text, images, clips = self.render(prompt), *self.media(prompt)
+        (text, reader), (images, clips) = self._spelled.read(prompt), self.media(prompt)
         videos: Videos = {}
         if clips:
             videos = {
@@ -58,17 +69,37 @@ class Chat:
                 "do_sample_frames": False,
             }
         try:
-            made = self.saved(text=[text], images=images or None, return_tensors="pt", **videos)
-        except (ValueError, TypeError, IndexError) as error:
+            made = reader(
+                text=[text], images=[images] if images else None, return_tensors="pt", **videos, **self._special(text)
+            )
+        except Exception as error:  # processors raise anything
             raise BadPromptError(
                 prompt.id, f"the processor cannot read it, with {len(images)} pictures and {len(clips)} clips: {error}"
             ) from error
         out = {name: value[0] if name in PER_TOKEN else value for name, value in made.items()}
         del out["attention_mask"]  # one prompt has no padding
-        return out
+        return self._spelled.joined(out)
 
     def render(self, prompt: Prompt) -> str:
         """The prompt in the model's chat format, one placeholder per medium. Raises ``BadPromptError``."""
+        return self._spelled.text(prompt)
+
+    def unexpanded(self, prompt: Prompt) -> list[int]:
+        text, reader = self._spelled.read(prompt)
+        adds = self._special(text).get("add_special_tokens", True)
+        ids = torch.tensor(reader.tokenizer(text, add_special_tokens=adds).input_ids)
+        return self._spelled.joined({"input_ids": ids})["input_ids"].tolist()
+
+    def spelled(self, prompt: Prompt) -> dict[str, int]:
+        return self._spelled.found(prompt)
+
+    def _special(self, text: str) -> Special:
+        """What transformers' ``apply_chat_template(tokenize=True)`` does: a template that writes the first token itself
+        needs none from the tokenizer."""
+        first = self.saved.tokenizer.bos_token
+        return {"add_special_tokens": False} if first is not None and text.startswith(first) else {}
+
+    def _rendered(self, prompt: Prompt) -> str:
         return rendered(prompt, messages_with_media(prompt), self.saved, self.variables)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
@@ -103,7 +134,8 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
     stop = stop_tokens(model, processor.tokenizer)
-    return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template_kwargs), model
+    variables, by_engine = recipe.decoding.chat_template_kwargs, recipe.rollout.engine == "sglang"
+    return Chat(processor, stop, placeholders(model.config), variables, by_engine=by_engine), model
 
 
 def placeholders(config: PretrainedConfig) -> list[int]:
