@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The keys under which messages of the assistant have its reasoning, for the chat templates that read it there."""
+
+
 class Turn(NamedTuple):
     """A message of a conversation, before the one that is to be answered."""
 
     role: Literal["user", "assistant"]
     text: str
+    more: tuple[tuple[str, str], ...] = ()
+    """Its reasoning: a key of ``REASONING`` and the text."""
 
 
 class AskedSize(NamedTuple):
@@ -64,7 +70,7 @@ class Prompt:
         """``text``; behind the turns before it, each under its role, where there are any."""
         if not self.turns:
             return self.text
-        return "\n\n".join(f"{role}: {text}" for role, text in (*self.turns, Turn("user", self.text)))
+        return "\n\n".join(f"{role}: {text}" for role, text, _ in (*self.turns, Turn("user", self.text)))
 
 
 ONLY_SAMPLED = -2

@@ -1,6 +1,7 @@
 """Conversations of several turns as prompts: records, chat templates, pairs, judges and remote rewards."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from PIL import Image
 import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
-from mmrl.datasets.fields import Columns, digest_of_prompt, make_prompt, read_fields
+from mmrl.datasets.fields import Columns, UnreadColumns, digest_of_prompt, make_prompt, read_fields
 from mmrl.errors import BadPromptError, UserError
 from mmrl.judge.rubric import Rubric
 from mmrl.media import Media
@@ -17,8 +18,8 @@ from mmrl.report.texts import write_texts
 from mmrl.rewards.wire import decode_request, encode_request
 from mmrl.text.conversation import messages_of, messages_with_media
 from mmrl.text.features import key_of
-from mmrl.text.given import given_text
-from mmrl.text.pairs import pair_of
+from mmrl.text.given import given_message, given_text
+from mmrl.text.pairs import Pair, pair_of
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Turn
 from tests import tiny
 
@@ -127,6 +128,129 @@ def test_a_template_that_takes_no_such_conversation_names_the_prompt(pipeline, m
     monkeypatch.setattr(pipeline.conditioner.saved, "chat_template", strict)
     with pytest.raises(BadPromptError, match=r"does not take its messages \(user, assistant, user\): one message"):
         pipeline.conditioner.render(read({"messages": TALK}))
+
+
+# -- how data sets store conversations ---------------------------------------------------------------------------------
+
+
+def sharegpt(messages):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+
+
+FORMS = {
+    "list": lambda messages: messages,
+    "JSON": json.dumps,
+    "JSON, indented": lambda messages: "\n " + json.dumps(messages, indent=2, ensure_ascii=False) + "\n",
+    "ShareGPT": sharegpt,
+    "ShareGPT in JSON": lambda messages: json.dumps(sharegpt(messages)),
+    "nulls of a table": lambda messages: [{**m, "tool_calls": None, "name": None} for m in messages],
+}
+
+
+def _spoken(rng):
+    parts = ["Hi", "[1, 2]", '{"a": 1}', "a\nb", "é漢", '"quoted"', "'x'", "<think>", '[{"role": "user"}]']
+    return " ".join(rng.choices(parts, k=rng.randint(1, 3)))
+
+
+@pytest.mark.sweep("conversations in records")
+def test_a_conversation_is_read_in_every_form_that_data_sets_have(sweep):
+    rng = random.Random(0)
+    for _ in range(sweep.size(40, 2000)):
+        turns = rng.randint(0, 3)
+        talk = [{"role": ("user", "assistant")[n % 2], "content": _spoken(rng)} for n in range(2 * turns + 1)]
+        system = [{"role": "system", "content": _spoken(rng)}] if rng.random() < 0.5 else []
+        answer, other = ({"role": "assistant", "content": text + _spoken(rng)} for text in ("a", "b"))
+        column, (name, form) = rng.choice(["messages", "prompt", "conversations"]), rng.choice([*FORMS.items()])
+        whole = Prompt(
+            "p",
+            talk[-1]["content"],
+            {"answer": answer["content"], "completion": answer["content"]},
+            system=system[0]["content"] if system else None,
+            turns=tuple(Turn(m["role"], m["content"]) for m in talk[:-1]),
+        )
+        case = (name, column, talk, answer)
+        sweep.run([case], lambda _: read({column: form([*system, *talk, answer])}) == whole)  # noqa: B023
+        pair = {column: form([*system, *talk]), "chosen": form([answer]), "rejected": form([other])}
+        best = Pair(answer["content"], other["content"])
+        sweep.run([pair], lambda record: pair_of(read(record)) == best)  # noqa: B023
+        implicit = {"chosen": form([*talk, answer]), "rejected": form([*talk, other])}
+        sweep.run([implicit], lambda record: messages_of(read(record)) == talk and pair_of(read(record)) == best)  # noqa: B023
+        given = {column: form(talk), "completion": form([answer])}
+        sweep.run([given], lambda record: given_text(read(record), "completion", []) == answer["content"])  # noqa: B023
+    sweep.done()
+
+
+def test_one_message_may_stand_in_place_of_a_list():
+    record = {
+        "conversations": sharegpt(TALK),
+        "chosen": {"from": "gpt", "value": "6"},
+        "rejected": {"role": "assistant", "content": "7"},
+    }
+    assert pair_of(read(record)) == Pair("6", "7")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2, 3]",
+        '["role", "content"]',
+        '[{"role": "user"}]',
+        '[{"role": "user", "content": "Hi"}, 3]',
+        '[{"role": "user", "content": "Hi"}] is what?',
+        '{"role": "user", "content": "Hi"}',
+        "[]",
+        "[",
+        pytest.param("[" * 20_000 + "]" * 20_000, id="deep"),
+        "[x] [y]",
+    ],
+)
+def test_a_text_that_is_no_list_of_messages_stays_a_text(text):
+    assert read({"prompt": text}).text == text
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"messages": str(TALK)}, "as Python prints it.*json.dumps"),
+        ({"prompt": "Hi", "completion": str([ANSWER])}, "as Python prints it"),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "f"}]}, "of a tool"),
+        ({"conversations": [{"from": "nobody", "value": "Hi"}]}, "none of system, user and assistant"),
+        ({"messages": [TALK[0], {**ANSWER, "function_call": {"name": "f"}}]}, r"a call of one \(function_call\)"),
+        ({"prompt": "Hi", "completion": [{**ANSWER, "tool_calls": [{"id": 1}]}]}, r"a call of one \(tool_calls\)"),
+        ({"prompt": "Hi", "chosen": [{**ANSWER, "tool_calls": [1]}], "rejected": [WRONG]}, r"\(tool_calls\)"),
+        ({"messages": [{**TALK[0], "tools": ["f"]}]}, r"\(tools\)"),
+        ({"messages": [TALK[0], {**ANSWER, "reasoning_content": ["x"]}]}, "reasoning_content is no text"),
+    ],
+)
+def test_what_cannot_be_a_conversation_here_is_named(record, why):
+    with pytest.raises(ValueError, match=why):
+        read_fields(record)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_stays_with_its_message(key):
+    earlier = [TALK[0], {**TALK[1], key: "2 and 3"}, TALK[2]]
+    prompt = read({"messages": [*earlier, {**ANSWER, key: "one more"}]})
+    assert messages_of(prompt) == earlier
+    assert prompt.meta["answer"] == "6"
+    assert given_message(prompt, "completion") == {**ANSWER, key: "one more"}
+    assert digest_of_prompt(prompt) != digest_of_prompt(read({"messages": [*TALK, ANSWER]}))
+    pair = read({"prompt": TALK, "chosen": [{**ANSWER, key: "so"}], "rejected": [ANSWER]})
+    assert pair_of(pair) == Pair("6", "6")
+    assert given_message(pair, "chosen")[key] == "so"
+
+
+def test_keys_inside_messages_that_nothing_reads_are_named_once(tmp_path):
+    rows = [
+        {"messages": [{**TALK[0], "name": "Ann", "weight": 0}, {**ANSWER, "weight": 1, "refusal": None}]},
+        {"messages": [{**TALK[0], "reasoning": "of the user"}, {**ANSWER, "reasoning": "read"}]},
+    ] * 3
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(UnreadColumns) as seen:
+        mmrl.load("datasets", "jsonl:prompts")("train", path=str(tmp_path / "q.jsonl"), heldout=0)
+    (said,) = [str(w.message) for w in seen if issubclass(w.category, UnreadColumns)]
+    assert "the keys name, weight, reasoning inside messages are not used" in said
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ def test_a_step_of_one_response_is_refused(folder):
 
 
 def test_a_run_learns_which_responses_are_good(folder, tmp_path):
-    done = train(load(folder), tmp_path / "run")
+    done = train(load(folder, "train.steps=80", "eval.every=80"), tmp_path / "run")
     before, after = lines(done)
     assert before["policy/loss"] == pytest.approx(0.5, abs=1e-4)
     assert after["kto/accuracy"] > 0.85

@@ -22,7 +22,7 @@ from mmrl.rewards.contract import Context, Failed
 from mmrl.run import build, evaluate, restored
 from mmrl.runtime.start import train
 from mmrl.session import Session
-from mmrl.text.given import ending
+from mmrl.text.answered import ending
 from mmrl.text.pairs import Pair, pair_of
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
@@ -110,7 +110,7 @@ def test_log_probs_are_those_of_the_librarys_logits_one_text_at_a_time(tmp_path,
         messages = [{"role": "user", "content": slot.prompt.text}]
         given = tokenizer(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)).input_ids
         for name in ("chosen", "rejected"):
-            answer = tokenizer(slot.prompt.meta[name] + "<|im_end|>").input_ids
+            answer = tokenizer(slot.prompt.meta[name] + "<|im_end|>\n").input_ids
             logits = model(torch.tensor([given + answer])).logits[0, len(given) - 1 : -1]
             expected = logits.log_softmax(-1).gather(-1, torch.tensor(answer).unsqueeze(-1)).sum().item()
             assert found[f"{name}_log_probs"][i].item() == pytest.approx(expected, rel=1e-5)
@@ -298,7 +298,7 @@ def test_what_ends_a_response_is_the_templates(folder):
     bare = tiny.tokenizer()
     bare.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     conditioner.saved = bare
-    assert bare.decode(ending(conditioner)) == "<|im_end|>\n", "TRL too adds the end where the template has none"
+    assert bare.decode(ending(conditioner)) == "\n<|im_end|>", "TRL too adds the end where the template has none"
 
 
 # -- learning ---

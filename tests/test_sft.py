@@ -118,7 +118,7 @@ def test_loss_and_gradient_are_the_librarys_with_labels_on_the_response_alone(fo
     for slot in slots:
         messages = [{"role": "user", "content": slot.prompt.text}]
         given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        rows.append((tokenizer(given).input_ids, tokenizer(slot.prompt.meta["completion"] + "<|im_end|>").input_ids))
+        rows.append((tokenizer(given).input_ids, tokenizer(slot.prompt.meta["completion"] + "<|im_end|>\n").input_ids))
     assert len({len(answer) for _, answer in rows}) > 3, "a mean of means would differ"
     assert row["policy/loss"] == pytest.approx(librarys(model, rows), rel=1e-5)
     assert row["sft/log_prob"] == pytest.approx(-row["policy/loss"])
@@ -266,7 +266,7 @@ def test_the_plan_knows_the_rows(folder):
     run.pipeline.encode(run.controller.slots(0, run.prompts, 184))
     texts = [(len(p.text), len(p.meta["completion"])) for p in run.prompts]
     longest = max(prompt + answer for prompt, answer in texts)
-    around = len("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>")
+    around = len("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n")
     assert longest < made.counts.row_tokens < longest + around, "prompt and response once"
     assert made.counts.slices == 1
 
@@ -319,9 +319,9 @@ def test_a_model_that_sees_learns_from_responses(tmp_path, changes):
     run.pipeline.encode(slots)
     processor, total, tokens = run.pipeline.conditioner.saved, 0.0, 0
     for slot in slots:  # one row at a time, by the library's loss
-        text = run.pipeline.conditioner.render(slot.prompt) + slot.prompt.meta["completion"] + "<|im_end|>"
+        text = run.pipeline.conditioner.render(slot.prompt) + slot.prompt.meta["completion"] + "<|im_end|>\n"
         made = processor(text=[text], images=run.pipeline.conditioner.media(slot.prompt)[0], return_tensors="pt")
-        answer = processor.tokenizer(slot.prompt.meta["completion"] + "<|im_end|>").input_ids
+        answer = processor.tokenizer(slot.prompt.meta["completion"] + "<|im_end|>\n").input_ids
         labels = made["input_ids"].clone()
         labels[0, : -len(answer)] = -100
         with torch.no_grad():

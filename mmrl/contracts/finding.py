@@ -14,7 +14,7 @@ from mmrl.config.algorithms import algorithm_names
 from mmrl.config.drop_ins import split_file
 from mmrl.config.loader import shipped_recipes
 from mmrl.errors import UserError
-from mmrl.user_code import describe, place_of
+from mmrl.user_code import describe, peers_reward, place_of
 
 Kind = Literal["algorithm", "reward", "judge", "dataset", "engine", "pipeline"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -101,7 +101,7 @@ def _of_object(found: object) -> list[Kind]:
     if not callable(found):
         return []
     parameters = list(inspect.signature(found).parameters)
-    if "context" in parameters:
+    if "context" in parameters or peers_reward(found):
         return ["reward"]
     if parameters[:1] == ["split"]:
         return ["dataset"]

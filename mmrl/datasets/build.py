@@ -110,7 +110,7 @@ def _members(prompt: Prompt, picture: str) -> dict[str, bytes]:
     record: dict[str, Json] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
     if prompt.turns:
         said = [*prompt.turns, Turn("user", prompt.text)]
-        record["prompt"] = [{"role": role, "content": text} for role, text in said]
+        record["prompt"] = [{"role": role, "content": text, **dict(more)} for role, text, more in said]
     if prompt.system is not None:
         record["system"] = prompt.system
     if prompt.negative_prompt is not None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Literal
 
+from mmrl.datasets.conversations import INSIDE, as_messages, keys_inside, reasoning_of, roles_of
 from mmrl.datasets.record_media import PLACEHOLDERS, Kind, arranged
 from mmrl.errors import UserError
 from mmrl.json_types import Cell
 from mmrl.media import Media
-from mmrl.trajectory import AskedSize, Prompt, Turn
+from mmrl.trajectory import REASONING, AskedSize, Prompt, Turn
 from mmrl.untrusted import parse_json as parse_json
 
-TEXT = ("prompt", "question", "text", "messages")
+TEXT = ("prompt", "question", "text", "messages", "conversations", "conversation")
 ANSWER = ("answer", "solution")
 PAIR = ("chosen", "rejected")
 """A better and a worse response, by the columns of TRL's preference data."""
@@ -111,7 +112,8 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
         raise ValueError(
             "has tools, and no chat here calls any; take the column out, or let a reward know it (meta: [tools])"
         )
-    said = _pick(record, columns.prompt, TEXT)
+    record = {**record, **{name: as_messages(record[name]) for name in (*PAIR, COMPLETION) if name in record}}
+    said = as_messages(_pick(record, columns.prompt, TEXT))
     if said is None and columns.prompt is None:
         said = _common_messages(record.get(PAIR[0]), record.get(PAIR[1]))
     if isinstance(said, str):
@@ -137,7 +139,8 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
             several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
             found.media.extend((kind, source) for source in several)
     found.meta |= _meta(record, columns)
-    found.keys = tuple(record)
+    inside = (keys_inside(of) for of in (said, *(record.get(name) for name in (*PAIR, COMPLETION))))
+    found.keys = (*record, *chain.from_iterable(inside))
     most = record.get("max_new_tokens")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(f'"max_new_tokens" is {most!r}; write a whole number from 1 on')
@@ -154,7 +157,7 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
     """
     if fields.shown and not media:
         raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
-    asked = "\n".join([*(text for role, text in fields.turns if role == "user"), fields.text])
+    asked = "\n".join([*(text for role, text, _ in fields.turns if role == "user"), fields.text])
     return Prompt(
         name,
         fields.text,
@@ -191,11 +194,20 @@ def unread(keys: Iterable[str], columns: Columns) -> list[str]:
     }
     read |= {_TRUTH, *columns.renamed.values()}
     read |= {name.partition(".")[0] for name in read}
-    return [key for key in keys if key not in read]
+    return [key for key in keys if key not in read and not key.startswith(INSIDE)]
 
 
 def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
-    """Warn once of what ``unread`` finds."""
+    """Warn once of what ``unread`` finds, and once of the keys inside messages."""
+    keys = [*keys]
+    if inside := [key.removeprefix(INSIDE) for key in keys if key.startswith(INSIDE)]:
+        listed = ", ".join(inside[:_NAMED]) + (", ..." if len(inside) > _NAMED else "")
+        warnings.warn(
+            f"{path}: the keys {listed} inside messages are not used; chat templates get role and content, and of the "
+            f"assistant {', '.join(REASONING)}",
+            UnreadColumns,
+            stacklevel=3,
+        )
     if found := unread(keys, columns):
         listed = ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
         warnings.warn(
@@ -254,7 +266,7 @@ def digest_of(*parts: str | bytes) -> str:
 
 def digest_of_prompt(prompt: Fields | Prompt, *media: str | bytes) -> str:
     """``digest_of`` the messages of a prompt, and of what stands for its ``media``."""
-    turns = (f"{role}: {text}" for role, text in prompt.turns)
+    turns = (": ".join((role, text, *(said for _, said in more))) for role, text, more in prompt.turns)
     return digest_of(prompt.text, prompt.system or "", *turns, *media)
 
 
@@ -272,7 +284,9 @@ def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
     if _is_response(record.get(COMPLETION)):
         meta |= {name: record[name] for name in (COMPLETION, LABEL) if name in record}
     meta |= {name: _pick(record, name, ()) for name in columns.meta}
-    meta |= {name: _pick(record, column, ()) for name, column in columns.renamed.items()}
+    for name, column in columns.renamed.items():
+        said = _pick(record, column, ())
+        meta[name] = as_messages(said) if name in (*PAIR, COMPLETION) else said
     try:
         json.dumps(meta, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -321,11 +335,10 @@ def _read_messages(messages: list[Cell]) -> Fields:
     answer to it. Raises ``ValueError``."""
     turns: list[Turn] = []
     found = Fields("")
+    list(keys_inside(messages))  # none of them changes what a message is
     for message in messages:
         keys: Mapping[str, Cell] = message if isinstance(message, Mapping) else {}
         role = keys.get("role")
-        if role == "tool" or keys.get("tool_calls"):
-            raise ValueError("has a message of a tool or a call of one, and no chat here calls any; take it out")
         if role not in ("system", *ROLES):
             raise ValueError("has a message whose role is none of system, user and assistant")
         text, media, shown = _read_content(keys.get("content"))
@@ -334,25 +347,22 @@ def _read_messages(messages: list[Cell]) -> Fields:
         found.media += media
         found.shown += shown
         if role != "system":
-            turns.append(Turn(role, text))
+            turns.append(Turn(role, text, reasoning_of(keys) if role == "assistant" else ()))
         elif found.system is not None or turns:
             raise ValueError("has a system message that is not the first message")
         else:
             found.system = clean_text(text)
     if any(turn.role != ROLES[n % 2] for n, turn in enumerate(turns)) or not turns:
         raise ValueError(
-            f"has the messages {', '.join(_roles(messages)) or 'none'}; user and assistant must alternate, and one of "
-            "the system may precede them"
+            f"has the messages {', '.join(roles_of(messages)) or 'none'}; user and assistant must alternate, and one "
+            "of the system may precede them"
         )
     if turns[-1].role == "assistant":
-        found.meta |= dict.fromkeys(("answer", COMPLETION), turns.pop().text)
+        role, text, more = turns.pop()
+        found.meta |= {"answer": text, COMPLETION: [{"role": role, "content": text, **dict(more)}] if more else text}
     found.text = clean_text(turns.pop().text)
-    found.turns = [Turn(role, clean_text(text)) for role, text in turns]
+    found.turns = [turn._replace(text=clean_text(turn.text)) for turn in turns]
     return found
-
-
-def _roles(messages: list[Cell]) -> Iterator[str]:
-    return (str(message.get("role")) for message in messages if isinstance(message, Mapping))
 
 
 def _read_content(content: Cell) -> tuple[str, list[tuple[Kind, Cell]], int]:

@@ -244,7 +244,7 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
         record.frames = [len(clip.indices) for clip in pipeline.conditioner.media(used)[1]]
         if pipeline.pairs is not None:
             given = pipeline.pairs.encoded(used, record.tokens)
-            record.responses = {name: len(tokens) for name, tokens in given.items()}
+            record.responses = {name: len(given[name]) for name in pipeline.pairs.columns}
 
     return read
 

@@ -21,10 +21,11 @@ from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.media import Media
 from mmrl.readers.described import opened
+from mmrl.text.answered import ending
 from mmrl.text.base_model import base_model
 from mmrl.text.conditioner import tokenizer_of
 from mmrl.text.features import joined, key_of
-from mmrl.text.given import ending, stacked
+from mmrl.text.given import stacked
 from mmrl.text.likelihood import token_log_probs
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
@@ -84,7 +85,8 @@ class TextReader:
         self.head = head
         self._adapter = {name for name, of in pipeline.policy.named_parameters() if of.requires_grad}
         self.model.eval().requires_grad_(False)
-        self.end = ending(pipeline.conditioner)[:1]
+        chat = pipeline.conditioner
+        self.end = [token for token in ending(chat) if token in chat.stop_tokens][:1]
         self.device = torch.device("cpu")
 
     @property

@@ -22,7 +22,7 @@ from mmrl.python_objects import in_this_process
 from mmrl.report.notices import tell
 from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
 from mmrl.trajectory import Sample
-from mmrl.user_code import defined_at, describe, option_problems, place_of
+from mmrl.user_code import defined_at, describe, option_problems, peers_advice, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -257,6 +257,8 @@ def _call_problems(found: Found, function: Callable[..., object], options: JsonO
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return [f"{found.place}: the signature of {found.name} cannot be read; wrap it: {_FORM}"]
+    if advice := peers_advice(function, found.place):
+        return [advice]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     wide = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -99,7 +99,7 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
         if prompt.negative_prompt is not None:
             item["negative_prompt"] = prompt.negative_prompt
         if prompt.turns:
-            item["turns"] = [list(turn) for turn in prompt.turns]
+            item["turns"] = [[turn.role, turn.text] for turn in prompt.turns]
         if prompt.media:
             item["media"] = [_sent(media, files) for media in prompt.media]
         if sample.image is not None:

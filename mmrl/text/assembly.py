@@ -19,6 +19,7 @@ from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.pipelines.description import Description
 from mmrl.text.conditioner import Conditioner
+from mmrl.text.conversation import check_template
 from mmrl.text.engine_sampling import open_engine
 from mmrl.text.loading import AutoModel, load_model, open_weights
 from mmrl.text.meta_model import describe, empty_model, empty_scorer
@@ -43,6 +44,7 @@ def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, 
     if wrong := own_class.problems(recipe) + sampling_options.problems(recipe):  # before a model is loaded
         raise UserError("\n".join(wrong))
     chat, model = parts(recipe, path, load_model)
+    check_template(chat, recipe)
     check_strings(recipe.decoding.stop, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, device, sees=sees)
@@ -56,6 +58,7 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
     with files_of(path, architecture) as files:
         chat, model = parts(recipe, files.path, empty_model)
         if not files.recorded:
+            check_template(chat, recipe)
             check_strings(recipe.decoding.stop, chat)
     pipeline = LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu"))
     return describe(pipeline, files)
@@ -64,6 +67,7 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
 def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """A pipeline whose model scores, to train on pairs. Raises ``UserError`` where the model at ``path`` cannot."""
     chat = of(path, recipe.decoding.chat_template_kwargs, recipe.model)
+    check_template(chat, recipe)
     return LanguagePipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
 
 
@@ -71,5 +75,7 @@ def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path 
     """The pipeline that ``build_scorer`` would make, on the meta device. Raises ``UserError`` as it does."""
     with files_of(path, architecture) as files:
         chat = of(files.path, recipe.decoding.chat_template_kwargs, recipe.model)
+        if not files.recorded:
+            check_template(chat, recipe)
         policy = empty_scorer(files.path, chat.pad_token, recipe)
     return describe(LanguagePipeline(chat, policy, recipe, torch.device("cpu")), files)

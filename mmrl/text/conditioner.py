@@ -122,9 +122,11 @@ class Conditioner(Protocol):
         """``input_ids`` ``[P]`` and what else the model takes, on the CPU. Raises ``UserError`` for a bad prompt."""
         ...
 
-    def render(self, prompt: Prompt) -> str:
-        """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins. Control
-        tokens that its own text spells have a space in them."""
+    def render(self, prompt: Prompt, *, answer: Mapping[str, Json] | None = None, asks: bool = True) -> str:
+        """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins; with an
+        ``answer``, the message of the assistant, the conversation that ends with it. Not ``asks``: without what the
+        template writes before an answer. Control tokens that the prompt's own text spells have a space in them.
+        Raises ``BadPromptError``."""
         ...
 
     def unexpanded(self, prompt: Prompt) -> list[int]:

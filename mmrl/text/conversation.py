@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
 
-from jinja2 import TemplateError
-
+from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
-from mmrl.json_types import Json, JsonObject
-from mmrl.text.conditioner import Messages, Processor, Tokenizer
+from mmrl.json_types import JsonObject
+from mmrl.text.conditioner import Conditioner, Messages, Processor, Tokenizer
+from mmrl.text.template_probe import TemplateFaultError, parts_of, render
 from mmrl.trajectory import Prompt, Turn
 
 PLACEHOLDER = re.compile("<(image|video)>")
@@ -18,20 +17,14 @@ PLACEHOLDER = re.compile("<(image|video)>")
 Message = JsonObject
 
 
-class Template(Protocol):
-    """A tokenizer or processor whose chat template can be replaced."""
-
-    chat_template: str | None
-
-    def apply_chat_template(
-        self, messages: Messages, /, *, tokenize: Literal[False], add_generation_prompt: bool = False, **variables: Json
-    ) -> str: ...
+_KEY = "model.chat_template:"
+_MEND = "set model.chat_template to a template that does, or change those messages"
 
 
 def messages_of(prompt: Prompt) -> list[Message]:
     """The system message, the turns and the message to answer, their contents as text."""
     system: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    return [*system, *({"role": role, "content": text} for role, text in _said(prompt))]
+    return [*system, *({"role": role, "content": text, **dict(more)} for role, text, more in _said(prompt))]
 
 
 def messages_with_media(prompt: Prompt) -> list[Message]:
@@ -40,7 +33,7 @@ def messages_with_media(prompt: Prompt) -> list[Message]:
     Raises ``BadPromptError`` where placeholders and media do not match; of a prompt without media ``<image>`` is text.
     """
     given: Sequence[str] = [m.kind for m in prompt.media]
-    texts = [text for role, text in _said(prompt) if role == "user"]
+    texts = [text for role, text, _ in _said(prompt) if role == "user"]
     asked = [kind for text in texts for kind in PLACEHOLDER.findall(text)] if given else []
     if asked and asked != given:
         raise BadPromptError(
@@ -53,44 +46,68 @@ def messages_with_media(prompt: Prompt) -> list[Message]:
         system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}]
     before = [] if asked else [{"type": kind} for kind in given]  # the first message of the user takes them
     turns: list[Message] = []
-    for role, text in _said(prompt):
+    for role, text, more in _said(prompt):
         parts = _parts(text) if role == "user" and asked else [{"type": "text", "text": text}]
         if role == "user":
             parts, before = [*before, *parts], []
-        turns.append({"role": role, "content": parts})
+        turns.append({"role": role, "content": parts, **dict(more)})
     return [*system, *turns]
 
 
-def rendered(prompt: Prompt, messages: Messages, saved: Tokenizer | Processor, variables: JsonObject) -> str:
+def rendered(
+    prompt: Prompt,
+    messages: Messages,
+    saved: Tokenizer | Processor,
+    variables: JsonObject,
+    *,
+    answer: Message | None = None,
+    asks: bool = True,
+) -> str:
     """``messages`` of ``prompt`` in the chat format of ``saved``, up to where the answer begins; ``variables`` of the
-    chat template. Raises ``BadPromptError`` if the template refuses such a conversation."""
+    chat template. With an ``answer``: the conversation that ends with it. Not ``asks``: without what the template
+    writes before an answer. Raises ``BadPromptError`` if the template does not show such a conversation."""
     try:
-        return saved.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
-    except TemplateError as error:
-        raise BadPromptError(
-            prompt.id,
-            f"the chat template does not take its messages ({', '.join(str(m['role']) for m in messages)}): {error}",
-        ) from error
+        whole = [*messages, *([] if answer is None else [_alike(answer, messages)])]
+        return render(saved, whole, variables, asks=asks and answer is None)
+    except TemplateFaultError as error:
+        raise BadPromptError(prompt.id, f"{error}; {_MEND}") from error
 
 
-def use_template(saved: Template, template: str, content: Json) -> None:
-    """Give a tokenizer or processor the chat ``template``, and render a message of that ``content``. Raises
-    ``UserError`` where the template fails, or does not show the message."""
-    saved.chat_template = template
-    try:
-        shown = saved.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-    except (TemplateError, TypeError, ValueError, LookupError) as error:
-        raise UserError(f"model.chat_template: rendering a message fails: {error}; mend the template") from error
-    if "Hi" not in shown:
+def check_template(conditioner: Conditioner, recipe: Recipe) -> None:
+    """Render a message with the chat template, and one below ``sampling.system``. Raises ``UserError`` where the
+    template fails, or does not show them."""
+    saved, variables = conditioner.saved, recipe.decoding.chat_template_kwargs
+    named = getattr(saved, "chat_template", None)
+    if isinstance(named, Mapping) and "default" not in named and "chat_template" not in variables:
         raise UserError(
-            f"model.chat_template: of the message 'Hi' it makes {shown[:200]!r}, without its text; mend the template"
+            f"model.path: its chat templates are called {', '.join(sorted(named))}, and none default; choose one: "
+            f"sampling.chat_template_kwargs={{chat_template: {min(named, default='NAME')}}}, or set model.chat_template"
         )
+    key = "model.path: the chat template of the checkpoint:" if recipe.model.chat_template is None else _KEY
+    try:
+        conditioner.render(Prompt("p", "Hi"))
+    except BadPromptError as error:
+        fault = error.__cause__
+        if isinstance(fault, TemplateFaultError) and fault.error is None:
+            shown = fault.shown[:200]
+            raise UserError(f"{key} of the message 'Hi' it makes {shown!r}, without its text; {_MEND}") from error
+        raise UserError(f"{key} rendering a message fails: {error.reason}") from error
+    if recipe.decoding.system:
+        try:
+            conditioner.render(Prompt("p", "Hi", system=recipe.decoding.system))
+        except BadPromptError as error:
+            raise UserError(f"sampling.system: {error.reason}, or remove sampling.system") from error
 
 
 def _said(prompt: Prompt) -> list[Turn]:
     return [*prompt.turns, Turn("user", prompt.text)]
+
+
+def _alike(answer: Message, messages: Messages) -> Message:
+    """``answer`` with its text as the contents of ``messages`` are: a list of parts where they are lists."""
+    content = answer.get("content")
+    lists = any(not isinstance(message.get("content"), str) for message in messages)
+    return {**answer, "content": parts_of(content) if lists else content}
 
 
 def _parts(text: str) -> list[dict[str, str]]:

@@ -123,7 +123,7 @@ def usage(
 def _messages(prompt: Prompt, sees: bool) -> str:
     """The messages of a prompt as Python source: a picture for every placeholder, a clip of two pictures."""
     said: list[tuple[str, str]] = [("system", prompt.system)] if prompt.system else []
-    said += [*prompt.turns, ("user", prompt.text)]
+    said += [*((role, text) for role, text, _ in prompt.turns), ("user", prompt.text)]
     placed = any(role == "user" and PLACEHOLDER.search(text) for role, text in said)
     before: list[str] = [] if placed else [m.kind for m in prompt.media] or ["image"]
     written = []

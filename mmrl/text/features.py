@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmrl.controller.features import FeatureStore
 from mmrl.trajectory import Prompt
 
 PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """Features with one entry per prompt token; all others belong to media and are joined along their first dimension."""
+
+_WITHOUT = "/without/"
 
 
 def key_of(prompt: Prompt) -> str:
@@ -20,6 +23,20 @@ def key_of(prompt: Prompt) -> str:
     media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames) for m in prompt.media]
     said = (prompt.system, prompt.text, media, *prompt.turns)
     return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
+
+
+def key_without_end(key: str, tokens: int) -> str:
+    """Names the features ``key`` without their last ``tokens``, which ``features_of`` leaves out."""
+    return f"{key}{_WITHOUT}{tokens}" if tokens else key
+
+
+def features_of(store: FeatureStore, key: str) -> dict[str, Tensor]:
+    """The features ``key``, or a part of them (``key_without_end``)."""
+    whole, _, tokens = key.partition(_WITHOUT)
+    found = store.get(whole)
+    if not tokens:
+        return found
+    return {name: value[: -int(tokens)] if name in PER_TOKEN else value for name, value in found.items()}
 
 
 def joined(

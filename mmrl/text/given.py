@@ -1,9 +1,8 @@
 """Texts that the data gives as responses to a prompt: their tokens, log-probs and scores, all of a row in one forward.
 
-A prompt carries its texts in ``meta``, by the columns of TRL's data (``mmrl.text.pairs``, ``mmrl.text.responses``). A
-response follows the rendered prompt exactly as a sampled one would, so that a prompt is encoded once for all its texts
-and nothing here depends on how a template shows finished answers. TRL renders the whole conversation; the tokens are
-the same wherever that begins with the rendered prompt.
+A prompt carries its texts in ``meta``, by the columns of TRL's data (``mmrl.text.pairs``, ``mmrl.text.responses``). The
+tokens of prompt and response are those of the chat template's own rendering of the whole conversation
+(``mmrl.text.answered``).
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from mmrl.controller.features import FeatureStore
 from mmrl.errors import BadPromptError
 from mmrl.json_types import Json, JsonObject
 from mmrl.pipelines.protocol import Weights
-from mmrl.text.conditioner import Conditioner, tokenizer_of
-from mmrl.text.features import key_of
-from mmrl.trajectory import Prompt, Slot, Trajectory, Turn
+from mmrl.text.answered import answer_tokens, content_of
+from mmrl.text.conditioner import Conditioner
+from mmrl.text.features import key_of, key_without_end
+from mmrl.trajectory import REASONING, Prompt, Slot, Trajectory, Turn
 
-_MARK = "ANSWER"
+_CUT = "/cut"
+"""Behind the name of a text: how many of the prompt's last tokens it replaces."""
 
 
 class WritingModel(Protocol):
@@ -60,11 +61,6 @@ class GivenTexts(ABC):
     def __init__(self, pipeline: WritingModel) -> None:
         self.pipeline = pipeline
         self.columns: Mapping[str, str] = pipeline.recipe.algorithm.given_texts
-        self.ending = self.end(pipeline.conditioner)
-
-    def end(self, conditioner: Conditioner) -> list[int]:
-        """The tokens behind a text: the one that ends an answer."""
-        return [next(token for token in ending(conditioner) if token in conditioner.stop_tokens)]
 
     @abstractmethod
     def texts(self, prompt: Prompt) -> Mapping[str, str]:
@@ -94,14 +90,13 @@ class GivenTexts(ABC):
         Raises ``BadPromptError`` where a text is missing, or cannot be trained on.
         """
         out: dict[str, Tensor] = {}
-        for name, text in self.texts(prompt).items():
-            column = self.columns[name]
-            try:
-                tokens = response_tokens(self.pipeline.conditioner, text)
-            except ValueError as error:
-                raise BadPromptError(prompt.id, f"meta[{column!r}] {error}; mend it or take the record out") from None
-            out[name] = torch.tensor([*tokens, *self.ending])
-            most, n = self.pipeline.context, length + len(out[name])
+        self.texts(prompt)  # all that is wrong with them is said here
+        for name, column in self.columns.items():
+            tokens, cut = self.behind(prompt, column)
+            out[name] = torch.tensor(tokens)
+            if cut:
+                out[name + _CUT] = torch.zeros(cut)  # its length is known without its data
+            most, n = self.pipeline.context, length - cut + len(tokens)
             if most is not None and n > most:
                 raise BadPromptError(
                     prompt.id,
@@ -109,6 +104,15 @@ class GivenTexts(ABC):
                     "out",
                 )
         return out
+
+    def behind(self, prompt: Prompt, column: str) -> tuple[list[int], int]:
+        """The tokens of the response in ``meta[column]``, and how many of the prompt's last ones they replace. Raises
+        ``BadPromptError``."""
+        message = given_message(prompt, column)
+        try:
+            return answer_tokens(self.pipeline.conditioner, prompt, message, ends=not self.scores)
+        except ValueError as error:
+            raise BadPromptError(prompt.id, f"meta[{column!r}] {error}; mend it or take the record out") from None
 
     def lengths(self, trajectory: Trajectory) -> list[int]:
         """Tokens of each row: prompt and longest text, once for each text, as they lie in a forward."""
@@ -120,12 +124,14 @@ class GivenTexts(ABC):
     def rows(self, slots: Sequence[Slot]) -> Trajectory:
         """A row for each text: all of the first name, then those of the next."""
         found = [self.pipeline.features.get(self.key(slot.prompt)) for slot in slots]
-        return self.trajectory([*slots] * len(self.columns), [of[name] for name in self.columns for of in found])
+        cuts = [len(of.get(name + _CUT, ())) for name in self.columns for of in found]
+        return self.trajectory([*slots] * len(self.columns), [of[name] for name in self.columns for of in found], cuts)
 
-    def trajectory(self, slots: list[Slot], texts: Sequence[Tensor]) -> Trajectory:
-        """Rows of ``texts`` ``[T_i]``, each behind the prompt of its slot."""
+    def trajectory(self, slots: list[Slot], texts: Sequence[Tensor], cuts: Sequence[int]) -> Trajectory:
+        """Rows of ``texts`` ``[T_i]``, each behind the prompt of its slot without its last ``cuts`` tokens."""
         tokens, mask = stacked(texts, self.pipeline.conditioner.pad_token, self.pipeline.device)
-        return Trajectory(slots, [], tokens, [key_of(slot.prompt) for slot in slots], mask=mask)
+        keys = [key_without_end(key_of(slot.prompt), cut) for slot, cut in zip(slots, cuts, strict=True)]
+        return Trajectory(slots, [], tokens, keys, mask=mask)
 
     def log_probs(self, rows: Trajectory) -> Tensor:
         """Summed over each row's tokens, ``[B]``, of the model at temperature 1, whatever samples are drawn at."""
@@ -149,37 +155,16 @@ def given_text(prompt: Prompt, column: str, columns: Sequence[str]) -> str:
             f"it has no meta[{column!r}], which is trained on; a record of a file has the columns "
             f"{' and '.join(columns)}, or others that data.train.columns names",
         )
+    return content_of(given_message(prompt, column))
+
+
+def given_message(prompt: Prompt, column: str) -> JsonObject:
+    """The response in ``prompt.meta[column]`` as a message of the assistant with its content as text, and with its
+    reasoning where it has some. Raises ``BadPromptError``."""
     try:
-        return _text_of(prompt.meta[column], prompt)
+        return _message_of(prompt.meta.get(column), prompt)
     except ValueError as error:
         raise BadPromptError(prompt.id, f"meta[{column!r}] {error}; give the response's text") from None
-
-
-def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
-    """The tokens of ``text`` as a response. Raises ``ValueError`` where it has tokens that no response can have."""
-    tokenizer = tokenizer_of(conditioner.saved)
-    tokens = tokenizer(text, add_special_tokens=False).input_ids
-    wrong = sorted({*tokens} & {*conditioner.stop_tokens, *conditioner.forbidden})
-    if wrong:
-        raise ValueError(f"contains the control token {tokenizer.decode(wrong[:1])!r}")
-    return tokens
-
-
-def ending(conditioner: Conditioner) -> list[int]:
-    """The tokens that the chat template writes behind an answer; a token that ends text is among them."""
-    saved = conditioner.saved
-    tokenizer = tokenizer_of(saved)
-
-    def content(text: str) -> str | list[dict[str, str]]:
-        return [{"type": "text", "text": text}] if tokenizer is not saved else text
-
-    messages = [{"role": "user", "content": content("Hi")}, {"role": "assistant", "content": content(_MARK)}]
-    variables = getattr(conditioner, "variables", {})
-    behind = saved.apply_chat_template(messages, tokenize=False, **variables).rpartition(_MARK)[2]
-    tokens = tokenizer(behind, add_special_tokens=False).input_ids
-    if not {*tokens} & {*conditioner.stop_tokens}:
-        tokens = [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else conditioner.stop_tokens[0], *tokens]
-    return tokens
 
 
 def stacked(texts: Sequence[Tensor], pad_token: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -190,14 +175,15 @@ def stacked(texts: Sequence[Tensor], pad_token: int, device: torch.device | str)
     return tokens.to(device), mask.to(device)
 
 
-def _text_of(response: Json, prompt: Prompt) -> str:
-    """The text of a response: a string, or messages with the response as the last. Raises ``ValueError``."""
+def _message_of(response: Json, prompt: Prompt) -> JsonObject:
+    """A response that is a text, or messages with the response as the last. Raises ``ValueError``."""
     if isinstance(response, str):
-        return response
+        return {"role": "assistant", "content": response}
     messages = [m for m in response if isinstance(m, Mapping)] if isinstance(response, Sequence) else []
     if not isinstance(response, Sequence) or not messages or len(messages) < len(response):
         raise ValueError(f"is a {type(response).__name__}, neither text nor messages")
-    if messages[-1].get("role") != "assistant":
+    last = messages[-1]
+    if last.get("role") != "assistant":
         raise ValueError("does not end with a message of the assistant")
     before = [m for m in messages[:-1] if m.get("role") != "system"]
     asked = [*prompt.turns, Turn("user", prompt.text)]
@@ -207,7 +193,8 @@ def _text_of(response: Json, prompt: Prompt) -> str:
         )
     if any(_differs(message, turn) for message, turn in zip(before, asked, strict=False)):
         raise ValueError("answers another message of the user than the prompt's, or another conversation")
-    return _content(messages[-1])
+    reasoning = {key: said for key in REASONING if isinstance(said := last.get(key), str) and said}
+    return {"role": "assistant", "content": _content(last), **reasoning}
 
 
 def _differs(message: JsonObject, turn: Turn) -> bool:

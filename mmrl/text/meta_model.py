@@ -177,8 +177,8 @@ def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
     length = len(features["input_ids"])
     if pipeline.pairs is None:
         return length + pipeline.settings.max_new_tokens
-    texts = pipeline.pairs.encoded(prompt, length).values()
-    return len(texts) * (length + max(map(len, texts)))
+    made, names = pipeline.pairs.encoded(prompt, length), pipeline.pairs.columns
+    return len(names) * (length + max(len(made[name]) for name in names))
 
 
 def _take_the_limit(pipeline: LanguagePipeline) -> None:

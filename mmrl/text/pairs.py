@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.protocol import Weights
-from mmrl.text.conditioner import Conditioner
-from mmrl.text.given import GivenTexts, WritingModel, ending, given_text
+from mmrl.text.given import GivenTexts, WritingModel, given_message, given_text
 from mmrl.trajectory import Prompt, Trajectory
 
 COLUMNS = ("chosen", "rejected")
@@ -34,8 +33,7 @@ class Pair:
 class Pairs(GivenTexts):
     """Final class. The pairs of a run of ``pipeline``, which calls it.
 
-    For DPO a response ends with the stop token; for a reward model with all tokens that the chat template writes after
-    an answer. Raises ``UserError`` if the algorithm does not train this kind of model.
+    Raises ``UserError`` if the algorithm does not train this kind of model.
     """
 
     def __init__(self, pipeline: WritingModel) -> None:
@@ -46,9 +44,6 @@ class Pairs(GivenTexts):
                 "score; set pipeline: llm/score (vlm/score for prompts with pictures)"
             )
         super().__init__(pipeline)
-
-    def end(self, conditioner: Conditioner) -> list[int]:
-        return ending(conditioner) if self.scores else super().end(conditioner)
 
     def texts(self, prompt: Prompt) -> Mapping[str, str]:
         pair = pair_of(prompt)
@@ -82,7 +77,7 @@ class Pairs(GivenTexts):
 def pair_of(prompt: Prompt) -> Pair:
     """The pair in ``prompt.meta``. Raises ``BadPromptError`` where there is none."""
     texts = [given_text(prompt, column, COLUMNS) for column in COLUMNS]
-    if texts[0] == texts[1]:
+    if given_message(prompt, COLUMNS[0]) == given_message(prompt, COLUMNS[1]):
         raise BadPromptError(prompt.id, "its two responses are equal, so that neither is better; take it out")
     margin = prompt.meta.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):

@@ -29,7 +29,7 @@ from mmrl.text import engine_sampling, export, generation, scoring
 from mmrl.text.base_model import base_model
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.critic import Critic
-from mmrl.text.features import joined, key_of
+from mmrl.text.features import features_of, joined, key_of
 from mmrl.text.given import GivenTexts
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
@@ -105,7 +105,8 @@ class LanguagePipeline:
             for key, prompt in paired.items():
                 if self.pairs is not None and key not in self.features:
                     features = made.get(key_of(prompt)) or self.features.get(key_of(prompt))
-                    made[key] = self.pairs.encoded(prompt, len(features["input_ids"]))
+                    shown = self.fitter.shown(prompt, self.limit)
+                    made[key] = self.pairs.encoded(shown, len(features["input_ids"]))
         except BaseException:
             self.features.release(keys)
             raise
@@ -128,7 +129,7 @@ class LanguagePipeline:
         self, keys: Sequence[str], responses: Tensor | None = None, mask: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The model's arguments: prompts padded on the left, then responses ``[B, T]``."""
-        rows = [self.features.get(k) for k in keys]
+        rows = [features_of(self.features, k) for k in keys]
         made = joined(
             rows,
             self.conditioner.pad_token,

@@ -16,7 +16,7 @@ from mmrl.algorithms.settings import ResponseSettings
 from mmrl.errors import BadPromptError
 from mmrl.pipelines.protocol import Weights
 from mmrl.text.features import key_of
-from mmrl.text.given import GivenTexts, WritingModel, given_text, response_tokens
+from mmrl.text.given import GivenTexts, WritingModel, given_message, given_text
 from mmrl.trajectory import Prompt, Slot, Trajectory
 
 OTHER = "response of another prompt"
@@ -55,7 +55,8 @@ class Responses(GivenTexts):
 
     def beside(self, slot: Slot, other: Prompt) -> Slot:
         """See ``mmrl.pipelines.protocol.ResponseUpdates``."""
-        meta = {**slot.prompt.meta, OTHER: self.texts(other)["completion"]}
+        self.texts(other)
+        meta = {**slot.prompt.meta, OTHER: [dict(given_message(other, self.columns["completion"]))]}
         return replace(slot, prompt=replace(slot.prompt, meta=meta))
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
@@ -78,12 +79,13 @@ class Responses(GivenTexts):
 
     def _mismatched(self, slots: list[Slot]) -> Trajectory:
         """Each prompt with the response of another, cut where the model's context ends."""
-        texts, context = [], self.pipeline.context
+        texts, cuts, context = list[Tensor](), list[int](), self.pipeline.context
         for slot in slots:
-            tokens = [*response_tokens(self.pipeline.conditioner, str(slot.prompt.meta[OTHER])), *self.ending]
-            length = self.pipeline.features.ref(key_of(slot.prompt)).shapes["input_ids"][0]
+            tokens, cut = self.behind(slot.prompt, OTHER)
+            length = self.pipeline.features.ref(key_of(slot.prompt)).shapes["input_ids"][0] - cut
             texts.append(torch.tensor(tokens if context is None else tokens[: max(1, context - length)]))
-        return self.trajectory(slots, texts)
+            cuts.append(cut)
+        return self.trajectory(slots, texts, cuts)
 
 
 def label_of(prompt: Prompt, column: str) -> bool:

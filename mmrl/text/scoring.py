@@ -21,12 +21,13 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import JsonObject
 from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
+from mmrl.text.answered import answer_tokens
 from mmrl.text.base_model import base_model, peft_model
-from mmrl.text.conditioner import Conditioner, tokenizer_of
+from mmrl.text.conditioner import Conditioner
 from mmrl.text.conversation import messages_of
 from mmrl.text.export import plain
-from mmrl.text.features import joined
-from mmrl.text.given import ending, response_tokens, stacked
+from mmrl.text.features import PER_TOKEN, joined
+from mmrl.text.given import stacked
 from mmrl.text.loading import AutoModel, open_weights, set_exported_config
 from mmrl.text.row_loading import load_rows
 from mmrl.trajectory import Prompt
@@ -178,7 +179,6 @@ class Scorer:
     def __init__(self, model: PreTrainedModel, conditioner: Conditioner) -> None:
         self.model, self.conditioner = model, conditioner
         self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._ending = ending(conditioner)
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], batch_size: int) -> list[float | Failed]:
         """One score per row, or the reason why it failed; rows of similar length share a forward."""
@@ -188,7 +188,7 @@ class Scorer:
             try:
                 if id(prompt) not in prompt_features:  # the samples of a group share their prompt and its pictures
                     prompt_features[id(prompt)] = self.conditioner.encode(prompt)
-                rows.append(self._row(prompt_features[id(prompt)], text))
+                rows.append(self._row(prompt, prompt_features[id(prompt)], text))
             except (BadPromptError, ValueError) as error:
                 rows.append(Failed(str(error)))
         out: list[float | Failed] = [row if isinstance(row, Failed) else 0.0 for row in rows]
@@ -200,9 +200,12 @@ class Scorer:
                 out[n] = value
         return out
 
-    def _row(self, features: dict[str, Tensor], text: str) -> tuple[dict[str, Tensor], Tensor]:
+    def _row(self, prompt: Prompt, features: dict[str, Tensor], text: str) -> tuple[dict[str, Tensor], Tensor]:
         """The features and tokens of a row. Raises ``ValueError`` if the model cannot read the text."""
-        tokens = torch.tensor([*response_tokens(self.conditioner, text), *self._ending])
+        answer = {"role": "assistant", "content": text}
+        made, cut = answer_tokens(self.conditioner, prompt, answer, ends=False, whole=False)
+        features = {name: of[: len(of) - cut] if name in PER_TOKEN else of for name, of in features.items()}
+        tokens = torch.tensor(made)
         n = len(features["input_ids"]) + len(tokens)
         if self.context is not None and n > self.context:
             raise ValueError(f"prompt and response have {n} tokens, and the reward model's context {self.context}")
@@ -293,7 +296,6 @@ def usage(
         messages=repr(messages_of(prompt)),
         prompt=repr(prompt.text),
         given=_given(prompt),
-        ending=repr(tokenizer_of(saved).decode(ending(conditioner))),
         variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template_kwargs.items()),
         variables_of=repr(recipe.decoding.chat_template_kwargs),
         peft="from peft import PeftModel\n" if what == "lora" else "",
@@ -318,8 +320,8 @@ import torch
 model = AutoModelForSequenceClassification.from_pretrained({base}, num_labels=1)
 {adapter}tokenizer = AutoTokenizer.from_pretrained({folder})
 messages = {messages}
-text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False{variables})
-text += "An answer." + {ending}
+messages.append({{"role": "assistant", "content": "An answer."}})
+text = tokenizer.apply_chat_template(messages, tokenize=False{variables})
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 with torch.no_grad():
     score = model(**inputs).logits[0, 0].item()

@@ -55,9 +55,9 @@ class Spelled(Generic[Saved]):
         _changed(prompt, count)
         return dict(counted)
 
-    def text(self, prompt: Prompt) -> str:
-        """The prompt in the chat format, with a space in each control token that it spells itself."""
-        return self._seamed(prompt, SHOWN) if self.found(prompt) else self._render(prompt)
+    def text(self, prompt: Prompt, render: Callable[[Prompt], str]) -> str:
+        """The prompt as ``render`` makes it, with a space in each control token that it spells itself."""
+        return self._seamed(prompt, SHOWN, render) if self.found(prompt) else render(prompt)
 
     def read(self, prompt: Prompt) -> tuple[str, Saved]:
         """The prompt in the chat format, and what makes its tokens. These go through ``joined``."""
@@ -73,8 +73,8 @@ class Spelled(Generic[Saved]):
                 stacklevel=2,
             )
         if self._shown:
-            return self._seamed(prompt, SHOWN), self._saved
-        return self._seamed(prompt, SEAM), self._reader
+            return self._seamed(prompt, SHOWN, self._render), self._saved
+        return self._seamed(prompt, SEAM, self._render), self._reader
 
     def joined(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         """``features`` of one prompt without the seams."""
@@ -101,17 +101,17 @@ class Spelled(Generic[Saved]):
     def _seam(self) -> int:
         return tokenizer_of(self._reader).convert_tokens_to_ids(SEAM)
 
-    def _seamed(self, prompt: Prompt, seam: str) -> str:
+    def _seamed(self, prompt: Prompt, seam: str, render: Callable[[Prompt], str]) -> str:
         """Raises as ``render``. Turns of the assistant are left to the template where it takes the control tokens out
         of them itself, as those of thoughts."""
 
         def broken(text: str) -> str:
             return self.tokens.broken(text, seam)
 
-        whole = self._render(_changed(prompt, broken))
+        whole = render(_changed(prompt, broken))
         if not any(turn.role == "assistant" and self.tokens.found(turn.text) for turn in prompt.turns):
             return whole
-        by_template = self._render(_changed(prompt, broken, assistant=False))
+        by_template = render(_changed(prompt, broken, assistant=False))
         same = Counter(self.tokens.found(by_template)) == Counter(self.tokens.found(whole))
         return by_template if same else whole
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,7 @@ from mmrl.media import Clip
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
 from mmrl.text.conditioner import Tokenizer
-from mmrl.text.conversation import messages_of, rendered, use_template
+from mmrl.text.conversation import messages_of, rendered
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.spelled import Spelled
@@ -51,9 +52,9 @@ class Chat:
         text, reader = self._spelled.read(prompt)
         return self._spelled.joined({"input_ids": torch.tensor(reader(text, add_special_tokens=False).input_ids)})
 
-    def render(self, prompt: Prompt) -> str:
+    def render(self, prompt: Prompt, *, answer: JsonObject | None = None, asks: bool = True) -> str:
         """The prompt in the model's chat format, up to the start of the answer. Raises ``BadPromptError``."""
-        return self._spelled.text(prompt)
+        return self._spelled.text(prompt, partial(self._rendered, answer=answer, asks=asks))
 
     def unexpanded(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt)["input_ids"].tolist()
@@ -61,8 +62,8 @@ class Chat:
     def spelled(self, prompt: Prompt) -> dict[str, int]:
         return self._spelled.found(prompt)
 
-    def _rendered(self, prompt: Prompt) -> str:
-        return rendered(prompt, messages_of(prompt), self.saved, self.variables)
+    def _rendered(self, prompt: Prompt, answer: JsonObject | None = None, *, asks: bool = True) -> str:
+        return rendered(prompt, messages_of(prompt), self.saved, self.variables, answer=answer, asks=asks)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         return [], []
@@ -104,7 +105,7 @@ class AutoTokenizerClass(Protocol):
 class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer that may have a chat template."""
 
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
 
 
 def load_tokenizer(auto: type[AutoTokenizerClass], path: str, settings: Model | None = None) -> Tokenizer:
@@ -120,8 +121,8 @@ def load_tokenizer(auto: type[AutoTokenizerClass], path: str, settings: Model | 
             f"model.path: {path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
         ) from error
     if settings is not None and settings.chat_template is not None:
-        use_template(tokenizer, settings.chat_template, "Hi")
-    if tokenizer.chat_template is None:
+        tokenizer.chat_template = settings.chat_template
+    if not tokenizer.chat_template:
         raise UserError(
             f"model.path: the tokenizer of {path} has no chat template, so the format of its prompts is unknown. "
             "Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"

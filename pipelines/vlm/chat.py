@@ -7,6 +7,7 @@ come first. The processor encodes each prompt once, for all its samples, in samp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +25,7 @@ from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
 from mmrl.text.conditioner import Processor, Special, Videos
-from mmrl.text.conversation import messages_with_media, rendered, use_template
+from mmrl.text.conversation import messages_with_media, rendered
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
@@ -80,9 +81,9 @@ class Chat:
         del out["attention_mask"]  # one prompt has no padding
         return self._spelled.joined(out)
 
-    def render(self, prompt: Prompt) -> str:
+    def render(self, prompt: Prompt, *, answer: JsonObject | None = None, asks: bool = True) -> str:
         """The prompt in the model's chat format, one placeholder per medium. Raises ``BadPromptError``."""
-        return self._spelled.text(prompt)
+        return self._spelled.text(prompt, partial(self._rendered, answer=answer, asks=asks))
 
     def unexpanded(self, prompt: Prompt) -> list[int]:
         text, reader = self._spelled.read(prompt)
@@ -99,8 +100,8 @@ class Chat:
         first = self.saved.tokenizer.bos_token
         return {"add_special_tokens": False} if first is not None and text.startswith(first) else {}
 
-    def _rendered(self, prompt: Prompt) -> str:
-        return rendered(prompt, messages_with_media(prompt), self.saved, self.variables)
+    def _rendered(self, prompt: Prompt, answer: JsonObject | None = None, *, asks: bool = True) -> str:
+        return rendered(prompt, messages_with_media(prompt), self.saved, self.variables, answer=answer, asks=asks)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips. Raises ``BadPromptError``, which names the broken file."""
@@ -164,8 +165,8 @@ def load_processor(path: str, settings: Model | None = None) -> Processor:
     if settings is not None:
         _limit_pixels(processor.image_processor, settings)
     if settings is not None and settings.chat_template is not None:
-        use_template(processor, settings.chat_template, [{"type": "text", "text": "Hi"}])
-    if processor.chat_template is None:
+        processor.chat_template = settings.chat_template
+    if not processor.chat_template:
         raise UserError(
             f"model.path: the processor of {path} has no chat template, so the format of its prompts is unknown. "
             "Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"
