@@ -447,3 +447,52 @@ def test_a_mistake_of_a_template_is_no_traceback_for_a_vision_model(tmp_path):
         made = loaded(tmp_path, template(kind), system)
         with pytest.raises(UserError, match=r"chat template|chat_template"):
             build(made.recipe, str(tmp_path / "model"), torch.device("cpu"))
+
+
+# -- records that cannot be used ---
+
+
+def test_prompts_without_an_answer_are_counted_in_the_plan(folder):
+    write(folder, [{"prompt": f"Say {c}.", "answer": None if c == "d" else c} for c in "abcdefgh"])
+    (problem,) = plan(loaded(folder)).problems
+    assert "answer:exact compares responses with meta['answer'], and 1 of 16 prompts have none (q:4)" in problem
+    edit = "rewards=[{name: answer:exact, on_failure: drop}]"
+    assert "on_failure: drop" in problem
+    assert plan(loaded(folder, edit)).problems == []
+    (problem,) = plan(loaded(folder, "rewards=[{name: answer:exact, options: {key: truth}}]")).problems
+    assert "meta['truth'], and 8 of 16 prompts have none" in problem
+
+
+def test_the_plan_names_answers_and_reasoning_that_the_template_does_not_show(folder):
+    rows = [{"prompt": f"Say {c}.", "completion": c} for c in "abc"]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello", "thinking": "x"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "y"},
+    ]
+    write(folder, [*rows, {"messages": turns}])
+    made = plan(loaded(folder, *SFT))
+    assert made.problems == []
+    said = "\n".join(made.notes)
+    assert "2 of 8 prompts looked at cannot be used (q:4, q:4)" in said
+    assert "does not show reasoning_content of message 4 (assistant)" in said
+    assert "never reads thinking, which earlier turns of 2 of 8 prompts have" in said
+    reads = plan(loaded(folder, template("begins to think"), *SFT))
+    assert not any("cannot be used" in note for note in reads.notes)
+
+
+def test_system_messages_of_picture_recipes_are_not_shown_as_if_they_were_read(tmp_path):
+    from mmrl.planner.data_check import check_recipe
+
+    negative = [{"role": "system", "content": "Draw."}, {"role": "user", "content": " "}]
+    asked = [{"role": "system", "content": "Draw."}, {"role": "user", "content": "a red circle"}]
+    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": asked, "negative_prompt": negative}) + "\n")
+    data = f"{{path: {tmp_path}/q.jsonl, heldout: 0}}"
+    changes = [f"data={{name: jsonl, train: {data}, heldout: {data}}}", "sampling.guidance_scale=4.5"]
+    made = load_recipe(["shapes-full"], changes)
+    found = check_recipe(made, 3, 10).splits["train"]
+    (record,) = found.shown
+    assert (record.text, record.system, record.settings["negative_prompt"]) == ("a red circle", None, "")
+    assert found.notes == ["1 of 1 prompts looked at have a system message, and diffusion/sd3 reads none"]
+    assert any("2 of 2 prompts looked at have a system message" in note for note in plan(made).notes)

@@ -89,6 +89,7 @@ def _lines(found: Checked) -> Iterator[str]:
         if split.spelled:
             named = ", ".join(f"{token} ({n})" for token, n in split.spelled.items())
             yield f"  control tokens of the model in texts, read as plain text: {named} of the first {split.looked_at}"
+        yield from (f"  {note}" for note in split.notes)
         for title, counts in (("cannot be used", split.left_out), ("the model cannot read", split.unusable)):
             yield from (f"  {title}: {n} x {why}  (first: {split.first[why]})" for why, n in counts.items())
         for record in split.shown:

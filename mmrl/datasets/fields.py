@@ -228,8 +228,14 @@ def clean_text(text: str) -> str:
 
 def negative_of(record: Mapping[str, Cell], name: str | None = None) -> str | None:
     """The negative prompt of ``record``, under ``name`` or ``negative_prompt``, without white space around it; the
-    empty text is one. None where the record has none, or null. Raises ``ValueError``."""
-    said = _pick(record, name, ("negative_prompt",))
+    empty text is one. Of messages it is the text of the user's. None where the record has none, or null. Raises
+    ``ValueError``."""
+    said = as_messages(_pick(record, name, ("negative_prompt",)))
+    if isinstance(said, list):
+        asked = [m.get("content") for m in said if isinstance(m, Mapping) and m.get("role") == "user"]
+        if len(asked) != 1:
+            raise ValueError(f"{name or 'negative_prompt'!r} has {len(asked)} messages of the user; it is one text")
+        said = _read_content(asked[0])[0]
     if said is None:
         return None
     if not isinstance(said, str):

@@ -21,6 +21,7 @@ from mmrl.datasets.sources import is_table
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, describe
+from mmrl.planner.prompt_check import unread_systems
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
@@ -86,6 +87,8 @@ class Split(Looked):
     looked_at: int
     shown: list[Record]
     sources: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What of the prompts that were looked at the model does not read."""
 
 
 @dataclass
@@ -142,12 +145,14 @@ def _splits(
 ) -> dict[str, Split]:
     lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # every bad record is reported
     return {
-        split: _split(lenient, load_data(lenient, root, split, recipe), read, shown, looked_at)
+        split: _split(lenient, load_data(lenient, root, split, recipe), read, shown, looked_at, recipe)
         for split in ("train", "heldout")
     }
 
 
-def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: int, looked_at: int) -> Split:
+def _split(
+    data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: int, looked_at: int, recipe: Recipe | None
+) -> Split:
     if isinstance(prompts, Mixture):
         prompts = Interleaved(prompts.parts)  # so that the first prompts come from all sources
     bad: list[BadRecord] = list(getattr(prompts, "bad", ()))
@@ -160,6 +165,8 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
     for n in range(min(len(prompts), max(shown, looked_at if read else 0))):
         seen.append(prompts[n])
         record = _record(seen[-1], read, sizes=n < shown)
+        if recipe is not None and recipe.makes != "text":
+            record.system = None  # these models read none
         if record.problem is not None:
             unusable[_kind(record.problem)] += 1
             first.setdefault(_kind(record.problem), f"{record.id}: {record.problem}")
@@ -184,6 +191,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
         sizes=dict(sizes),
         spelled=dict(spelled),
         frames=_spread(frames),
+        notes=[] if recipe is None else [*unread_systems(recipe, seen)],
     )
 
 

@@ -36,9 +36,11 @@ from mmrl.planner.judges import on_devices
 from mmrl.planner.memory import measure
 from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
+from mmrl.planner.prompt_check import lacking_truths, unread_systems, unreadable
 from mmrl.planner.steps_per_forward import settle
 from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check, reads
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
 
@@ -78,6 +80,10 @@ def plan(
             settle(made)
             return made
         prompts = _prompts(loaded, made)
+        if prompts:
+            shown = [_looked_at(split) if len(split) else [] for split in prompts]
+            made.problems += lacking_truths(recipe, *shown)
+            made.notes += unread_systems(recipe, [prompt for split in shown for prompt in split])
         architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
         description = module.describe(recipe, loaded.resolve(recipe.model.path), architecture)
     except UserError as error:
@@ -297,6 +303,8 @@ def _rows(
         looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
         prompt, row_tokens, said = description.longest(looked_at)
         made.notes += said
+        if isinstance(description.pipeline, LanguagePipeline):
+            made.notes += unreadable(description.pipeline, looked_at)
         return prompt, row_tokens, []
     sampling = recipe.sampling
     if sampling.type == "text" or sampling.buckets is None:

@@ -61,7 +61,8 @@ def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
     """The tokens of ``text`` as a response. Raises ``ValueError`` where it has tokens that no response can have."""
     tokenizer = tokenizer_of(conditioner.saved)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    wrong = sorted({*tokens} & {*conditioner.stop_tokens, *conditioner.forbidden})
+    control = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    wrong = sorted({*tokens} & {*conditioner.stop_tokens, *conditioner.forbidden, *control})
     if wrong:
         raise ValueError(f"contains the control token {tokenizer.decode(wrong[:1])!r}")
     return tokens

@@ -34,6 +34,7 @@ class Tokenizer(Protocol):
 
     eos_token_id: int | None
     pad_token_id: int | None
+    unk_token_id: int | None
     all_special_ids: list[int]
     all_special_tokens: list[str]
     bos_token: str | None

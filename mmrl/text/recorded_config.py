@@ -88,7 +88,8 @@ def _tokenizer(tokens: Mapping[str, int], media: Mapping[str, str]) -> PreTraine
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=unknown, eos_token=next(iter(tokens)))
     shown = "".join(f"{{% elif part.type == '{kind}' %}}{text}" for kind, text in media.items())
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}{{ m.reasoning }}{{ m.thinking }}"
+        "{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
         + shown
         + "{% endif %}{% endfor %}{% endif %}"
