@@ -42,8 +42,9 @@ def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> Iterato
     for prompt in looked_at:
         try:
             pipeline.conditioner.render(prompt)
-            for column in () if pipeline.pairs is None else pipeline.pairs.columns.values():
-                pipeline.pairs.behind(prompt, column)
+            if pipeline.pairs is not None:
+                for column in pipeline.pairs.columns.values():
+                    pipeline.pairs.behind(prompt, column)
         except BadPromptError as error:
             bad.append(error)
         keys = {key for turn in prompt.turns for key, _ in turn.more}

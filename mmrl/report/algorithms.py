@@ -36,18 +36,41 @@ sampled, with the same guidance. A loss on the forward process takes the predict
 authors do; `algorithm.guidance` sets another scale for it, and `algorithm.guidance: sampling` takes that of sampling
 (DiffusionNFT in Flow-Factory and verl-omni). FLUX.1, which is told its guidance, is told that of sampling everywhere.
 """
-OWN = """## An algorithm of your own
+OWN = '''## An algorithm of your own
 
 `algorithm: {type: path/to/file.py:Class}` takes a class in a file, which is looked up from the recipe's folder:
 
 ```python
+# mine.py
+import torch
+from pydantic import PositiveFloat
+
+from mmrl.algorithms.advantages import group_advantages
+from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
+from mmrl.algorithms.settings import TokenSettings
+
+
 class MineSettings(TokenSettings):
+    """A soft gate in place of the clip."""
+
     tau: PositiveFloat = 1.0
 
 
 class Mine(TokenObjective):
-    def __init__(self, settings: MineSettings) -> None: ...
+    def __init__(self, settings: MineSettings) -> None:
+        super().__init__(settings)
+        self.tau = settings.tau
+
+    def advantages(self, scored):
+        return group_advantages(scored.rewards, scored.groups, "group", scored.all_sum)
+
+    def surrogate(self, log_probs, log_ratio, advantages, mask):
+        ratio = log_ratio.exp()
+        none = torch.zeros_like(ratio, dtype=torch.bool)
+        return Surrogate(-advantages * torch.sigmoid(self.tau * (ratio - 1)) * 4 / self.tau, ratio, none, none)
 ```
+
+`mmrl check mine.py:Mine` checks it, and `algorithm: {type: mine.py:Mine, tau: 2.0, kl_coef: 0.0}` trains with it.
 
 The settings are the keys of the section `algorithm`. They are a pydantic model: an unknown key or a number out of range
 is an error when the recipe is read, and `mmrl plan` shows all of them. The class follows one of four protocols of
@@ -67,7 +90,7 @@ file of this form in `mmrl/algorithms/` is an algorithm of mmrl, called by the f
 and this page takes its formula, its settings and its departures from it. Check it with `mmrl check NAME`. Its name also
 goes into `tests/test_protocols.py` and, for text, into `TOKEN_TYPES` of `tests/test_token_algorithms.py`,
 `tests/test_text_loop.py` and the table in [text.md](text.md).
-"""
+'''
 TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares the two.\n"
 
 

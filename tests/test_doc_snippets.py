@@ -1,0 +1,38 @@
+"""The files that pages show whole do what the page says."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.cli import app
+
+allow_cpu_only()
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def snippet(page, heading):
+    """The first Python block below ``heading``, which begins with the name of its file."""
+    below = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2]
+    code = below.partition("```python\n")[2].partition("```")[0]
+    assert code.startswith("# mine.py\n")
+    return code
+
+
+def test_a_data_set_of_ones_own_passes_the_check(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(snippet("data.md", "Bring your own"))
+    for split, shade in (("train", 10), ("heldout", 200)):
+        (tmp_path / "pictures" / split).mkdir(parents=True)
+        for n in range(3):
+            Image.new("RGB", (8, 8), (shade + n, 0, 0)).save(f"pictures/{split}/{split}{n}.png")
+    assert app(["check", "mine.py:prompts", "--options", "path=pictures"], standalone_mode=False) in (0, None)
+
+
+@pytest.mark.slow
+def test_an_algorithm_of_ones_own_passes_the_check(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(snippet("algorithms.md", "An algorithm of your own"))
+    assert app(["check", "mine.py:Mine"], standalone_mode=False) in (0, None)
