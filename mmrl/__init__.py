@@ -1,7 +1,8 @@
 """mmrl: reinforcement learning from feedback on text, vision-language and diffusion models.
 
-``train``, ``start``, ``plan``, ``score``, ``compare`` and ``load_run`` do from Python what these commands do.
-They are imported when they are first used, so that ``import mmrl`` is fast. ``__init__.pyi`` has their types.
+``train``, ``start``, ``continue_run``, ``plan``, ``score``, ``compare``, ``search`` and ``load_run`` do from Python
+what the commands do. They are imported when they are first used, so that ``import mmrl`` is fast. ``__init__.pyi`` has
+their types.
 """
 
 import importlib
@@ -12,9 +13,11 @@ from mmrl.rewards.contract import reward as reward
 _LAZY = {
     "train": "mmrl.api.training",
     "start": "mmrl.api.training",
+    "continue_run": "mmrl.api.training",
     "plan": "mmrl.api.training",
     "score": "mmrl.api.scoring",
     "compare": "mmrl.api.comparing",
+    "search": "mmrl.api.searching",
     "load_run": "mmrl.api.run",
     "Run": "mmrl.api.run",
     "Callback": "mmrl.callbacks",
@@ -28,7 +31,11 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'mmrl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if not _LAZY[name].startswith("mmrl.api."):
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    quiet = importlib.import_module("mmrl.quiet")
+    with quiet.quietly():  # torch and the model libraries are imported here
+        return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,8 @@ from mmrl.api.comparing import compare as compare
 from mmrl.api.run import Run as Run
 from mmrl.api.run import load_run as load_run
 from mmrl.api.scoring import score as score
+from mmrl.api.searching import search as search
+from mmrl.api.training import continue_run as continue_run
 from mmrl.api.training import plan as plan
 from mmrl.api.training import start as start
 from mmrl.api.training import train as train

@@ -1,8 +1,15 @@
 """Defaults of the environment for libraries that print much or spin; set them before torch is imported."""
 
+from __future__ import annotations
+
+import logging
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import TextIO
 
 QUIET = {
@@ -14,6 +21,8 @@ QUIET = {
     "KINETO_LOG_LEVEL": "5",  # torch's profiler tells of every start and stop
 }
 """Defaults of the environment, set before torch and the model libraries are imported; what the user set stays."""
+_LEVELS = {"transformers": "TRANSFORMERS_VERBOSITY", "diffusers": "DIFFUSERS_VERBOSITY"}
+"""Libraries that take the level of their log from the environment once, when they are imported."""
 
 
 def be_quiet() -> None:
@@ -21,6 +30,81 @@ def be_quiet() -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without ipywidgets
+
+
+@contextmanager
+def quietly() -> Generator[None]:
+    """``be_quiet`` inside the block, in a program of somebody else: the environment, the filters of warnings, the
+    levels of logs and the progress bars of downloads are afterwards what they were."""
+    environment, new = dict(os.environ), [name for name in _LEVELS if name not in sys.modules]
+    with warnings.catch_warnings(), _levels_kept(), _bars_hidden("HF_HUB_DISABLE_PROGRESS_BARS" in environment):
+        be_quiet()
+        try:
+            yield
+        finally:
+            _restore(environment)
+            for name in new:
+                if name in sys.modules and _LEVELS[name] not in environment:
+                    logging.getLogger(name).setLevel(logging.WARNING)  # their own default
+
+
+@contextmanager
+def as_before() -> Generator[None]:
+    """The handlers of signals and torch's number of threads are after the block what they were."""
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main else {}
+    torch = sys.modules.get("torch")
+    threads = None if torch is None else torch.get_num_threads()
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        if torch is not None and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def _restore(environment: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        os.environ.pop(name, None)
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@contextmanager
+def _levels_kept() -> Generator[None]:
+    """The levels of the loggers that are there, and the handlers of the root, stay."""
+    root = logging.getLogger()
+    known = {name: of for name, of in logging.root.manager.loggerDict.items() if isinstance(of, logging.Logger)}
+    before = [(of, of.level, of.disabled, of.propagate) for of in (root, *known.values())]
+    handlers, off = root.handlers[:], logging.root.manager.disable
+    try:
+        yield
+    finally:
+        for of, level, disabled, propagate in before:
+            if of.level != level:
+                of.setLevel(level)
+            of.disabled, of.propagate = disabled, propagate
+        root.handlers[:] = handlers
+        logging.disable(off)
+
+
+@contextmanager
+def _bars_hidden(decided: bool) -> Generator[None]:
+    """No progress bars of downloads. ``decided``: whether the user's environment says it, which a library reads once,
+    when it is imported, and which is then left alone."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if decided or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def warn_plainly() -> None:

@@ -20,6 +20,7 @@ from mmrl.checkpoint import reader
 from mmrl.checkpoint.reader import Saved
 from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.checks import possible
+from mmrl.config.learning_rate import for_critic
 from mmrl.config.moved_files import moved
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.objectives import load_objective
@@ -158,7 +159,7 @@ def critic_of(
     ``weights_of``."""
     if not isinstance(recipe.algorithm, CriticSettings):
         return None
-    settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
+    settings = for_critic(recipe.optim, recipe.algorithm.critic_lr)
     module = of_text(pipeline).open_critic()
     weights = weights_of(module, recipe, controller, ranks)
     return Policy(module, settings, total, weights, recipe.performance, "critic_")

@@ -52,7 +52,8 @@ ANEW = "nothing was changed; put the files back from a copy, or start anew with 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: ``done`` steps, of which ``saved`` are in a checkpoint; ``error`` is what stopped it."""
+    """How training ended: ``done`` steps, of which ``saved`` are in a checkpoint; ``error`` is what stopped it, and
+    ``early`` says why it has finished before its last step."""
 
     finished: bool
     done: int
@@ -63,6 +64,9 @@ class Outcome:
     divergence: Divergence | None = None
     exit_code: int = UserError.exit_code
     """The exit code of the process, if there is an error."""
+    early: str | None = None
+    spent: bool = False
+    """Whether the CPU time of train.max_cpu_seconds is used."""
 
 
 class Session:
@@ -113,9 +117,9 @@ class Session:
         self._given: dict[str, float] = {}
         self.trackers: list[Tracker] = []
         settings = self.recipe.eval.early_stopping
-        self.early = None if settings is None else EarlyStop(settings)
+        self.early = None if settings is None else EarlyStop(settings, self.recipe.eval.since)
         watched = [label_of(reward.name, reward.label) for reward in self.recipe.eval.rewards]
-        self.limits = Limits(self.recipe.eval.guards, watched)
+        self.limits = Limits(self.recipe.eval.guards, watched, self.recipe.eval.since)
         self.spending = Spending({"rewards": self.recipe.rewards, "eval.rewards": self.recipe.eval.rewards})
 
     def _name_bad_records(self) -> None:
@@ -141,7 +145,15 @@ class Session:
 
     def outcome(self) -> Outcome:
         """How training ended, without an error."""
-        return Outcome(self.finished, self.done, self.saver.saved, self.cpu_seconds, None, self.saver.failed)
+        failed, early, spent = self.saver.failed, self._ended_early(), self._spent >= 1
+        saved = self.saver.saved
+        return Outcome(self.finished, self.done, saved, self.cpu_seconds, None, failed, early=early, spent=spent)
+
+    def _ended_early(self) -> str | None:
+        """Why early stopping or a guard has ended training; None where none has."""
+        if self.early is not None and self.early.stopped:
+            return self.early.why()
+        return self.limits.reason() if self.limits.stopped else None
 
     def failed(self, error: UserError) -> Outcome:
         """How training ended, with ``error``."""
@@ -250,7 +262,7 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        if (self.early is not None and self.early.stopped) or self.limits.stopped:
+        if self._ended_early() is not None:
             return True
         return self.done >= self.recipe.train.steps or self._spent >= 1
 

@@ -26,6 +26,15 @@ class Stop:
     reason: str | None = None
 
     @property
+    def why(self) -> str:
+        """Why a stop was asked for, in a few words."""
+        if self.reason:
+            return self.reason
+        if self.signal is None:
+            return "whoever took its steps went no further"
+        return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+
+    @property
     def exit_code(self) -> int:
         """Of the process, where the stop came before the end of training: as a shell shows a process that a signal
         ended."""

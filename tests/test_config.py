@@ -61,7 +61,10 @@ def lines_of(error: RecipeError) -> list[str]:
     return [str(problem) for problem in error.problems]
 
 
-OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, ema_decay, ema_every"
+OPTIM = (
+    "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, held, earlier, "
+    "ema_decay, ema_every"
+)
 QUOTES = "YAML reads {{ as a mapping; put quotes into those of the shell, as in '\"{{ ... }}\"', or name a file"
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
 TYPES = ", ".join(algorithm_names())

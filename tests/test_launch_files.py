@@ -27,6 +27,23 @@ def test_a_batch_script_asks_for_what_the_recipe_needs(capsys, tmp_path):
     assert "gpus" not in printed(capsys, "sums", "controllers=2", "device=cpu")[1].replace("no GPUs", "")
 
 
+@pytest.mark.parametrize(
+    ("words", "cores"),
+    [
+        (["device=cuda"], "8"),
+        (["device=cuda", "threads=12"], "12"),
+        (["device=cuda", "--cpus-per-task", "4"], "4"),
+        (["device=cpu", "threads=3"], "3"),
+        (["device=cpu", "threads=null"], "1"),
+    ],
+)
+def test_a_batch_script_asks_for_cores(capsys, words, cores):
+    code, script = printed(capsys, "sums", "controllers=2", *words)
+    assert code == 0, script
+    assert f"#SBATCH --cpus-per-task={cores}\n" in script
+    assert printed(capsys, "sums", "controllers=2", "--print", "torchrun", "--cpus-per-task", "4")[0] == 2
+
+
 def test_commands_of_torchrun_and_ray(capsys):
     code, said = printed(capsys, "sums", "controllers=8", "--print", "torchrun", "--per-node", "4")
     assert code == 0

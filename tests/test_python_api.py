@@ -194,7 +194,7 @@ def test_a_recipe_is_a_mapping_or_an_object(small):
         ({"heldout": ["a"]}, r"heldout: give data too"),
         ({"data": "a red circle"}, r"data: str is no list of records"),
         ({"data": [3, None]}, r"no record can be used: data\[0\]: is a int"),
-        ({"algorithm": "flow_grpo"}, r"algorithm: 'flow_grpo' is no class"),
+        ({"algorithm": 3}, r"algorithm: 3 is no class and no name"),
         ({"changes": {"optim.lr": {1, 2}}}, r"optim.lr: a set cannot stand in a recipe"),
         ({"changes": {"train.stepz": 3}}, r"train.stepz"),
         ({"rewards": [Bright(1.0)], "changes": {"controllers": 2}}, r"this process only, and controllers"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import UserError
+from mmrl.sweep.ahead import over_seeds
 from mmrl.sweep.halving import kept, rounds, work
 from mmrl.sweep.record import read_sweep
 from mmrl.sweep.searching import combinations
@@ -90,7 +91,12 @@ def test_trials_are_all_combinations():
         (["optim.lr=1e-5,1e-5"], "give two different values or more"),
         (["optim.lr=1,2", "optim.lr=3,4"], "--try optim.lr is given twice; put all its values into one"),
         (["optim.lr=[1,2"], "--try optim.lr: "),
-        ([f"seed={','.join(map(str, range(20)))}", f"optim.lr={','.join(map(str, range(1, 21)))}"], "asks for 400"),
+        (
+            [f"seed={','.join(map(str, range(20)))}"],
+            "--try seed: a seed is chance, and the best of several is no setting",
+        ),
+        (["seed=1,2", "optim.lr=1,2"], "add --seeds 3"),
+        ([f"{key}={','.join(map(str, range(1, 21)))}" for key in ("optim.lr", "threads")], "for 400"),
     ],
 )
 def test_values_that_cannot_be_read_are_refused(tried, said):
@@ -122,12 +128,13 @@ def test_a_search_is_stopped_and_goes_on_and_leaves_out_what_diverges(root, caps
     assert mmrl(*command, "--resume") == 0
     said = capsys.readouterr()
     found = read_sweep(root / "out").results
-    assert sorted(found) == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 3), (3, 1 if (3, 1) in found else 3)]
-    assert found[1, 2].value is None
-    assert "training diverged" in found[1, 2].why
+    left = 1 if (3, 1, 0) in found else 3
+    assert sorted(found) == [(1, 1, 0), (1, 2, 0), (1, 3, 0), (2, 1, 0), (2, 3, 0), (3, left, 0)]
+    assert found[1, 2, 0].value is None
+    assert "training diverged" in found[1, 2, 0].why
     assert "trial-2 diverged and is left out" in said.err
-    best = max((1, 3), key=lambda trial: found[2, trial].value or 0.0)
-    assert (3, best) in found
+    best = max((1, 3), key=lambda trial: found[2, trial, 0].value or 0.0)
+    assert best == left
     lr = {1: "0.02", 3: "0.005"}[best]
     assert said.out.rstrip().endswith(f"mmrl train {root / 'recipe.yaml'} optim.lr={lr}")
     # Of a constant rate the same run goes on: 1, 2 and 4 of the recipe's 4 steps.
@@ -136,7 +143,8 @@ def test_a_search_is_stopped_and_goes_on_and_leaves_out_what_diverges(root, caps
     before = (root / "out" / "sweep.json").read_text()
     assert mmrl(*command, "--resume", "--json") == 0  # nothing is left to train
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["best"], shown["run"]) == ([f"optim.lr={lr}"], str(root / "out" / f"trial-{best}"))
+    assert shown["best"] in (None, shown["left"])
+    assert (shown["left"], shown["run"]) == ([f"optim.lr={lr}"], str(root / "out" / f"trial-{best}"))
     assert (root / "out" / "sweep.json").read_text() == before
     assert mmrl(*command) == 2
     assert "already holds a search; go on with it with --resume" in capsys.readouterr().err
@@ -151,7 +159,7 @@ def test_where_the_rate_depends_on_the_length_each_round_trains_anew(root, tmp_p
     assert mmrl(*command, "--try", "optim.lr=0.02,0.005") == 0
     assert "each round trains anew" in capsys.readouterr().err
     found = read_sweep(out).results
-    (best,) = (trial for number, trial in found if number == 2)
+    (best,) = (trial for number, trial, _ in found if number == 2)
     assert heldout(out / "round-1" / f"trial-{best}") == [0, 2]
     assert heldout(out / "round-2" / f"trial-{best}") == [0, 4]
 
@@ -173,3 +181,75 @@ def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(root, tmp_p
     assert "eval.every: nothing is evaluated" in refused("--try", "optim.lr=0.1,0.2", "eval.every=null")
     assert "--factor 1: each round keeps one of so many trials" in refused("--try", "optim.lr=1,2", "--factor", "1")
     assert "holds no search" in refused("--try", "optim.lr=0.1,0.2", "--resume")
+
+
+# -- seeds and chance -------------------------------------------------------------------------------------------------
+
+
+def test_a_lead_over_seeds_is_a_paired_interval():
+    import scipy.stats
+
+    chosen, other = {0: 0.5, 1: 0.62, 2: 0.41, 3: 0.7}, {0: 0.4, 1: 0.55, 2: 0.33, 3: 0.58}
+    lead = over_seeds(chosen, other)
+    found = scipy.stats.ttest_rel(list(chosen.values()), list(other.values())).confidence_interval(0.95)
+    assert (lead.low, lead.high) == pytest.approx((found.low, found.high))
+    assert lead.ahead
+    assert not over_seeds(other, chosen).ahead
+    assert not over_seeds(chosen, chosen).ahead, "all equal"
+    assert not over_seeds({0: 1.0}, {0: 0.0}).ahead, "one seed says nothing"
+    assert not over_seeds({}, {}).ahead
+
+
+@pytest.mark.sweep("searches among settings that differ by chance alone")
+def test_of_settings_that_differ_by_chance_few_are_ahead(sweep):
+    import random
+
+    draw, ahead = random.Random(3), 0
+    tried = sweep.size(400, 20000)
+    for _ in range(tried):
+        one, other = ({seed: draw.gauss(0.5, 0.1) for seed in range(3)} for _ in range(2))
+        lead = over_seeds(one, other)
+        ahead += lead.ahead
+        sweep.check(lead.low <= lead.value <= lead.high, (one, other))
+    assert ahead / tried < 0.05
+    sweep.done()
+
+
+@pytest.mark.slow
+def test_each_setting_is_trained_with_several_seeds_and_equal_ones_are_not_ahead(root, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["sweep", str(root / "recipe.yaml"), "train.steps=2", "seed=5", "eval.every=1", "--out", str(out)]
+    command += ["--try", "runtime.patience=60,61", "--seeds", "2"]
+    assert mmrl(*command) == 0
+    said = capsys.readouterr()
+    assert "together 3 whole trainings" in said.err  # (2 / 2 + 1 / 2) of two seeds
+    assert "no setting is ahead: runtime.patience=60 cannot be told from runtime.patience=61" in said.err
+    assert "(difference +0.00" in said.err
+    assert " ± " in said.out
+    results = read_sweep(out).results
+    assert sorted(results) == [(1, 1, 5), (1, 1, 6), (1, 2, 5), (1, 2, 6), (2, 1, 5), (2, 1, 6)]
+    assert results[1, 1, 5] != results[1, 1, 6]
+    assert (results[1, 1, 6].value, results[1, 1, 5].value) == (results[1, 2, 6].value, results[1, 2, 5].value)
+    resolved = json.loads((out / "trial-2" / "seed-6" / "resolved.json").read_text())
+    assert resolved["seed"] == 6
+    assert mmrl(*command, "--resume", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["best"], shown["left"], shown["seeds"]) == (None, ["runtime.patience=60"], [5, 6])
+
+
+@pytest.mark.slow
+def test_a_search_from_python_says_whether_a_setting_is_ahead(root, tmp_path):
+    import mmrl as python
+
+    arguments = {"changes": {"train.steps": 2, "eval.every": 1}, "out": tmp_path / "out"}
+    found = python.search(root / "recipe.yaml", {"runtime.patience": [60, 61]}, **arguments)
+    assert found.best == ()
+    assert found.left == ("runtime.patience=60",)
+    assert "no setting is ahead" in str(found)
+    assert "paired over held-out prompts" in str(found)
+    assert found.run.finished
+    assert found.table["seed"] == [0, 0, 0]
+    with pytest.raises(python.UserError, match=r"tried seed: a seed is chance.* add seeds=3"):
+        python.search(root / "recipe.yaml", {"seed": [1, 2]}, **arguments)
+    with pytest.raises(python.UserError, match="give a list of values"):
+        python.search(root / "recipe.yaml", {"optim.lr": 0.1}, **arguments)

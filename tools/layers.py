@@ -48,8 +48,8 @@ LAYERS = {
     "config": "config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms",
     "recipe": "config",
-    "records": "report.card report.environment report.grids report.metrics report.pictures report.progress "
-    "report.rundir report.texts report.trackers",
+    "records": "report.card report.ended report.environment report.grids report.metrics report.pictures "
+    "report.progress report.rundir report.texts report.trackers",
     "datasets": "datasets",
     "controllers": "controller",
     "protocols": "engines.optimizer_state engines.optimizers engines.policy engines.weights pipelines.description "
@@ -64,8 +64,8 @@ LAYERS = {
     "rollout": "controller.workload rollout",
     "training": "training",
     "planner, simulator, report": "planner report simulator",
-    "app": "callbacks checkpoint.resume contracts doctor export hub_upload run sample session stopping strength "
-    "training.divergence verify",
+    "app": "callbacks checkpoint.continuing checkpoint.resume contracts doctor export hub_upload run sample session "
+    "stopping strength training.divergence verify",
     "runtime": "runtime",
     "python": "api distill.collection distill.distilling labels.spread_folder soup sweep",
     "cli": "__main__ cli",

@@ -1,5 +1,1 @@
 """The Python interface: what ``mmrl.train``, ``mmrl.plan``, ``mmrl.score`` and ``mmrl.load_run`` are."""
-
-from mmrl.quiet import be_quiet
-
-be_quiet()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmrl.api.entry import entry_point
 from mmrl.api.run import Run
 from mmrl.report.compare import Comparison, compare_runs
 from mmrl.report.compare_page import sentences, write_comparison
@@ -57,6 +58,7 @@ class Compared:
     __repr__ = __str__
 
 
+@entry_point
 def compare(*runs: Run | str | Path, measure: str | None = None, out: str | Path | None = None) -> Compared:
     """Compare two runs or more on held-out prompts, as ``mmrl compare`` does.
 

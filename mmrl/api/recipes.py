@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mmrl.api.data import AnyData, Data
+from mmrl.checkpoint.continuing import Choice, continued
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
@@ -21,6 +22,8 @@ from mmrl.python_objects import in_this_process, name_of
 
 AnyRecipe: TypeAlias = "str | os.PathLike[str] | Mapping[str, Json] | Recipe"
 Changes: TypeAlias = "Mapping[str, Json] | Sequence[str]"
+AnyAlgorithm: TypeAlias = "type | str | Mapping[str, object]"
+"""A class with settings, the name of an algorithm, or a mapping with one of them as ``type`` and the settings."""
 AnyReward: TypeAlias = object
 """A name, a function, a class, an object with a method ``score``, or a mapping with one of them as ``name``."""
 
@@ -49,11 +52,7 @@ class Objects:
             changes["data.name"] = name_of("datasets", Data(self.data, self.heldout).prompts, word="data")
             changes |= {"data.train": {}, "data.heldout": {}}
         if self.algorithm is not None:
-            if not isinstance(self.algorithm, type):
-                raise UserError(
-                    f"algorithm: {self.algorithm!r} is no class; give the class, and its settings as changes"
-                )
-            changes["algorithm"] = {"type": name_of("algorithms", self.algorithm)}
+            changes["algorithm"] = _algorithm(self.algorithm)
         return changes
 
 
@@ -67,19 +66,63 @@ def read(
     """
     with tempfile.TemporaryDirectory(prefix="mmrl-") as folder:
         paths, root = _files(recipe, Path(folder))
-        overlays, own = _changes(changes or {}, Path(folder))
-        overrides = [_override(key, value) for key, value in (objects or Objects()).changes().items()]
-        overrides += own  # so that algorithm.clip_range is of the algorithm that was given
+        overlays, overrides = _layers(changes, objects, Path(folder))
         prepare = None if gpu is None else lambda values: planned_for(gpu, values)
         loaded = load_recipe([*paths, *overlays], overrides, prepare, root)
-        held = [f"{key} ({name})" for key, name in _names(loaded.recipe) if in_this_process(name)]
-        if held and loaded.recipe.controllers * loaded.recipe.devices_per_controller > 1:
-            raise UserError(
-                f"{', '.join(held)}: this object exists in this process only, and controllers or "
-                "devices_per_controller above 1 train in others; define it at the top of a file other than the script "
-                "and import it from there, or give path/to/file.py:name"
-            )
+        held = _held(loaded.recipe)
         yield replace(loaded, from_python=bool(root or overlays or held))
+
+
+@contextmanager
+def stored(run: Path, changes: Changes | None, objects: Objects, choice: Choice | None) -> Generator[LoadedRecipe]:
+    """The recipe with which the run in the directory ``run`` goes on; as ``read``."""
+    with tempfile.TemporaryDirectory(prefix="mmrl-") as folder:
+        overlays, overrides = _layers(changes, objects, Path(folder))
+        loaded = continued(run, overlays, overrides, choice)
+        yield replace(loaded, from_python=bool(_held(loaded.recipe)))
+
+
+def _layers(changes: Changes | None, objects: Objects | None, folder: Path) -> tuple[list[Path], list[str]]:
+    """Files to layer over a recipe, and single settings."""
+    given = (objects or Objects()).changes()
+    chosen = given.get("algorithm")
+    if isinstance(chosen, dict) and isinstance(changes, Mapping):  # its settings, beside the class
+        more = changes.get("algorithm")
+        if isinstance(more, Mapping) and "type" in more:
+            raise UserError("algorithm: changes name another one; give it in one place")
+        if isinstance(more, Mapping):
+            given["algorithm"] = {**chosen, **more}
+            changes = {key: value for key, value in changes.items() if key != "algorithm"}
+    overlays, own = _changes(changes or {}, folder)
+    overrides = [_override(key, value) for key, value in given.items()]
+    return overlays, [*overrides, *own]  # so that algorithm.clip_range is of the algorithm that was given
+
+
+def _held(recipe: Recipe) -> list[str]:
+    """The keys with an object of this process. Raises ``UserError`` where other processes would need it."""
+    held = [f"{key} ({name})" for key, name in _names(recipe) if in_this_process(name)]
+    if held and recipe.controllers * recipe.devices_per_controller > 1:
+        raise UserError(
+            f"{', '.join(held)}: this object exists in this process only, and controllers or "
+            "devices_per_controller above 1 train in others; define it at the top of a file other than the script "
+            "and import it from there, or give path/to/file.py:name"
+        )
+    return held
+
+
+def _algorithm(given: object) -> Json:
+    """The section of a class, a name, or a mapping with one of them as its ``type``. Raises ``UserError``."""
+    section = dict(given) if isinstance(given, Mapping) else {"type": given}
+    kind = section.get("type")
+    if isinstance(kind, type):
+        kind = name_of("algorithms", kind)
+    if not isinstance(kind, str):
+        what = f"{kind!r} is no class and no name" if "type" in section else "the mapping has no type"
+        raise UserError(
+            f"algorithm: {what}; write algorithm=MyClass, algorithm='grpo', or algorithm={{'type': 'grpo', "
+            "'clip_range': 0.1}; settings alone go into changes"
+        )
+    return {**section, "type": kind}
 
 
 def _files(recipe: object, folder: Path) -> tuple[list[Path | str], Path | None]:

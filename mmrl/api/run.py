@@ -11,14 +11,19 @@ from types import TracebackType
 
 from PIL import Image
 
+from mmrl.api.entry import entry_point, step_of_run
 from mmrl.api.recipes import AnyRecipe, Changes, Objects, read
 from mmrl.callbacks import AnyCallback
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.export import export
+from mmrl.quiet import as_before
 from mmrl.report.curve import curve_picture
+from mmrl.report.ended import read_ended
 from mmrl.report.html import write_report
 from mmrl.report.metrics import read as read_rows
+from mmrl.report.recorded import read_run
+from mmrl.report.rundir import refuse_directory
 from mmrl.run import evaluate, open_run
 from mmrl.runtime.start import OpenRun, opened
 from mmrl.session import Session
@@ -51,7 +56,9 @@ class Run:
         self.path, self.recipe, self._training = path, recipe, training
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, {self.steps} of {self.recipe.train.steps} steps)"
+        ended = read_ended(self.path)
+        how = "" if ended is None else f", {ended}"
+        return f"Run({str(self.path)!r}, {self.steps} of {self.recipe.train.steps} steps{how})"
 
     @property
     def steps(self) -> int:
@@ -61,8 +68,17 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether training has come to its end."""
-        return self._training.finished if self._training is not None else self.steps >= self.recipe.train.steps
+        """Whether training has come to its end: the last step, or the end that early stopping or a guard chose."""
+        if self._training is not None:
+            return self._training.finished
+        ended = read_ended(self.path)
+        return self.steps >= self.recipe.train.steps if ended is None else ended.how in ("finished", "early")
+
+    @property
+    def status(self) -> str:
+        """``running``, ``finished``, ``stopped early at step 40: ...``, ``stopped at step 7: Ctrl-C``, as the report
+        says it."""
+        return read_run(self.path).status
 
     @property
     def metrics(self) -> dict[str, list[float | None]]:
@@ -89,6 +105,7 @@ class Run:
         listing = json.loads((folder / f"step_{found[-1] if step is None else step:06d}.json").read_text("utf-8"))
         return [_sample(folder, one) for one in listing["samples"]]
 
+    @step_of_run
     def step(self) -> dict[str, float]:
         """Train one step, with the evaluation and the checkpoint that are due after it; returns its metrics.
 
@@ -98,6 +115,7 @@ class Run:
             raise UserError("this run is not open for training; open it with mmrl.start(..., resume=True)")
         return self._training.step()
 
+    @entry_point
     def evaluate(self, samples: int | None = None, checkpoint: str = "latest") -> dict[str, float | None]:
         """Measure a checkpoint on ``samples`` held-out samples (None: ``eval.samples`` of the recipe).
 
@@ -105,6 +123,7 @@ class Run:
         """
         return evaluate(self.path, samples, checkpoint)
 
+    @entry_point
     def curve(self, reward: str | None = None) -> Image.Image:
         """A picture of a held-out reward over the steps of training; ``reward`` None is the first one.
 
@@ -112,10 +131,12 @@ class Run:
         """
         return curve_picture(self.path, reward)
 
+    @entry_point
     def report(self) -> Path:
         """Write the report, one HTML file; returns its path."""
         return write_report(self.path)
 
+    @entry_point
     def export(self, out: str | Path, what: str = "merged", checkpoint: str = "latest") -> Path:
         """Write the weights to the new directory ``out``, in the format of transformers or diffusers; returns it.
 
@@ -123,6 +144,7 @@ class Run:
         """
         return export(self.path, Path(out), what, checkpoint)
 
+    @step_of_run
     def close(self) -> None:
         """Save what is not saved, and free the model and the directory. The run can still be read."""
         if self._training is not None:
@@ -156,7 +178,7 @@ class Stepper:
     def step(self) -> dict[str, float]:
         if self._over:
             raise UserError(
-                f"the run has ended after step {self.session.done}; raise train.steps and start it with resume"
+                f"the run has ended after step {self.session.done}; raise train.steps with mmrl.continue_run"
             )
         try:
             row = next(self._steps)
@@ -198,12 +220,14 @@ def start(
 ) -> Run:
     """Open a run to train it step by step: see ``mmrl.start``."""
     with ExitStack() as held:
+        held.enter_context(as_before())  # until the run is closed
         loaded = held.enter_context(read(recipe, changes, objects))
         if loaded.recipe.controllers * loaded.recipe.devices_per_controller > 1:
             raise UserError(
                 "mmrl.start trains in this process; set controllers and devices_per_controller to 1, or use mmrl.train"
             )
         path = out or Path("runs") / loaded.recipe.name
+        refuse_directory(path, overwrite=overwrite, resume=resume)
         run = held.enter_context(opened(loaded, path, resume=resume, overwrite=overwrite))
         session = run.session(callbacks)
         if resume:
@@ -211,6 +235,7 @@ def start(
         return Run(path, run.recipe, Stepper(run, session, held.pop_all()))
 
 
+@entry_point
 def load_run(path: str | Path) -> Run:
     """The run in the directory ``path``, to read. Raises ``UserError`` where there is none."""
     recipe, directory = open_run(Path(path))

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from PIL.Image import Image
 
+from mmrl.api.entry import entry_point
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.media.images import to_tensor
@@ -22,6 +23,7 @@ AnySample: TypeAlias = "str | Image | Sequence[Image] | Sample"
 TIMEOUT_S = 600.0
 
 
+@entry_point
 def score(
     reward: object,
     samples: Sequence[AnySample],

@@ -13,19 +13,23 @@ from rich.console import Console
 
 from mmrl.api import run as runs
 from mmrl.api.data import AnyData
-from mmrl.api.recipes import AnyRecipe, AnyReward, Changes, Objects, read
+from mmrl.api.entry import entry_point, step_of_run
+from mmrl.api.recipes import AnyAlgorithm, AnyRecipe, AnyReward, Changes, Objects, read, stored
 from mmrl.api.run import Run
 from mmrl.callbacks import AnyCallback
+from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UserError
 from mmrl.garbage import rarely_collected
 from mmrl.planner.gpus import gpu_of
 from mmrl.planner.plan import plan as make_plan
 from mmrl.planner.plan_data import Plan
 from mmrl.planner.render import render
+from mmrl.report.rundir import refuse_directory
 from mmrl.runtime.launchers import launched
 from mmrl.runtime.start import train as train_into
 
 
+@entry_point
 def train(
     recipe: AnyRecipe,
     changes: Changes | None = None,
@@ -34,7 +38,7 @@ def train(
     eval_rewards: Sequence[AnyReward] | None = None,
     data: AnyData | None = None,
     heldout: AnyData | None = None,
-    algorithm: type | None = None,
+    algorithm: AnyAlgorithm | None = None,
     callbacks: Sequence[AnyCallback] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -43,13 +47,14 @@ def train(
     """Train a recipe to its end, and return the run.
 
     ``recipe``: the name of a shipped recipe (``shapes-lora``), a path, a mapping, or a ``mmrl.Recipe``.
-    ``changes``: settings on top of it, ``{"train.steps": 50}``, sections that merge, ``{"train": {"steps": 50}}``, or
-    the arguments of ``mmrl train``, ``["train.steps=50"]``.
+    ``changes``: settings on top of it, ``{"train.steps": 50}``, sections that merge, ``{"train": {"steps": 50}}`` (one
+    with a ``type`` starts anew), or the arguments of ``mmrl train``, ``["train.steps=50"]``.
     ``rewards``: in place of the recipe's: names, functions ``score(samples, *, context)``, objects with such a method,
     or mappings ``{"name": function, "weight": 2}``. ``eval_rewards``: measured on held-out samples, never trained on.
     ``data``: prompts in place of the recipe's: a list of texts, of records or of ``mmrl.Prompt``, a Hugging Face data
     set, or a function ``prompts(split)``. ``heldout``: the held-out ones; without them a tenth of ``data`` is held out.
-    ``algorithm``: a class with settings, as in ``algorithm.type: file.py:Class``; ``changes`` sets its settings.
+    ``algorithm``: in place of the recipe's section: a class with settings, a name, or a mapping ``{"type": "grpo",
+    "clip_range": 0.1}``; ``changes`` sets single settings of it.
     ``callbacks``: ``mmrl.Callback`` objects, or functions that are called after each step.
     ``out``: the directory of the run, ``runs/<name>`` by default. ``resume`` continues the run there, ``overwrite``
     removes it.
@@ -58,18 +63,62 @@ def train(
     """
     _refuse_launcher()
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
+    if out is not None:
+        refuse_directory(Path(out), overwrite=overwrite, resume=resume)  # before anything is planned
     with rarely_collected(), read(recipe, changes, objects) as loaded:
-        planned = make_plan(loaded)
-        render(planned, Console(file=sys.stderr, highlight=False), short=True)
-        if planned.problems:
-            raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
         path = Path(out) if out is not None else Path("runs") / loaded.recipe.name
-        train_into(
-            replace(loaded, recipe=planned.recipe), path, resume=resume, overwrite=overwrite, callbacks=callbacks
-        )
-        return Run(path, planned.recipe)
+        refuse_directory(path, overwrite=overwrite, resume=resume)
+        return _trained(loaded, path, callbacks, resume=resume, overwrite=overwrite)
 
 
+@entry_point
+def continue_run(
+    run: Run | str | Path,
+    changes: Changes | None = None,
+    *,
+    extend: bool = False,
+    hold: bool = False,
+    rewards: Sequence[AnyReward] | None = None,
+    eval_rewards: Sequence[AnyReward] | None = None,
+    data: AnyData | None = None,
+    heldout: AnyData | None = None,
+    algorithm: AnyAlgorithm | None = None,
+    callbacks: Sequence[AnyCallback] = (),
+) -> Run:
+    """Go on with a run from its directory alone, to its end, as ``mmrl continue`` does: after Ctrl-C, a kill, early
+    stopping, a callback's stop, or its last step.
+
+    ``changes``: ``{"train.steps": 200}`` trains more steps. Where ``optim.schedule`` depends on the length, ``extend``
+    stretches the schedule over the new length, and ``hold`` keeps the last learning rate. ``{"optim.lr": 1e-5}`` goes
+    on with another learning rate. Both stay recorded in the run. ``rewards``, ``eval_rewards``, ``data``, ``heldout``
+    and ``algorithm``: the same objects as of ``mmrl.train``, where the run has some that exist in one process only.
+
+    Raises ``mmrl.UserError`` with what may change, and ``SystemExit`` after SIGTERM.
+    """
+    _refuse_launcher()
+    if extend and hold:
+        raise UserError("extend and hold exclude each other; give one of them")
+    path = run.path if isinstance(run, Run) else Path(run)
+    objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
+    choice = "extend" if extend else "hold" if hold else None
+    with rarely_collected(), stored(path, changes, objects, choice) as loaded:
+        return _trained(loaded, path, callbacks, resume=True)
+
+
+def _trained(
+    loaded: LoadedRecipe, path: Path, callbacks: Sequence[AnyCallback], *, resume: bool, overwrite: bool = False
+) -> Run:
+    """Plan the recipe and train it to its end. Raises ``UserError``."""
+    planned = make_plan(loaded)
+    render(planned, Console(file=sys.stderr, highlight=False), short=True)
+    if planned.problems:
+        raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+    loaded = replace(loaded, recipe=planned.recipe)
+    train_into(loaded, path, resume=resume, overwrite=overwrite, callbacks=callbacks)
+    return Run(path, planned.recipe)
+
+
+@step_of_run
 def start(
     recipe: AnyRecipe,
     changes: Changes | None = None,
@@ -78,7 +127,7 @@ def start(
     eval_rewards: Sequence[AnyReward] | None = None,
     data: AnyData | None = None,
     heldout: AnyData | None = None,
-    algorithm: type | None = None,
+    algorithm: AnyAlgorithm | None = None,
     callbacks: Sequence[AnyCallback] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -126,6 +175,7 @@ class Planned:
     __repr__ = __str__
 
 
+@entry_point
 def plan(
     recipe: AnyRecipe,
     changes: Changes | None = None,
@@ -134,7 +184,7 @@ def plan(
     eval_rewards: Sequence[AnyReward] | None = None,
     data: AnyData | None = None,
     heldout: AnyData | None = None,
-    algorithm: type | None = None,
+    algorithm: AnyAlgorithm | None = None,
     gpu: str | None = None,
     gpus: int | None = None,
 ) -> Planned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 
 from mmrl.config.loader import LoadedRecipe
@@ -38,8 +39,13 @@ _BEFORE = {"algorithm.guidance": "sampling", "algorithm.last_level": False, "alg
 """The behaviour of versions without these keys, if it differs from today's default."""
 
 
+_RATES = ("train.steps", "train.max_cpu_seconds", "optim.lr", "optim.held", "optim.earlier")
+"""What ``mmrl continue`` may change, too."""
+
+
 def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
-    """Refuse to resume with a different recipe than the run's. Its length, its devices and its logging may change.
+    """Refuse to resume with a different recipe than the run's. Its length, its devices and its logging may change, and
+    where it continues its stored recipe (``mmrl continue``) its learning rate.
 
     A key that the run's version of mmrl did not have gets that version's behaviour, and the terminal names it. Raises
     ``UserError`` with the keys that differ.
@@ -49,7 +55,9 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free |= {"performance"}
     free |= {f"train.{key}" for key in _LAYOUT} | set(_MEMORY)
     free |= set(CHANGEABLE) if diverged(directory) else set()
-    if loaded.recipe.optim.schedule != "constant":
+    if loaded.continues is not None:
+        free |= set(_RATES)
+    elif loaded.recipe.optim.schedule != "constant":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     stored = moved(renamed(json.loads(directory.resolved.read_text())))
     before, now = (flatten(masked(without_limits(recipe))) for recipe in (stored, moved(loaded.resolved())))
@@ -60,12 +68,33 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:
         began = "".join(f"; it started with {k}={json.dumps(new[k])}" for k in changed if k in new)
-        raise UserError(
-            f"--resume: {', '.join(changed)} differ from {directory.resolved}{began}. Resume with the "
-            "same recipe and overrides, or start a new run with --out"
-        )
+        raise UserError(_refusal(directory, loaded, changed, began))
     if kept := [f"{key}={json.dumps(value)}" for key, value in new.items() if value not in (None, [])]:
         print(f"the run is older than these settings and continues with {', '.join(kept)}", file=sys.stderr)
+
+
+def _refusal(directory: RunDir, loaded: LoadedRecipe, changed: list[str], began: str) -> str:
+    differ = f"{', '.join(changed)} differ{'s' * (len(changed) == 1)} from {directory.resolved}{began}"
+    if loaded.continues is not None:
+        return (
+            f"mmrl continue: {differ}, and would change what the run is. train.steps, train.max_cpu_seconds, optim.lr, "
+            "eval, checkpoint, log and what says where it computes may change; for the rest start a new run: "
+            "mmrl train with another --out"
+        )
+    again = f"mmrl continue {shlex.quote(str(directory.path))}"
+    stored = json.loads(directory.resolved.read_text()).get("optim") or {}
+    if set(changed) <= set(_RATES) and stored.get("earlier") and not loaded.recipe.optim.earlier:
+        return (
+            f"--resume: {differ}, because the run was continued with other steps or another rate. Go on with: {again}"
+        )
+    if set(changed) <= set(_RATES):
+        edits = " ".join(f"{key}={json.dumps(flatten(loaded.resolved()).get(key))}" for key in changed)
+        how = " (and --extend or --hold)" if loaded.recipe.optim.schedule != "constant" else ""
+        return f"--resume: {differ}. To go on with another length or learning rate: {again} {edits}{how}"
+    return (
+        f"--resume: {differ}. Resume with the same recipe and overrides, or without any: {again}; or start a new run "
+        "with --out"
+    )
 
 
 def with_older_defaults(stored: JsonObject) -> JsonObject:

@@ -46,8 +46,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_NAMES = {runs.evaluate: "eval", runs.continue_: "continue"}
+"""Commands whose functions cannot have their names."""
 for _command in (
     runs.train,
+    runs.continue_,
     runs.plan,
     launch.launch,
     simulate.simulate,
@@ -70,7 +73,7 @@ for _command in (
     init.init,
     fetch.fetch,
 ):
-    app.command("eval" if _command is runs.evaluate else None)(_command)
+    app.command(_NAMES.get(_command))(_command)
 app.add_typer(data.app)
 app.add_typer(soup.app)
 

@@ -55,17 +55,29 @@ def read_recipe(
     ``run``: by the recipe's name, the directory of the run that goes on with it. ``gpu``: what ``model.dtype: auto`` is
     chosen for, in place of this machine's device. ``found``: the launcher that started this process as one of several.
     """
-    from mmrl.config.dtype import chosen_by, with_choice
     from mmrl.config.loader import load_recipe
-    from mmrl.config.schema import Recipe
-    from mmrl.planner.gpus import planned_for
-    from mmrl.runtime.launchers import use_own_devices
 
+    overlays, overrides = layers_of(changes)
+    return load_recipe([recipe, *overlays], overrides, preparing(run, gpu, found))
+
+
+def layers_of(changes: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments of a command as files to layer over a recipe, and single settings. Raises ``UserError``."""
     overlays = [text for text in changes if "=" not in text or os.path.isfile(text)]
-    overrides = [text for text in changes if text not in overlays]
     for text in overlays:
         if not os.path.isfile(text):
             raise UserError(f"{text!r} is neither a file to layer over the recipe nor a setting; write key=value")
+    return overlays, [text for text in changes if text not in overlays]
+
+
+def preparing(
+    run: Callable[[str], Path] | None = None, gpu: Gpu | None = None, found: Launched | None = None
+) -> Callable[[JsonObject], JsonObject]:
+    """What is done with the values of a recipe before they are checked; arguments as of ``read_recipe``."""
+    from mmrl.config.dtype import chosen_by, with_choice
+    from mmrl.config.schema import Recipe
+    from mmrl.planner.gpus import planned_for
+    from mmrl.runtime.launchers import use_own_devices
 
     def prepare(values: JsonObject) -> JsonObject:
         threads = values.get("threads", Recipe.model_fields["threads"].default)
@@ -77,7 +89,7 @@ def read_recipe(
         chosen = chosen_by(run(str(values.get("name")))) if run else None
         return values if chosen is None else with_choice(values, chosen)
 
-    return load_recipe([recipe, *overlays], overrides, prepare)
+    return prepare
 
 
 def use_threads(threads: int | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mmrl.cli.arguments import ChangesArgument, RecipeArgument, read_recipe
+from mmrl.errors import UserError
 
 
 class Launcher(StrEnum):
@@ -28,6 +29,12 @@ def launch(
     per_node: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Devices of a host.", show_default="8, or fewer if enough")
     ] = None,
+    cpus_per_task: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Slurm: CPU cores of a controller.", show_default="8 on GPUs, else threads"
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/NAME")
     ] = None,
@@ -41,8 +48,10 @@ def launch(
 
     loaded = read_recipe(recipe, changes or ())
     shown = [masked_override(text, loaded.tree.values) if "=" in text else text for text in changes or ()]
+    if cpus_per_task is not None and launcher is not Launcher.slurm:
+        raise UserError("--cpus-per-task is for Slurm; leave it out, or print slurm")
     directory = out or Path("runs") / loaded.recipe.name
     more = ["ray=auto"] if launcher is Launcher.ray else []
     words = ("mmrl", "train", recipe, *shown, *more, "--out", str(directory))
-    job = launch_files.Job(loaded.recipe, words, directory, Path.cwd(), per_node)
+    job = launch_files.Job(loaded.recipe, words, directory, Path.cwd(), per_node, cpus_per_task)
     print(getattr(launch_files, launcher.value)(job), end="")

@@ -16,6 +16,8 @@ from mmrl.cli.arguments import (
     RecipeArgument,
     RunArgument,
     console,
+    layers_of,
+    preparing,
     read_recipe,
     use_threads_of,
 )
@@ -26,8 +28,10 @@ from mmrl.garbage import rarely_collected
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mmrl.config.loader import LoadedRecipe
     from mmrl.planner.gpus import Gpu
     from mmrl.planner.plan_data import Plan
+    from mmrl.runtime.launchers import Launched
 
 
 class Exported(StrEnum):
@@ -59,11 +63,51 @@ def train(
     def directory(name: str) -> Path:
         return out or Path("runs") / name
 
+    from mmrl.report.rundir import refuse_directory
     from mmrl.runtime.launchers import launched
 
     found = launched(os.environ)
+    if out is not None and (found is None or found.leads):
+        refuse_directory(out, overwrite=overwrite, resume=resume)  # before anything is planned
     with rarely_collected():
         loaded = read_recipe(recipe, changes or (), directory if resume else None, found=found)
+        out = directory(loaded.recipe.name)
+        if found is None or found.leads:
+            refuse_directory(out, overwrite=overwrite, resume=resume)
+    _train(loaded, out, found, resume=resume, overwrite=overwrite)
+
+
+def continue_(
+    run: RunArgument,
+    changes: ChangesArgument = None,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Stretch the schedule of the learning rate over the new length.")
+    ] = False,
+    hold: Annotated[bool, typer.Option("--hold", help="Keep the learning rate of the last step to the end.")] = False,
+) -> None:
+    """Go on with a run from its directory alone: after Ctrl-C, kill -9, early stopping, or its last step.
+
+    train.steps=N trains more steps; where optim.schedule depends on the length, add --extend or --hold. optim.lr=X
+    goes on with another learning rate. Both stay recorded in RUN. Exit codes are those of mmrl train.
+    """
+    from mmrl.runtime.launchers import launched
+
+    if extend and hold:
+        raise UserError("--extend and --hold exclude each other; give one of them")
+    found = launched(os.environ)
+    use_threads_of(run)
+    with rarely_collected():
+        from mmrl.checkpoint.continuing import continued
+
+        overlays, overrides = layers_of(changes or ())
+        choice = "extend" if extend else "hold" if hold else None
+        loaded = continued(run, overlays, overrides, choice, preparing(found=found))
+    _train(loaded, run, found, resume=True)
+
+
+def _train(loaded: LoadedRecipe, out: Path, found: Launched | None, *, resume: bool, overwrite: bool = False) -> None:
+    """Plan the recipe, then train it into ``out``, in this process or, of a launcher's, with the others."""
+    with rarely_collected():
         from mmrl.planner.plan import plan
         from mmrl.planner.render import render
         from mmrl.runtime.joined import train as train_with_others
@@ -76,8 +120,7 @@ def train(
             render(planned, console(), short=True)
         if planned.problems:
             raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-        loaded, out = replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name)
-
+        loaded = replace(loaded, recipe=planned.recipe)
     if found is None:
         train_alone(loaded, out, resume=resume, overwrite=overwrite)
     else:

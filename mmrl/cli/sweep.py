@@ -29,6 +29,9 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the search.", show_default="sweeps/NAME")
     ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Train each setting with so many seeds, and compare their means.")
+    ] = 1,
     factor: Annotated[int, typer.Option(help="After each round one of so many trials goes on.")] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the search in DIR.")] = False,
     as_json: JsonOption = False,
@@ -36,13 +39,14 @@ def sweep(
     """Find settings of a recipe: short trainings first, the best of them longer (successive halving).
 
     The last round trains one trial as long as the recipe says. Trials are compared on the held-out figure of mmrl
-    compare. A trial that diverges is left out. Exit codes are those of mmrl train.
+    compare; where no setting is ahead beyond chance, the search says so. A trial that diverges is left out. Exit codes
+    are those of mmrl train.
     """
     with rarely_collected():
         loaded = read_recipe(recipe, changes or ())
         from mmrl.sweep.searching import Search
 
-    search = Search(loaded, out or Path("sweeps") / loaded.recipe.name, tried, factor, resume=resume)
+    search = Search(loaded, out or Path("sweeps") / loaded.recipe.name, tried, factor, seeds, resume=resume)
     if not as_json:
         _announce(search)
         best = search.run()
@@ -60,7 +64,7 @@ def _announce(search: Search) -> None:
     from mmrl.sweep.halving import work
 
     lengths = ", ".join(f"{one.trials} x {_percent(float(one.share))}" for one in search.rounds)
-    total = float(work(search.rounds, goes_on=search.goes_on))
+    total = float(work(search.rounds, goes_on=search.goes_on)) * len(search.sweep.seeds)
     print(f"rounds: {lengths} of the recipe's length; together {total:.3g} whole trainings", file=sys.stderr)
     if not search.goes_on:
         print(
@@ -83,24 +87,38 @@ def _show(search: Search, best: int) -> None:
     for n in range(len(search.rounds)):
         table.add_column(f"{n + 1}", justify="right")
     for trial, settings in enumerate(sweep.trials, 1):
-        found = [sweep.results.get((n + 1, trial)) for n in range(len(search.rounds))]
-        cells = ["" if one is None else "diverged" if one.value is None else f"{one.value:.4f}" for one in found]
+        cells = [_cell(search, n + 1, trial) for n in range(len(search.rounds))]
         table.add_row(str(trial), " ".join(settings), *cells, style="bold" if trial == best else "")
     console().print(table)
-    print(f"best: {' '.join(sweep.trials[best - 1])}, trained in {_last(search, best)}", file=sys.stderr)
+    for line in search.verdict(best):
+        print(line, file=sys.stderr)
     print(sweep.train(best))
 
 
-def _last(search: Search, best: int) -> Path:
-    return search.sweep.run(best, len(search.rounds), goes_on=search.goes_on)
+def _cell(search: Search, round_: int, trial: int) -> str:
+    """The mean over seeds with half of its interval; of one seed its figure."""
+    from mmrl.sweep.ahead import half_width
+
+    values = list(search.sweep.values(round_, trial).values())
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "diverged"
+    mean = search.sweep.mean(round_, trial)
+    if mean is None:
+        return ""
+    return f"{mean:.4f}" if len(known) < 2 else f"{mean:.4f} ± {half_width(known):.4f}"
 
 
 def _as_json(search: Search, best: int) -> JsonObject:
-    sweep = search.sweep
+    sweep, leads = search.sweep, search.leads(best)
+    left = sweep.trials[best - 1]
     return {
-        "best": sweep.trials[best - 1],
-        "run": str(_last(search, best)),
+        "best": left if all(lead.ahead for lead in leads.values()) else None,
+        "left": left,
+        "run": str(search.run_of(best, len(search.rounds))),
         "command": sweep.train(best),
         "trials": sweep.trials,
+        "seeds": sweep.seeds,
         "results": sweep.rows(),
+        "leads": [{"trial": trial, **vars(lead), "ahead": lead.ahead} for trial, lead in leads.items()],
     }

@@ -2,7 +2,8 @@
 
 Scalars follow YAML 1.2's core schema, so that ``1e-5`` is a number, and ``no``, ``012`` and ``2024-01-01`` are not
 converted. Mappings of later files merge into earlier ones, all other values replace; an override always replaces, even
-a mapping. A file or an override that names another data set starts its options anew. Tags construct no objects.
+a mapping, and so does a mapping with a ``type``, whose other keys are of that type. A file or an override that names
+another data set starts its options anew. Tags construct no objects.
 """
 
 from __future__ import annotations
@@ -246,13 +247,13 @@ def kind_of(value: object) -> str:
 
 
 def _merge(tree: Tree, layer: Tree) -> None:
-    """Put ``layer`` on top of ``tree``: mappings merge, everything else replaces."""
+    """Put ``layer`` on top of ``tree``: mappings without a ``type`` merge, everything else replaces."""
     replaced: set[KeyPath] = set()
 
     def put(base: dict[str, MutableJson], over: dict[str, MutableJson], path: KeyPath) -> None:
         for key, value in over.items():
             here, below = (*path, key), base.get(key)
-            if isinstance(value, dict) and isinstance(below, dict):
+            if isinstance(value, dict) and isinstance(below, dict) and "type" not in value:
                 put(below, value, here)
                 continue
             base[key] = value

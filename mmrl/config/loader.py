@@ -27,13 +27,27 @@ from mmrl.config.names import (
 )
 from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
-from mmrl.json_types import JsonObject
+from mmrl.json_types import Json, JsonObject, MutableJson
 from mmrl.secrets import masks, remember
 
 __all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "resolve", "shipped_recipes"]
 
 
 _MASKED = "the secret is masked here, as in the recipe that a run keeps; write it anew, or name a variable: $NAME"
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a run goes on with its stored recipe.
+
+    ``run``: its directory; ``step``: finished steps; ``changes``: settings that differ, with their values before and
+    now; ``notes``: what else is to be said, such as what the learning rate does.
+    """
+
+    run: Path
+    step: int
+    changes: tuple[tuple[str, Json, Json], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,8 @@ class LoadedRecipe:
     tree: Tree = field(repr=False)
     from_python: bool = False
     """Whether it was made from Python values, so that its files are deleted when the process ends."""
+    continues: Continuation | None = None
+    """The run that stored it, if it goes on with that."""
 
     def resolve(self, text: str) -> str:
         """The absolute path of a model or file named in this recipe, or ``text`` if it names nothing local."""
@@ -104,18 +120,22 @@ def load_recipe(
     overrides: Sequence[str] = (),
     prepare: Callable[[JsonObject], JsonObject] | None = None,
     root: Path | None = None,
+    migrate: Callable[[dict[str, MutableJson]], dict[str, MutableJson]] | None = None,
 ) -> LoadedRecipe:
     """Read a recipe: YAML files layered left to right, then ``a.b=c`` overrides.
 
-    A first path that is no file may be the name of a shipped recipe. Mappings merge, lists and scalars replace; an
-    override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew. ``prepare`` gets the
-    plain values before they are checked, and returns those to check. ``root``: where relative paths start, in place of
-    the first file's folder. Raises ``RecipeError`` with every problem found.
+    A first path that is no file may be the name of a shipped recipe. Mappings merge, lists, scalars and mappings with a
+    ``type`` replace; an override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew.
+    ``prepare`` gets the plain values before they are checked, and returns those to check. ``root``: where relative
+    paths start, in place of the first file's folder. ``migrate``: makes of the values of a run's stored recipe those of
+    today. Raises ``RecipeError`` with every problem found.
     Loads no model; of the names in the recipe only the algorithm is imported.
     """
     files = [find_recipe(str(path)) for path in paths]
     root = root or files[0].resolve().parent
     tree = read_layers(files, list(overrides))
+    if migrate is not None and not tree.findings:
+        tree = replace(tree, values=migrate(tree.values))
     remember(tree.values)
     findings = list(tree.findings)
     findings += [Finding(tree.source(key), key, _MASKED) for key in masks(tree.values)]

@@ -58,6 +58,8 @@ __all__ = [
     "Window",
 ]
 
+MOST_CONTINUED = 256
+"""How often the learning rate of a run may be changed."""
 Makes = Literal["text", "image", "video"]
 """The kind of a pipeline's samples."""
 
@@ -176,6 +178,19 @@ class Train(Section):
     different weights."""
 
 
+class Earlier(Section):
+    """The learning rate of a run before ``mmrl continue`` changed it."""
+
+    until: Count
+    """Updates that were done when the run was continued."""
+    total: Count
+    """Updates that the schedule was over."""
+    peak: PositiveFloat
+    """The peak of the schedule, ``optim.lr`` of then."""
+    constant: NonNegative | None = None
+    """The rate of every update, if it did not follow the schedule."""
+
+
 class Optim(Section):
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
@@ -195,6 +210,11 @@ class Optim(Section):
     warm-up."""
     min_lr_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The final learning rate of a falling schedule, as a fraction of optim.lr."""
+    held: NonNegative | None = None
+    """A constant learning rate in place of ``schedule``: ``mmrl continue --hold`` sets it."""
+    earlier: Annotated[list[Earlier], Field(max_length=MOST_CONTINUED)] = Field(default_factory=list)
+    """The learning rates of updates that were done before the run was continued with others: ``mmrl continue`` writes
+    it."""
     ema_decay: Decay | None = None
     """Keep an exponential moving average of the weights, and evaluate and export it; None evaluates the weights."""
     ema_every: Count = 1
@@ -260,6 +280,8 @@ class Eval(Section):
     hybrid inference, arXiv 2507.21802), which reduces the effects of reward hacking. Needs LoRA."""
     early_stopping: EarlyStopping | None = None
     """None trains to the end."""
+    since: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """Evaluations up to this step do not end the run, by early stopping or by a guard: ``mmrl continue`` sets it."""
     guards: Guards = Guards()
     """Limits on signs of reward hacking, which warn or stop the run."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmrl import finite
 from mmrl.checkpoint.reader import PartState, Saved
+from mmrl.config.learning_rate import learning_rate
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Optim
 from mmrl.engines.optimizer_state import OptimizerState, Visiting
@@ -26,9 +27,6 @@ from mmrl.transfer import arrived, to_host
 
 P = TypeVar("P")
 R = TypeVar("R")
-_LAG = 0.05
-"""How far a schedule may stay behind the limit of CPU time. Measured time differs from run to run; with this it has no
-say where a run comes to its last step before the limit, or shortly after it would have."""
 
 
 @dataclass(frozen=True)
@@ -224,28 +222,8 @@ class Policy:
         return {"optim/grad_norm": norms[0], "optim/lr": lr}
 
     def learning_rate(self) -> float:
-        """Of the next update: a function of what a checkpoint holds, so that a resumed run has the same.
-
-        Where the limit of CPU time will end the run, a falling rate follows ``spent`` in place of the updates done.
-        """
-        settings, done = self.settings, max(self.updates / self.total_updates, self.spent - _LAG)
-        if settings.schedule == "cosine":
-            return settings.lr * self._cosine(done)
-        warm = min(1.0, (self.updates + 1) / (settings.warmup_steps + 1))
-        fallen = self._above_floor(max(0.0, 1 - done)) if settings.schedule == "linear" else 1.0
-        return settings.lr * warm * fallen
-
-    def _cosine(self, done: float) -> float:
-        """As transformers' get_cosine_schedule_with_warmup, and with a floor as its ..._with_min_lr_...: the first
-        update of a warm-up has rate 0. ``done``: the share of the run."""
-        warmup, total = self.settings.warmup_steps, self.total_updates
-        if self.updates < warmup:
-            return self.updates / warmup
-        past = min(1.0, max(0.0, done * total - warmup) / max(1, total - warmup))
-        return self._above_floor(0.5 * (1 + math.cos(math.pi * past)))
-
-    def _above_floor(self, share: float) -> float:
-        return share * (1 - self.settings.min_lr_ratio) + self.settings.min_lr_ratio
+        """Of the next update: a function of what a checkpoint holds, so that a resumed run has the same."""
+        return learning_rate(self.settings, self.total_updates, self.updates, self.spent)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """All that a resumed run needs: tensors by part and name, as this rank keeps them, and numbers."""

@@ -240,6 +240,8 @@ def too_slow(facts: Facts) -> Advice | None:
     if facts.above("advantage/zero_std_groups", NO_SPREAD) is not None or _large_updates(facts):
         return None
     if len(facts.run.metrics) < 2 * RECENT:
+        if facts.run.ended is not None and facts.run.ended.how != "finished":
+            return None
         return _longer(facts, f"A run of {len(facts.run.metrics)} steps is short.")
     lr = facts.number("optim.lr")
     if lr is None:
@@ -311,7 +313,9 @@ def _slower(facts: Facts, why: str) -> Advice | None:
 
 
 def _longer(facts: Facts, why: str) -> Advice | None:
-    """Twice the limit that ended the run."""
+    """Twice the limit that ended the run; nothing where something else ended it."""
+    if facts.run.ended is not None and facts.run.ended.how != "finished":
+        return None
     steps, limit = facts.number("train.steps"), facts.number("train.max_cpu_seconds")
     spent = facts.run.metrics[-1].get("perf/cpu_seconds")
     if limit and spent and spent >= limit:

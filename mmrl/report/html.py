@@ -93,14 +93,6 @@ def _head(run: RecordedRun) -> dict[str, Any]:
     last = run.metrics[-1] if run.metrics else {}
     step, cpu = last.get("step", 0), last.get("perf/cpu_seconds")
     times = [value for _, value in run.column("time/step") if value is not None]
-    if total and step >= total:  # also while the run still holds its lock, to write this
-        status = "finished"
-    elif budget and cpu and cpu >= budget:
-        status = "finished (CPU budget spent)"
-    elif run.owner:
-        status = "running"
-    else:
-        status = "stopped" if run.metrics else "not started"
     tiles = [("steps", f"{step}/{total}" if total else str(step), "")]
     if cpu is not None:
         tiles.append(("CPU seconds of training", f"{cpu:,.0f}", f"of {budget:,.0f}" if budget else ""))
@@ -114,7 +106,7 @@ def _head(run: RecordedRun) -> dict[str, Any]:
                 detail = f"from {short(round(a, 4))} ({_signed(b - a)})"
                 tiles.append((f"held-out {label}{f' ({note})' if note else ''}", short(round(b, 4)), detail))
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return {"status": status, "tiles": tiles, "written": written, "samples": _samples(run)}
+    return {"status": run.status, "tiles": tiles, "written": written, "samples": _samples(run)}
 
 
 def _samples(run: RecordedRun) -> int | None:
@@ -122,16 +114,26 @@ def _samples(run: RecordedRun) -> int | None:
 
 
 def _remarks(run: RecordedRun) -> list[str]:
-    """Warnings at the top of the report."""
+    """Remarks and warnings at the top of the report."""
     bad: dict[str, list[int]] = {}
     for row in run.metrics:
         for key in row.get("nonfinite") or []:
             bad.setdefault(str(key), []).append(row["step"])
-    found = [f"{key} was not finite in {_steps(steps)}." for key, steps in bad.items()]
+    found = [*_continued(run)]
+    found += [f"{key} was not finite in {_steps(steps)}." for key, steps in bad.items()]
     if run.failures:
         count = len(run.failures)
         found.append(f"{count} {'thing was' if count == 1 else 'things were'} left out; see Failures.")
     return found
+
+
+def _continued(run: RecordedRun) -> Iterator[str]:
+    """What ``mmrl continue`` changed, each time."""
+    for row in run.continued:
+        changes = [of for of in row.get("changes") or [] if isinstance(of, dict)]
+        said = [f"{of.get('key')} {json.dumps(of.get('before'))} → {json.dumps(of.get('now'))}" for of in changes]
+        said += [str(note) for note in row.get("notes") or []]
+        yield f"Continued after step {row.get('after')}: {'; '.join(said)}."
 
 
 def _heldout_charts(run: RecordedRun) -> list[Markup]:

@@ -12,6 +12,7 @@ from typing import Any
 from mmrl.config.evaluation_checks import label_of
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
+from mmrl.report.ended import Ended, read_ended
 from mmrl.report.metrics import of_pairs, of_repeated, of_source, read
 from mmrl.report.pictures import Evaluation, read_evaluations
 from mmrl.report.rundir import RunDir, looks_like_run
@@ -34,7 +35,25 @@ class RecordedRun:
     overrides: list[str]
     env: JsonObject
     owner: JsonObject | None
+    ended: Ended | None
+    continued: list[Row]
     evaluations: list[Evaluation]
+
+    @property
+    def status(self) -> str:
+        """``running``, ``finished``, ``stopped early at step 40: why``, ... as reports say it."""
+        if self.ended is not None:
+            return str(self.ended)
+        steps, budget = self.setting("train.steps"), self.setting("train.max_cpu_seconds")
+        last = self.metrics[-1] if self.metrics else {}
+        step, cpu = last.get("step", 0), last.get("perf/cpu_seconds")
+        if isinstance(steps, int) and step >= steps:  # also while the run still holds its lock, to write this
+            return "finished"
+        if isinstance(budget, int | float) and cpu and cpu >= budget:
+            return "finished (CPU budget spent)"
+        if self.owner:
+            return "running"
+        return f"stopped at step {step}" if self.metrics else "not started"
 
     @property
     def overridden(self) -> set[str]:
@@ -99,6 +118,8 @@ def read_run(path: Path) -> RecordedRun:
         overrides=run.overrides(),
         env=_json(run.env),
         owner=run.owner(),
+        ended=read_ended(path),
+        continued=read(run.continued),
         evaluations=read_evaluations(run.samples),
     )
 

@@ -3,6 +3,7 @@
 recipe.yaml        the recipe as given, the command line's overrides as comments
 resolved.json      every setting of the run, defaults included
 env.json           versions and machine
+ended.json         how the run ended                 continued.jsonl  what `mmrl continue` changed, and when
 metrics.jsonl      a row per training step          heldout.jsonl    a row per evaluation
 heldout_samples.jsonl  of each evaluation the prompt and the rewards of every sample
 failures.jsonl     every sample or record left out, by name
@@ -21,6 +22,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -28,6 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from mmrl.config.loader import Continuation
 from mmrl.config.masked_text import masked_document, masked_override
 from mmrl.errors import UserError
 from mmrl.files import remove, write_atomic
@@ -48,6 +51,8 @@ FILES = (
     "judge-cache.jsonl",
     "judge-transcripts.jsonl",
     "judge-usage.jsonl",
+    "ended.json",
+    "continued.jsonl",
     "report.html",
 )
 FOLDERS = ("samples", "checkpoints", "controllers", "profile", "strength", "tensorboard", "wandb", "trackio")
@@ -72,6 +77,7 @@ class RunDir:
         self.placement = self.path / "placement.jsonl"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
+        self.continued = self.path / "continued.jsonl"
         self.report = self.path / "report.html"
         self._lock: IO[str] | None = None
 
@@ -85,7 +91,7 @@ class RunDir:
         """
         run = cls(path)
         try:
-            _refuse(run.path, overwrite, resume)
+            refuse_directory(run.path, overwrite=overwrite, resume=resume)
             run.path.mkdir(parents=True, exist_ok=True)
             run._acquire()
             if overwrite or not (resume or has_begun(run.path)):
@@ -132,6 +138,13 @@ class RunDir:
         texts = [masked_document(path.read_text(encoding="utf-8"), resolved).rstrip() for path in recipes]
         parts = [f"# {_one_line(path.name)}\n{text}" for path, text in zip(recipes, texts, strict=True)]
         write_atomic(self.recipe, "\n".join([*head, "\n---\n".join(parts), ""]))
+        write_atomic(self.resolved, json.dumps(masked(resolved), indent=2, ensure_ascii=False) + "\n")
+
+    def write_continued(self, how: Continuation, resolved: JsonObject) -> None:
+        """Keep the recipe with which the run goes on, and a line of what changed; recipe.yaml stays as it was."""
+        if how.changes:
+            changes = [{"key": key, "before": before, "now": now} for key, before, now in how.changes]
+            _append(self.continued, [{"after": how.step, "changes": changes, "notes": list(how.notes)}])
         write_atomic(self.resolved, json.dumps(masked(resolved), indent=2, ensure_ascii=False) + "\n")
 
     def overrides(self) -> list[str]:
@@ -227,7 +240,8 @@ def has_begun(path: Path) -> bool:
     return written or any((path / "checkpoints").glob("step_*"))
 
 
-def _refuse(path: Path, overwrite: bool, resume: bool) -> None:
+def refuse_directory(path: Path, *, overwrite: bool, resume: bool) -> None:
+    """Raise ``UserError`` where no run may be made, or continued, in ``path``."""
     if overwrite and resume:
         raise UserError("--resume continues the run and --overwrite removes it; give one of them")
     if path.exists() and not path.is_dir():
@@ -242,8 +256,8 @@ def _refuse(path: Path, overwrite: bool, resume: bool) -> None:
         raise UserError(f"{path} holds files that no run made, so nothing is written or removed there; use --out other")
     elif not overwrite and has_begun(path):
         raise UserError(
-            f"{path} already holds a run; continue it with --resume, replace it with --overwrite, "
-            "or keep it and use --out other"
+            f"{path} already holds a run; continue it with --resume (or mmrl continue {shlex.quote(str(path))}), "
+            "replace it with --overwrite, or keep it and use --out other"
         )
 
 

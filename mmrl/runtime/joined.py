@@ -51,7 +51,8 @@ def with_processes(loaded: LoadedRecipe, found: Launched) -> LoadedRecipe:
     recipe = loaded.recipe
     if recipe.controllers == found.size:
         return loaded
-    if loaded.source("controllers") != "default":
+    stored = loaded.continues is not None and not any(key == "controllers" for key, *_ in loaded.continues.changes)
+    if loaded.source("controllers") != "default" and not stored:
         raise UserError(
             f"controllers: the recipe has {recipe.controllers} ({loaded.source('controllers')}), and {found.launcher} "
             f"started {found.size} processes, each a controller; set controllers={found.size} or leave it out, or "

@@ -13,21 +13,31 @@ TO_FILL_IN = "# TO FILL IN:"
 """Marks what no recipe can know."""
 _PER_NODE = 8
 """Devices of a host, if nobody says how many there are."""
+_PER_GPU = 8
+"""CPU cores of a controller on a GPU, if nobody says how many: rewards, readers of media and engines run beside it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on a cluster. ``command``: the words of ``mmrl train`` for it; ``per_node``: devices of a host."""
+    """A recipe on a cluster. ``command``: the words of ``mmrl train`` for it; ``per_node``: devices of a host;
+    ``cpus``: cores of a controller."""
 
     recipe: Recipe
     command: tuple[str, ...]
     out: Path
     folder: Path
     per_node: int | None = None
+    cpus: int | None = None
 
     @property
     def gpus(self) -> bool:
         return self.recipe.device != "cpu"
+
+    @property
+    def cores(self) -> int:
+        """CPU cores of a controller: at least the recipe's threads, and on a GPU more."""
+        threads = self.recipe.threads or 1
+        return self.cpus or (max(threads, _PER_GPU) if self.gpus else threads)
 
     def nodes(self) -> tuple[int, int]:
         """The number of hosts, and of controllers on each. Raises ``UserError`` where they do not divide."""
@@ -57,7 +67,7 @@ def slurm(job: Job) -> str:
         f"#SBATCH --job-name={job.recipe.name}",
         f"#SBATCH --nodes={nodes}",
         f"#SBATCH --ntasks-per-node={each}",
-        f"#SBATCH --cpus-per-task={job.recipe.threads or 1}",
+        f"#SBATCH --cpus-per-task={job.cores}",
         *([f"#SBATCH --gpus-per-node={each}"] if job.gpus else []),
         f"#SBATCH --output={job.recipe.name}-%j.log",
         "#SBATCH --signal=TERM@120  # two minutes before the end of its time the run saves and stops",

@@ -17,7 +17,10 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.files import remove
 from mmrl.planner.plan import resolved
+from mmrl.report import ended
+from mmrl.report.ended import Ended
 from mmrl.report.html import write_report
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
@@ -93,10 +96,22 @@ class OpenRun:
         called = Callbacks(callbacks, self.recipe, self.directory.path, self.stop) if callbacks else None
         return Session(self.loaded, self.directory, callbacks=called)
 
+    def ended(self, outcome: Outcome) -> Ended:
+        """How the run ended, for its directory."""
+        if outcome.error:
+            return Ended("failed", outcome.done, outcome.error.partition("\n")[0])
+        if outcome.early:
+            return Ended("early", outcome.done, outcome.early)
+        if outcome.finished:
+            spent = outcome.spent and outcome.done < self.recipe.train.steps
+            return Ended("finished", outcome.done, "CPU budget spent" if spent else "")
+        return Ended("stopped", outcome.done, self.stop.why)
+
     def conclude(self, outcome: Outcome) -> None:
-        """Write the report of a finished run, or print how to continue it. Raises ``UserError`` if an error ended
-        it."""
+        """Keep how the run ended, write its report, and print how to continue it. Raises ``UserError`` if an error
+        ended it."""
         again = self.launcher(command(self.loaded, self.directory.path))
+        self.ended(outcome).write(self.directory.path)
         if outcome.divergence is not None:
             raise UserError(settle(self.directory, outcome.divergence, self.recipe, again))
         if outcome.error:
@@ -113,6 +128,10 @@ class OpenRun:
             raise UserError(outcome.save_failed)
         why = f" ({self.stop.reason})" if self.stop.reason else ""
         print(f"stopped after step {outcome.done}{why}; continue with: {resumed(self.loaded, again)}", file=sys.stderr)
+        try:
+            print(f"report: {write_report(self.directory.path)}", file=sys.stderr)
+        except (UserError, OSError) as error:  # the run is saved, and its exit code says how it was stopped
+            print(f"warning: no report was written: {error}", file=sys.stderr)
 
 
 @contextmanager
@@ -122,16 +141,24 @@ def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) ->
     check_trackers(loaded.recipe.log)
     remember(variables(loaded.recipe))
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
-        if resume and directory.resolved.exists():  # a run killed in its first second has no recipe yet
+        if resume and loaded.continues is None and directory.resolved.exists():  # one killed at once has no recipe yet
             same_run(directory, loaded)
         found = reader.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
-        directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
+        remove(directory.path / ended.NAME)
+        if loaded.continues is None:
+            directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
+        else:
+            for note in loaded.continues.notes:
+                print(note, file=sys.stderr)
+            directory.write_continued(loaded.continues, loaded.resolved())
         directory.write_environment()
         yield OpenRun(loaded, directory, stop, found)
 
 
 def command(loaded: LoadedRecipe, out: Path) -> str:
     """The command line that trains this recipe into ``out``, without its secrets."""
+    if loaded.continues is not None:
+        return shlex.join(["mmrl", "continue", str(out)])
     overrides = [masked_override(text, loaded.tree.values) for text in loaded.overrides]
     words = ["mmrl", "train", *map(str, loaded.paths), *overrides, "--out", str(out)]
     return shlex.join(words)
@@ -139,11 +166,15 @@ def command(loaded: LoadedRecipe, out: Path) -> str:
 
 def resumed(loaded: LoadedRecipe, again: str) -> str:
     """How to continue the run: with the command ``again``, or from Python if its recipe was made there."""
+    if loaded.continues is not None:
+        return f"mmrl.continue_run({str(loaded.continues.run)!r}, ...)" if loaded.from_python else again
     return "the same call of mmrl.train with resume=True" if loaded.from_python else f"{again} --resume"
 
 
 def anew(loaded: LoadedRecipe, again: str) -> str:
     """How to start a run again that has no step; only a start from the beginning takes an edited recipe."""
+    if loaded.continues is not None:
+        return resumed(loaded, again)
     if loaded.from_python:
         return "the same call of mmrl.train with overwrite=True (or resume=True, if its arguments stay the same)"
     return f"{again} --overwrite (or --resume, if the recipe stays the same)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ NAME = "sweep.json"
 
 @dataclass(frozen=True)
 class Result:
-    """Of a trial in a round. ``value``: its held-out figure as training wants it, higher is better; None where it
-    failed, with ``why``. ``seconds``: of CPU time."""
+    """Of a trial in a round, with one seed. ``value``: its held-out figure as training wants it, higher is better; None
+    where it failed, with ``why``. ``seconds``: of CPU time."""
 
     value: float | None
     seconds: float = 0.0
@@ -30,7 +31,7 @@ class Sweep:
     """A search in the folder ``path``.
 
     ``trials``: the overrides of each, without secrets, as are ``overrides``, which all have. ``results``: by round and
-    number of a trial, both from 1.
+    number of a trial, both from 1, and seed. ``seeds``: those of every trial.
     """
 
     path: Path
@@ -38,19 +39,31 @@ class Sweep:
     overrides: tuple[str, ...]
     trials: tuple[tuple[str, ...], ...]
     factor: int
-    results: Mapping[tuple[int, int], Result] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    results: Mapping[tuple[int, int, int], Result] = field(default_factory=dict)
 
     def asks(self) -> tuple[object, ...]:
         """What another search has to share to go on with this one."""
-        return self.recipe, self.overrides, self.trials, self.factor
+        return self.recipe, self.overrides, self.trials, self.factor, self.seeds
 
-    def run(self, number: int, round_: int, *, goes_on: bool) -> Path:
+    def run(self, number: int, round_: int, seed: int, *, goes_on: bool) -> Path:
         """The directory of a trial's run: its own of each round unless the run ``goes_on`` from round to round."""
-        return self.path / (f"trial-{number}" if goes_on else f"round-{round_}/trial-{number}")
+        folder = self.path / (f"trial-{number}" if goes_on else f"round-{round_}/trial-{number}")
+        return folder / f"seed-{seed}" if len(self.seeds) > 1 else folder
 
-    def found(self, round_: int, number: int, result: Result) -> Sweep:
+    def values(self, round_: int, number: int) -> dict[int, float | None]:
+        """What a trial has reached in a round, by seed; None where it failed."""
+        found = {seed: self.results.get((round_, number, seed)) for seed in self.seeds}
+        return {seed: of.value for seed, of in found.items() if of is not None}
+
+    def mean(self, round_: int, number: int) -> float | None:
+        """The mean over seeds of what a trial has reached; None where it has not with each of them."""
+        values = [value for value in self.values(round_, number).values() if value is not None]
+        return statistics.fmean(values) if len(values) == len(self.seeds) else None
+
+    def found(self, round_: int, number: int, seed: int, result: Result) -> Sweep:
         """The same with this result, on the disk too."""
-        made = replace(self, results={**self.results, (round_, number): result})
+        made = replace(self, results={**self.results, (round_, number, seed): result})
         made.write()
         return made
 
@@ -61,8 +74,8 @@ class Sweep:
     def rows(self) -> list[JsonObject]:
         """The results as JSON, round by round."""
         return [
-            {"round": round_, "trial": number, "value": of.value, "cpu_seconds": of.seconds, "failed": of.why}
-            for (round_, number), of in sorted(self.results.items())
+            {"round": n, "trial": trial, "seed": seed, "value": of.value, "cpu_seconds": of.seconds, "failed": of.why}
+            for (n, trial, seed), of in sorted(self.results.items())
         ]
 
     def write(self) -> None:
@@ -72,6 +85,7 @@ class Sweep:
             "overrides": self.overrides,
             "trials": self.trials,
             "factor": self.factor,
+            "seeds": self.seeds,
             "results": self.rows(),
         }
         self.path.mkdir(parents=True, exist_ok=True)
@@ -82,18 +96,18 @@ def read_sweep(path: Path) -> Sweep:
     """The search in the folder ``path``. Raises ``UserError`` where there is none, or its file is damaged."""
     try:
         said = as_object(json.loads((path / NAME).read_text(encoding="utf-8")))
-        results: dict[tuple[int, int], Result] = {}
+        seeds = tuple(map(as_integer, as_list(said.get("seeds", [0]))))
+        results: dict[tuple[int, int, int], Result] = {}
         for row in map(as_object, as_list(said["results"])):
             value = None if row["value"] is None else as_number(row["value"])
             result = Result(value, as_number(row["cpu_seconds"]), as_text(row["failed"]))
-            results[as_integer(row["round"]), as_integer(row["trial"])] = result
+            results[as_integer(row["round"]), as_integer(row["trial"]), as_integer(row.get("seed", seeds[0]))] = result
         trials = tuple(_texts(one) for one in as_list(said["trials"]))
-        return Sweep(
-            path, _texts(said["recipe"]), _texts(said["overrides"]), trials, as_integer(said["factor"]), results
-        )
+        given = _texts(said["recipe"]), _texts(said["overrides"])
+        return Sweep(path, *given, trials, as_integer(said["factor"]), seeds, results)
     except FileNotFoundError:
         raise UserError(f"{path} holds no search: it has no {NAME}; leave out --resume, or correct --out") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path / NAME} cannot be read ({error!r}); put it back from a copy") from error
 
 

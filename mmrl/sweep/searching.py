@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,15 +16,17 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.errors import UserError
 from mmrl.planner.plan import changed
-from mmrl.report.heldout import label_in, measure_of
+from mmrl.report.heldout import label_in, measure_of, number, signed
 from mmrl.report.recorded import read_run
 from mmrl.report.rundir import RunDir, has_begun
 from mmrl.runtime.start import train_to_end
+from mmrl.sweep.ahead import Lead, over_prompts, over_seeds
 from mmrl.sweep.halving import Round, kept, rounds
 from mmrl.sweep.record import NAME, Result, Sweep, read_sweep
 from mmrl.training.divergence import diverged
 
 MOST_TRIALS = 256
+MOST_SEEDS = 64
 
 
 def combinations(tried: Sequence[str]) -> list[tuple[str, ...]]:
@@ -39,6 +42,11 @@ def combinations(tried: Sequence[str]) -> list[tuple[str, ...]]:
             raise UserError(f"--try {text!r} is no setting with values; write --try optim.lr=1e-5,3e-5")
         if key in keys:
             raise UserError(f"--try {key} is given twice; put all its values into one")
+        if parse_key(key) == ("seed",):
+            raise UserError(
+                "--try seed: a seed is chance, and the best of several is no setting; leave it out, and add --seeds 3: "
+                "each setting is trained with three seeds"
+            )
         try:
             found = parse_value(f"[{given}]")
         except ValueError as error:
@@ -60,20 +68,31 @@ def combinations(tried: Sequence[str]) -> list[tuple[str, ...]]:
 class Search:
     """Final class. The search ``tried`` (as for ``combinations``) of a recipe, in the folder ``out``.
 
-    ``factor``: of which part of the trials goes on after each round. Every trial is read and planned when it is built:
+    ``factor``: of which part of the trials goes on after each round. ``seeds``: how many each trial is trained with,
+    the recipe's and those that follow it. Every trial is read and planned when it is built:
     raises ``UserError`` where one cannot run here, where nothing is evaluated, and where ``out`` holds something else,
     or a search and not ``resume``.
     """
 
     def __init__(
-        self, loaded: LoadedRecipe, out: Path, tried: Sequence[str], factor: int, *, resume: bool = False
+        self,
+        loaded: LoadedRecipe,
+        out: Path,
+        tried: Sequence[str],
+        factor: int,
+        seeds: int = 1,
+        *,
+        resume: bool = False,
     ) -> None:
+        if not 1 <= seeds <= MOST_SEEDS:
+            raise UserError(f"--seeds {seeds}: give a number from 1 to {MOST_SEEDS}")
         trials = combinations(tried)
         self.rounds = rounds(len(trials), factor)
         self.loaded = loaded
         hide = loaded.tree.values
         shown = [tuple(masked_override(text, hide) for text in one) for one in [loaded.overrides, *trials]]
-        sweep = Sweep(out, tuple(map(str, loaded.paths)), shown[0], tuple(shown[1:]), factor)
+        chosen = tuple(range(loaded.recipe.seed, loaded.recipe.seed + seeds))
+        sweep = Sweep(out, tuple(map(str, loaded.paths)), shown[0], tuple(shown[1:]), factor, chosen)
         self.sweep = _begun(sweep, resume=resume)
         self.recipes = [self._checked(one) for one in trials]
         self.goes_on = all(one.recipe.optim.schedule == "constant" for one in self.recipes)
@@ -95,45 +114,96 @@ class Search:
         """
         self.sweep.write()
         going = list(range(1, len(self.recipes) + 1))
-        for number, one in enumerate(self.rounds, 1):
+        for n, one in enumerate(self.rounds, 1):
             going = going[: one.trials]
-            for trial in going:
-                if (number, trial) not in self.sweep.results and not self._train(number, one, trial):
+            for trial, seed in itertools.product(going, self.sweep.seeds):
+                if (n, trial, seed) not in self.sweep.results and not self._train(n, one, trial, seed):
                     return None
-            after = self.rounds[number].trials if number < len(self.rounds) else 1
-            found = {trial: self.sweep.results[number, trial].value for trial in going}
+            after = self.rounds[n].trials if n < len(self.rounds) else 1
+            found = {trial: self.sweep.mean(n, trial) for trial in going}
             going = kept(found, after)
             if not going:
                 raise UserError(
-                    f"all trials of round {number} diverged; {self.sweep.path / NAME} says where. Try smaller "
+                    f"all trials of round {n} diverged; {self.sweep.path / NAME} says where. Try smaller "
                     "values of optim.lr"
                 )
         return going[0]
 
-    def _train(self, number: int, one: Round, trial: int) -> bool:
-        path = self.sweep.run(trial, number, goes_on=self.goes_on)
-        print(f"round {number} of {len(self.rounds)}: {' '.join(self.sweep.trials[trial - 1])}", file=sys.stderr)
+    def leads(self, best: int) -> dict[int, Lead]:
+        """By how much the trial ``best``, which is left, is above each other one, in the last round of that."""
+        found: dict[int, Lead] = {}
+        for trial in range(1, len(self.recipes) + 1):
+            last = max((n for n, of, _ in self.sweep.results if of == trial), default=0)
+            if trial == best or not last or self.sweep.mean(last, trial) is None:
+                continue  # one that diverged is behind
+            values = [self.sweep.values(last, one) for one in (best, trial)]
+            if len(self.sweep.seeds) > 1:
+                mine, its = ({seed: v for seed, v in of.items() if v is not None} for of in values)
+                found[trial] = over_seeds(mine, its)
+            else:
+                paths = [self.run_of(one, last) for one in (best, trial)]
+                step = self.rounds[last - 1].steps(self.recipes[best - 1].recipe.train.steps)
+                found[trial] = over_prompts(*paths, step if self.goes_on else None)
+        return found
+
+    def verdict(self, best: int) -> list[str]:
+        """Whether the trial ``best``, which is left, is ahead, in sentences."""
+        leads, named = self.leads(best), " ".join(self.sweep.trials[best - 1])
+        where = f"trained in {self.run_of(best, len(self.rounds))}"
+        alike = {trial: lead for trial, lead in leads.items() if not lead.ahead}
+        over = f"{len(self.sweep.seeds)} seeds" if len(self.sweep.seeds) > 1 else "held-out prompts"
+        if not alike:
+            more = "" if len(self.sweep.seeds) > 1 else "; another seed may choose another (--seeds 3)"
+            return [f"best: {named}, {where}; ahead of all others over {over}{more}"]
+        others = "; ".join(f"{' '.join(self.sweep.trials[trial - 1])} ({_interval(of)})" for trial, of in alike.items())
+        more = "more held-out samples (eval.samples)" if len(self.sweep.seeds) > 1 else "--seeds 3"
+        return [
+            f"no setting is ahead: {named} cannot be told from {others}; paired over {over}",
+            f"{named} was left, {where}; try {more}, or keep what you have",
+        ]
+
+    def run_of(self, trial: int, number: int) -> Path:
+        """The directory of a trial's run with the recipe's seed in round ``number``."""
+        return self.sweep.run(trial, number, self.sweep.seeds[0], goes_on=self.goes_on)
+
+    def _train(self, number: int, one: Round, trial: int, seed: int) -> bool:
+        path = self.sweep.run(trial, number, seed, goes_on=self.goes_on)
+        more = f" seed={seed}" if len(self.sweep.seeds) > 1 else ""
+        print(f"round {number} of {len(self.rounds)}: {' '.join(self.sweep.trials[trial - 1])}{more}", file=sys.stderr)
         try:
-            finished = train_to_end(self._of(one, trial), path, resume=has_begun(path))
+            finished = train_to_end(self._of(one, trial, seed), path, resume=has_begun(path))
         except UserError as error:
             if not diverged(RunDir(path)):
                 raise
             why = str(error).partition("\n")[0]
             print(f"{path} diverged and is left out", file=sys.stderr)
-            self.sweep = self.sweep.found(number, trial, Result(None, _seconds(path), why))
+            self.sweep = self.sweep.found(number, trial, seed, Result(None, _seconds(path), why))
             return True
         if finished:
-            self.sweep = self.sweep.found(number, trial, Result(_value(path), _seconds(path)))
+            self.sweep = self.sweep.found(number, trial, seed, Result(_value(path), _seconds(path)))
         gc.collect()  # the model of this trial, before the next is loaded
         return finished
 
-    def _of(self, one: Round, trial: int) -> LoadedRecipe:
-        """The recipe of a trial, as long as the round is."""
+    def _of(self, one: Round, trial: int, seed: int) -> LoadedRecipe:
+        """The recipe of a trial with a seed, as long as the round is."""
         made = self.recipes[trial - 1]
         train = made.recipe.train
         limit = None if train.max_cpu_seconds is None else train.max_cpu_seconds * float(one.share)
         update = {"steps": one.steps(train.steps), "max_cpu_seconds": limit}
-        return replace(made, recipe=made.recipe.model_copy(update={"train": train.model_copy(update=update)}))
+        recipe = made.recipe.model_copy(update={"train": train.model_copy(update=update), "seed": seed})
+        named = () if seed == made.recipe.seed else (f"seed={seed}",)
+        return replace(made, recipe=recipe, overrides=(*made.overrides, *named))
+
+
+def _interval(lead: Lead) -> str:
+    """The lead with its interval."""
+    if math.isnan(lead.value):
+        return "nothing to compare"
+    near = (lead.high - lead.low) / 2 if math.isfinite(lead.low) else lead.value or 0.01
+    value = f"difference {signed(lead.value, near)}"
+    if math.isnan(lead.low):
+        return f"{value}, too few prompts differ"
+    return f"{value}, 95 % interval {number(lead.low, near)} to {number(lead.high, near)}"
 
 
 def _begun(sweep: Sweep, *, resume: bool) -> Sweep:

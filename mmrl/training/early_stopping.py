@@ -18,8 +18,9 @@ from mmrl.training.guards import PREFIX
 class EarlyStop:
     """Final class: the best evaluation so far, and the number of evaluations since. Equal on every controller."""
 
-    def __init__(self, settings: EarlyStopping) -> None:
-        self.settings = settings
+    def __init__(self, settings: EarlyStopping, after: int = 0) -> None:
+        self.settings, self.after = settings, after
+        """Evaluations up to the step ``after`` do not end training."""
         self.best: float | None = None
         self.step = 0
         """The number of finished steps at the best evaluation."""
@@ -37,7 +38,7 @@ class EarlyStop:
         value = row[name]
         beaten = self.best is None or value > self.best + self.settings.threshold
         if not (beaten and math.isfinite(value)):
-            self.since += 1
+            self.since += step > self.after
             return False
         self.best, self.step, self.since = value, step, 0
         return True
@@ -46,13 +47,17 @@ class EarlyStop:
     def stopped(self) -> bool:
         return self.since >= self.settings.patience
 
+    def why(self) -> str:
+        """Why training ends."""
+        best = "never finite" if self.best is None else f"best after step {self.step} ({self.best:.3f})"
+        return (
+            f"{self.settings.metric} was {best} and no better in {self.since} evaluations since (eval.early_stopping)"
+        )
+
     def message(self) -> str:
         """Why training ends, for the terminal."""
         which = "base" if self.step == 0 else "best"
-        return (
-            f"stopping: {self.settings.metric} was best after step {self.step} ({self.best:.3f}) and no better in "
-            f"{self.since} evaluations since (eval.early_stopping); --checkpoint {which} has those weights"
-        )
+        return f"stopping: {self.why()}; --checkpoint {which} has those weights"
 
     def state_dict(self) -> PartState:
         return PartState({"best": self.best, "step": self.step, "since": self.since})
@@ -60,4 +65,5 @@ class EarlyStop:
     def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
         best = numbers["best"]
         self.best = None if best is None else as_number(best)
-        self.step, self.since = as_integer(numbers["step"]), as_integer(numbers["since"])
+        self.step = as_integer(numbers["step"])
+        self.since = 0 if self.after and saved.step <= self.after else as_integer(numbers["since"])

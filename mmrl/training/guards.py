@@ -149,8 +149,9 @@ class Limits:
     controller, and a function of the rows, so it needs no state in a checkpoint. ``watched``: rewards that are not
     trained on."""
 
-    def __init__(self, settings: Guards, watched: Sequence[str]) -> None:
-        self.settings, self.watched = settings, watched
+    def __init__(self, settings: Guards, watched: Sequence[str], after: int = 0) -> None:
+        self.settings, self.watched, self.after = settings, watched, after
+        """Evaluations up to the step ``after`` do not end training."""
         self.since = 0
         """Evaluations in a row beyond a limit."""
         self.within = 0
@@ -161,7 +162,7 @@ class Limits:
     def saw(self, step: int, row: Row) -> list[str]:
         """Read a row; returns a description of each exceeded limit, with the limit's name."""
         self.why = list(self._beyond(row))
-        self.since, self.within = (self.since + 1, self.within) if self.why else (0, step)
+        self.since, self.within = (self.since + (step > self.after), self.within) if self.why else (0, step)
         return self.why
 
     def _beyond(self, row: Row) -> Iterable[str]:
@@ -181,13 +182,17 @@ class Limits:
     def stopped(self) -> bool:
         return self.settings.action == "stop" and self.since >= self.settings.patience
 
+    def reason(self) -> str:
+        """Why training ends, in a few words."""
+        return f"{'; '.join(self.why)} (eval.guards)"
+
     def message(self) -> str:
         """Why training ends, for the terminal."""
         kept = "base" if self.within == 0 else f"{self.within}, if it is kept"
         return (
-            f"stopping: {'; '.join(self.why)} (eval.guards). The weights are saved; the last evaluation within the "
-            f"limits was after step {self.within} (--checkpoint {kept}). To continue, change the limit or set "
-            "eval.guards.action=warn, and give --resume"
+            f"stopping: {self.reason()}. The weights are saved; the last evaluation within the "
+            f"limits was after step {self.within} (--checkpoint {kept}). To go on: mmrl continue RUN, with another "
+            "limit or eval.guards.action=warn"
         )
 
 
