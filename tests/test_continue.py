@@ -1,6 +1,7 @@
 """``mmrl continue``: a run goes on from its directory alone, also longer and with another learning rate."""
 
 import json
+import os
 import shutil
 import signal
 
@@ -14,7 +15,8 @@ from mmrl.report.ended import read_ended
 from mmrl.report.html import write_report
 from mmrl.report.metrics import read
 from tests import recipes, tiny
-from tests.ranks import Command
+from tests.ranks import Command, free_port
+from tests.ray_runs import alike, ended
 from tests.test_cli import mmrl as run_command
 from tests.test_sweep import RECIPE, REWARDS
 
@@ -258,3 +260,62 @@ def test_a_run_that_early_stopping_ended_goes_on_and_says_how_it_ended(root, tmp
     assert run_command("continue", str(out), "eval.early_stopping=null") == 0
     assert mmrl.load_run(out).status == "finished"
     assert len(read(out / "metrics.jsonl")) == 9
+
+
+def launched_with(monkeypatch):
+    """What reaches the start of several controllers, in place of that."""
+    from mmrl.runtime import start
+    from mmrl.session import Outcome
+
+    calls = []
+
+    def launch(loaded, directory, stop, *, resume):
+        calls.append((loaded, directory.path, resume))
+        return Outcome(False, 4, 4, 0.0)
+
+    monkeypatch.setattr(start, "launch", launch)
+    return calls
+
+
+@pytest.mark.slow
+def test_several_controllers_are_started_as_by_resume(finished, root, tmp_path, monkeypatch):
+    out, calls = copied(finished["linear"], tmp_path), launched_with(monkeypatch)
+    words = ["controllers=2", "optim.schedule=linear", "optim.warmup_steps=1", "train.updates_per_step=2"]
+    loaded = load_recipe([root / "recipe.yaml"], ["rewards.0.name=kill.py:short", *words])
+    from mmrl.runtime.start import train as into
+
+    into(loaded, out, resume=True)
+    goes_on(out, "controllers=2", "train.steps=6", choice="extend")
+    (first, *resumed), (second, *continued_) = calls
+    assert resumed == continued_ == [out, True]
+    assert second.recipe.controllers == 2
+    assert second.recipe.model_copy(update={"train": first.recipe.train, "optim": first.recipe.optim}) == first.recipe
+    assert second.recipe.train.steps == 6
+    assert [one.until for one in second.recipe.optim.earlier] == [8]
+
+
+@pytest.mark.slow
+def test_two_controllers_of_ray_go_on_with_a_run_as_one_does(finished, tmp_path):
+    pytest.importorskip("ray")
+    one, two = (shutil.copytree(finished["linear"], tmp_path / name) for name in ("one", "two"))
+    goes_on(one, "train.steps=6", choice="extend")
+    process = Command("mmrl.cli", ["continue", two, "train.steps=6", "--extend", "controllers=2"], recipes.ROOT)
+    code, said = ended(process)
+    assert code == 0, said
+    assert rates(two) == rates(one)
+    alike(one, two)
+
+
+@pytest.mark.slow
+def test_processes_of_slurm_go_on_with_a_run_together(finished, tmp_path):
+    one, two = (shutil.copytree(finished["linear"], tmp_path / name) for name in ("one", "two"))
+    goes_on(one, "train.steps=6", choice="extend")
+    words = ["continue", two, "train.steps=6", "--extend"]
+    port = str(free_port())
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
+    each = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    tasks = [Command("mmrl.cli", words, recipes.ROOT, {**os.environ, **slurm, **own}) for own in each]
+    found = [ended(task) for task in tasks]
+    assert [code for code, _ in found] == [0, 0], found
+    assert rates(two) == rates(one)
+    alike(one, two)

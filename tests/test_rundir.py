@@ -351,3 +351,23 @@ def test_status_line_tells_the_step_in_one_line():
     ]
     assert status_line(120, 120, {"time/step": 4.1}) == "step 120/120  4.1 s/step"
     assert [duration(s) for s in (0.4, 42, 185, 7800)] == ["0.4 s", "42 s", "3 min 05 s", "2 h 10 min"]
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"]])
+def test_a_directory_that_is_refused_is_refused_before_anything_is_planned(tmp_path, monkeypatch, capsys, words):
+    import mmrl as python
+    from mmrl.api import training
+    from mmrl.planner import plan
+    from tests.test_cli import mmrl
+
+    def planned(*_):
+        raise AssertionError("it was planned")
+
+    monkeypatch.setattr(plan, "plan", planned)
+    monkeypatch.setattr(training, "make_plan", planned)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert mmrl("train", "sums", "--out", str(tmp_path), *words) == 2
+    said = capsys.readouterr().err
+    assert ("no run in" if words else "files that no run made") in said
+    with pytest.raises(python.UserError, match=r"resume=True" if words else r"use out='other'"):
+        python.train("sums", out=tmp_path, resume=bool(words))

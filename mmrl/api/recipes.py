@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from mmrl.api.data import AnyData, Data
 from mmrl.checkpoint.continuing import Choice, continued
@@ -112,7 +112,7 @@ def _held(recipe: Recipe) -> list[str]:
 
 def _algorithm(given: object) -> Json:
     """The section of a class, a name, or a mapping with one of them as its ``type``. Raises ``UserError``."""
-    section = dict(given) if isinstance(given, Mapping) else {"type": given}
+    section: dict[str, object] = dict(given) if isinstance(given, Mapping) else {"type": given}
     kind = section.get("type")
     if isinstance(kind, type):
         kind = name_of("algorithms", kind)
@@ -122,7 +122,7 @@ def _algorithm(given: object) -> Json:
             f"algorithm: {what}; write algorithm=MyClass, algorithm='grpo', or algorithm={{'type': 'grpo', "
             "'clip_range': 0.1}; settings alone go into changes"
         )
-    return {**section, "type": kind}
+    return cast("Json", {**section, "type": kind})
 
 
 def _files(recipe: object, folder: Path) -> tuple[list[Path | str], Path | None]:

@@ -74,7 +74,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
 
 
 def _refusal(directory: RunDir, loaded: LoadedRecipe, changed: list[str], began: str) -> str:
-    differ = f"{', '.join(changed)} differ{'s' * (len(changed) == 1)} from {directory.resolved}{began}"
+    differ = f"{', '.join(changed)} differ from {directory.resolved}{began}"
     if loaded.continues is not None:
         return (
             f"mmrl continue: {differ}, and would change what the run is. train.steps, train.max_cpu_seconds, optim.lr, "

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Mapping
 
 import typer
 
@@ -46,7 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_NAMES = {runs.evaluate: "eval", runs.continue_: "continue"}
+_NAMES: Mapping[object, str] = {runs.evaluate: "eval", runs.continue_: "continue"}
 """Commands whose functions cannot have their names."""
 for _command in (
     runs.train,

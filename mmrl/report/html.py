@@ -130,10 +130,13 @@ def _remarks(run: RecordedRun) -> list[str]:
 def _continued(run: RecordedRun) -> Iterator[str]:
     """What ``mmrl continue`` changed, each time."""
     for row in run.continued:
-        changes = [of for of in row.get("changes") or [] if isinstance(of, dict)]
-        said = [f"{of.get('key')} {json.dumps(of.get('before'))} → {json.dumps(of.get('now'))}" for of in changes]
-        said += [str(note) for note in row.get("notes") or []]
-        yield f"Continued after step {row.get('after')}: {'; '.join(said)}."
+        changes, notes = (found if isinstance(found := row.get(key), list) else [] for key in ("changes", "notes"))
+        said = [_changed(of) for of in changes if isinstance(of, dict)]
+        yield f"Continued after step {row.get('after')}: {'; '.join([*said, *map(str, notes)])}."
+
+
+def _changed(of: Mapping[str, Any]) -> str:
+    return f"{of.get('key')} {json.dumps(of.get('before'))} → {json.dumps(of.get('now'))}"
 
 
 def _heldout_charts(run: RecordedRun) -> list[Markup]:

@@ -141,9 +141,9 @@ class Search:
                 mine, its = ({seed: v for seed, v in of.items() if v is not None} for of in values)
                 found[trial] = over_seeds(mine, its)
             else:
-                paths = [self.run_of(one, last) for one in (best, trial)]
-                step = self.rounds[last - 1].steps(self.recipes[best - 1].recipe.train.steps)
-                found[trial] = over_prompts(*paths, step if self.goes_on else None)
+                length = self.recipes[best - 1].recipe.train.steps
+                step = self.rounds[last - 1].steps(length) if self.goes_on else None
+                found[trial] = over_prompts(self.run_of(best, last), self.run_of(trial, last), step)
         return found
 
     def verdict(self, best: int) -> list[str]:
