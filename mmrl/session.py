@@ -28,6 +28,7 @@ from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import device_tasks
 from mmrl.planner.shortage import explained
 from mmrl.report.clock import Clock, memory
+from mmrl.report.ended import Ended
 from mmrl.report.expected import Pace, expected
 from mmrl.report.metrics import MetricsLog, Tracker, read
 from mmrl.report.profile import Traces, named
@@ -53,7 +54,7 @@ ANEW = "nothing was changed; put the files back from a copy, or start anew with 
 @dataclass(frozen=True)
 class Outcome:
     """How training ended: ``done`` steps, of which ``saved`` are in a checkpoint; ``error`` is what stopped it, and
-    ``early`` says why it has finished before its last step."""
+    ``end`` says how it has finished."""
 
     finished: bool
     done: int
@@ -64,9 +65,7 @@ class Outcome:
     divergence: Divergence | None = None
     exit_code: int = UserError.exit_code
     """The exit code of the process, if there is an error."""
-    early: str | None = None
-    spent: bool = False
-    """Whether the CPU time of train.max_cpu_seconds is used."""
+    end: Ended | None = None
 
 
 class Session:
@@ -145,9 +144,15 @@ class Session:
 
     def outcome(self) -> Outcome:
         """How training ended, without an error."""
-        failed, early, spent = self.saver.failed, self._ended_early(), self._spent >= 1
-        saved = self.saver.saved
-        return Outcome(self.finished, self.done, saved, self.cpu_seconds, None, failed, early=early, spent=spent)
+        failed, saved = self.saver.failed, self.saver.saved
+        return Outcome(self.finished, self.done, saved, self.cpu_seconds, None, failed, end=self._end())
+
+    def _end(self) -> Ended | None:
+        """How training has finished; None where it has not."""
+        if (why := self._ended_early()) is not None:
+            return Ended("early", self.done, why)
+        spent = self._spent >= 1 and self.done < self.recipe.train.steps
+        return Ended("finished", self.done, "CPU budget spent" if spent else "") if self.finished else None
 
     def _ended_early(self) -> str | None:
         """Why early stopping or a guard has ended training; None where none has."""

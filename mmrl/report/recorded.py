@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,16 @@ class RecordedRun:
     overrides: list[str]
     env: JsonObject
     owner: JsonObject | None
-    ended: Ended | None
-    continued: list[Row]
     evaluations: list[Evaluation]
+
+    @cached_property
+    def ended(self) -> Ended | None:
+        return read_ended(self.path)
+
+    @property
+    def continued(self) -> list[Row]:
+        """What ``mmrl continue`` changed, each time."""
+        return read(RunDir(self.path).continued)
 
     @property
     def status(self) -> str:
@@ -118,8 +126,6 @@ def read_run(path: Path) -> RecordedRun:
         overrides=run.overrides(),
         env=_json(run.env),
         owner=run.owner(),
-        ended=read_ended(path),
-        continued=read(run.continued),
         evaluations=read_evaluations(run.samples),
     )
 

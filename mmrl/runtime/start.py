@@ -100,11 +100,8 @@ class OpenRun:
         """How the run ended, for its directory."""
         if outcome.error:
             return Ended("failed", outcome.done, outcome.error.partition("\n")[0])
-        if outcome.early:
-            return Ended("early", outcome.done, outcome.early)
         if outcome.finished:
-            spent = outcome.spent and outcome.done < self.recipe.train.steps
-            return Ended("finished", outcome.done, "CPU budget spent" if spent else "")
+            return outcome.end or Ended("finished", outcome.done)
         return Ended("stopped", outcome.done, self.stop.why)
 
     def conclude(self, outcome: Outcome) -> None:
