@@ -3,6 +3,8 @@
 Rubric, modes, cache and transcripts are those of ``mmrl.rewards.judge``; this file says how a question is answered.
 """
 
+from dataclasses import replace
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +32,8 @@ class Likelihood:
 
     def _answer(self, ask, kind):
         yes, no = (self._log_prob(ask.text + "\nAnswer:", f" {word}") for word in (kind.yes, kind.no))
-        return Outcome(kind.verdict([yes], [no]), [f"{kind.yes}: {yes:.4f}, {kind.no}: {no:.4f}"])
+        words = replace(kind, floor=0.0)  # the two are compared, however likely they are
+        return Outcome(words.verdict([yes], [no]), [f"{kind.yes}: {yes:.4f}, {kind.no}: {no:.4f}"])
 
     @torch.inference_mode()
     def _log_prob(self, question, word):

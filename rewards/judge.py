@@ -39,6 +39,10 @@ _URL = ("url", "name", "token", "extra", "insecure")
 _VLLM = ("vllm", "args", "python", "extra", "start_s")
 
 
+READING = 2
+"""Of the rules by which answers are read: a verdict that was cached under others is asked for again."""
+
+
 @dataclass
 class _Hearing:
     """The questions of one call with their keys in the cache, the outcomes that exist, and the questions to ask."""
@@ -135,7 +139,7 @@ class Judge:
             backend = self.remote = self._connect(model, timeout, retries, concurrency)
             self.score = self._score_by_endpoint  # type: ignore[method-assign]
         self.rubric.control = backend.control
-        self.identity = [backend.identity, repr(self.kind), self.mode.name, temperature, max_tokens, reasks]
+        self.identity = [backend.identity, repr(self.kind), self.mode.name, temperature, max_tokens, reasks, READING]
         if {"image", "video"} & {*self.rubric.inputs} and not backend.sees:
             self.close()
             raise UserError(f"options.model: {model} reads text only, and the rubric shows pictures; use one for both")
@@ -163,7 +167,8 @@ class Judge:
                 if self.cache:
                     self._cache(context.folder).put({keys[number]: outcome})
 
-            outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings, sent, keep)
+            settings = replace(self.settings, patience=context.patience)
+            outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, settings, sent, keep)
         finally:
             note(sent, context, self.concurrency)
         return self._close(samples, hearing, outcomes, context)

@@ -60,7 +60,13 @@ def bytewise(tmp_path_factory):
     return judging.text_model(tmp_path_factory.mktemp("bytes"))
 
 
+ANY = {"type": "yes_no", "floor": 0}
+"""Random models begin with either word now and then."""
+
+
 def judge(model, rubric="{{ response }}", **options):
+    if options.get("mode", "pointwise") in ("pointwise", "pairwise"):
+        options = {"answer": ANY, **options}
     return mmrl.load("rewards", "judge:score")(model=model, rubric=rubric, **options)
 
 
@@ -247,9 +253,9 @@ def test_json_is_read_after_reasoning_and_checked_against_the_schema():
         '{"why": "a", "score": "3"}': "score is a str",
         '{"why": "a", "score": true}': "score is a bool",
         '{"why": "a", "score": 3, "x": 1}': "has 'x'",
-        '{"why": "a", "score": NaN}': "no JSON object",
-        '{"why": "a", "score": 1, "score": 5}': "no JSON object",
-        "{" * 100_000: "no JSON object",
+        '{"why": "a", "score": NaN}': "NaN is no JSON number",
+        '{"why": "a", "score": 1, "score": 5}': "a key stands twice",
+        "{" * 100_000: "no valid JSON",
     }.items():
         with pytest.raises(UnreadableError, match=why):
             kind.read(text)
@@ -330,7 +336,7 @@ def test_a_deep_or_a_long_answer_gets_a_short_reason():
             Json(SCHEMA).read(f'{{"why": {inner}, "score": {inner}}}')
         assert len(str(why.value)) < 300
         seen.add(str(why.value))
-    assert "does not follow the schema (it is nested too deeply)" in seen
+    assert "holds an object that is nested too deeply" in seen
 
 
 @pytest.mark.parametrize(
@@ -643,7 +649,7 @@ def test_the_cache_is_by_content_and_survives_the_process_and_a_torn_line(sharp,
     for change in (
         {"rubric": "{{ response }}."},
         {"system": "Be strict."},
-        {"answer": {"type": "yes_no", "no": "No!"}},
+        {"answer": {**ANY, "no": "No!"}},
     ):
         other = judge(sharp, **change)
         asked = counted(other)
@@ -733,7 +739,7 @@ def test_comparisons_have_transcripts_of_all_their_samples(sharp, tmp_path):
         sharp,
         rubric="{{ a.response }} or {{ b.response }}?",
         mode="pairwise",
-        answer={"type": "yes_no", "yes": "yes", "no": "no"},
+        answer={**ANY, "yes": "yes", "no": "no"},
     )
     scores = one.score([sample("a"), sample("b", 1), sample("c", 2)], context=Context(1, "cpu", tmp_path, "j"))["score"]
     assert sum(scores) == pytest.approx(1.5)  # every comparison shares out one
@@ -748,7 +754,9 @@ def test_comparisons_have_transcripts_of_all_their_samples(sharp, tmp_path):
 
 
 def test_judging_runs_while_samples_come(sharp):
-    rewards = RewardSet([Reward(name="judge", options={"model": sharp, "rubric": "{{ response }}"})], REPO)
+    rewards = RewardSet(
+        [Reward(name="judge", options={"model": sharp, "rubric": "{{ response }}", "answer": ANY})], REPO
+    )
     scoring = rewards.start(1, group_size=4)
     for k in range(4):
         scoring.add([sample(f"r{k}", k)])

@@ -28,7 +28,7 @@ pipeline: llm/chat
 model: {path: policy}
 data: {name: jsonl, train: {path: data.jsonl, heldout: 8}, heldout: {path: data.jsonl, heldout: 8}}
 sampling: {max_new_tokens: 8}
-rewards: [{name: judge, options: {model: critic, rubric: rubric.txt}}]
+rewards: [{name: judge, options: {model: critic, rubric: rubric.txt, answer: {type: yes_no, floor: 0}}}]
 algorithm: {type: grpo, kl_coef: 0.0}
 train: {steps: 4, prompts_per_step: 2, group_size: 4, micro_batch_size: 2}
 optim: {lr: 1.0e-3}
@@ -86,6 +86,7 @@ def test_pictures_of_a_diffusion_policy_are_judged(folder, tmp_path):
     pytest.importorskip("torchvision")
     tiny.vision_model(tmp_path / "seeing", "qwen2_5_vl")
     judge = {"model": str(tmp_path / "seeing"), "rubric": "{{ image }}Does it show {{ prompt }}?"}
+    judge["answer"] = {"type": "yes_no", "floor": 0}
     small = ["train.prompts_per_step=1", "train.group_size=4", "train.micro_batch_size=2", "sampling.steps=3"]
     loaded = load_recipe(["shapes-lora"], [*small, f"rewards=[{{name: judge, options: {json.dumps(judge)}}}]"])
     run = build(loaded.recipe, loaded.root)

@@ -471,6 +471,22 @@ def test_a_vllm_of_our_own_answers_as_the_model_in_process(unsure):
     assert there.total.tolist() == pytest.approx(here, abs=1e-3)
 
 
+@pytest.mark.slow
+def test_a_vllm_of_our_own_writes_by_the_schema(tmp_path):
+    """A random model, which knows no JSON, gives a verdict."""
+    pytest.importorskip("vllm")
+    model = judging.text_model(tmp_path / "judge")
+    field = {"type": "integer", "minimum": 0, "maximum": 10}
+    schema = {"type": "object", "properties": {"score": field}, "required": ["score"], "additionalProperties": False}
+    args = {**VLLM_ARGS, "structured_outputs_config": {"disable_any_whitespace": True}}
+    one = judge(None, model={"vllm": model, "args": args}, answer={"type": "json", "schema": schema}, reasks=0)
+    try:
+        scores = ask(one, "a", "b b", "a longer c")
+    finally:
+        one.close()
+    assert all(isinstance(score, float) for score in scores), scores
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_vllm_of_our_own_ends_when_we_are_killed(unsure):

@@ -20,7 +20,8 @@ def seeing(tmp_path_factory):
 
 
 def judge(model, **options):
-    return mmrl.load("rewards", "judge:score")(model=model, **options)
+    """A random model begins with either word now and then."""
+    return mmrl.load("rewards", "judge:score")(model=model, answer={"type": "yes_no", "floor": 0}, **options)
 
 
 def pictures(*colours, size=(40, 30)):
@@ -93,7 +94,8 @@ def test_a_clip_that_a_pipeline_made_is_judged_by_its_frames(seeing):
     from mmrl.run import build
     from mmrl.trajectory import SampleId, Slot
 
-    options = f'{{model: "{seeing}", rubric: "{{{{ clip }}}}Does it show {{{{ prompt }}}}?", frames: 2}}'
+    options = f'{{model: "{seeing}", rubric: "{{{{ clip }}}}Does it show {{{{ prompt }}}}?", frames: 2, '
+    options += "answer: {floor: 0, type: yes_no}}"
     loaded = load_recipe(
         ["moving-shapes"],
         [f"rewards=[{{name: judge, options: {options}}}]", "sampling.steps=2", "sampling.window=null"],

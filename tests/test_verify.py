@@ -354,7 +354,7 @@ def test_a_question_that_is_not_in_the_records_is_asked_again(folder, tmp_path, 
 
 def test_a_judge_in_this_process_answers_again(folder, tmp_path, capsys):
     model = judging.text_model(tmp_path / "critic", positions=1024)
-    judge = json.dumps({"model": model, "rubric": "rubric.txt"})
+    judge = json.dumps({"model": model, "rubric": "rubric.txt", "answer": {"type": "yes_no", "floor": 0}})
     changes = [f"rewards=[{{name: judge, options: {judge}}}]", "train.steps=2", "eval.every=null"]
     run = train(load_recipe([folder / "recipe.yaml"], changes), tmp_path / "run")
     (run / CACHE).unlink()

@@ -6,7 +6,6 @@ A verdict that cannot be read is ``UnreadableError``, with what is wrong in word
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -15,10 +14,11 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json as JsonValue
 from mmrl.json_types import JsonObject
 from mmrl.judge.asking import Outcome
-from mmrl.judge.json_answer import check_schema, json_in, mismatch, whole_numbers, without_thoughts
+from mmrl.judge.json_answer import begins_as_object, check_schema, json_in, mismatch, whole_numbers, without_thoughts
+from mmrl.judge.number_answer import LABELS, number_in, plain
 
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
-_LINE = re.compile(rf"(?:[a-z][a-z ]{{0,30}}[:=]\s*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?\.?")
+FLOOR = 0.05
+"""What yes and no must have of the probability together: below it the answer begins with something else."""
 _PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
 Key = TypeVar("Key")
 
@@ -31,11 +31,13 @@ class UnreadableError(ValueError):
 class Words:
     """The log-prob of ``yes`` against ``no`` as the answer's first token: P(yes) / (P(yes) + P(no)), in [0, 1].
 
-    Nothing is sampled. Tokens are compared without case and surrounding space, so " Yes" counts for "yes".
+    Nothing is sampled. Tokens are compared without case and surrounding space, so " Yes" counts for "yes". Where the
+    two words have less than ``floor`` of the probability, the model begins with something else: no verdict.
     """
 
     yes: str = "yes"
     no: str = "no"
+    floor: float = FLOOR
 
     def tokens(self, texts: Iterable[tuple[Key, str]]) -> tuple[list[Key], list[Key]]:
         """Of the tokens ``(key, text)`` those that stand for yes and those for no.
@@ -56,6 +58,12 @@ class Words:
         of_yes, of_no = _log_sum(yes), _log_sum(no)
         if of_yes == of_no == -math.inf:
             raise UnreadableError(f"begins with neither {self.yes!r} nor {self.no!r} among its likeliest tokens")
+        mass = math.exp(min(0.0, _log_sum([of_yes, of_no])))
+        if mass < self.floor:
+            raise UnreadableError(
+                f"begins with {self.yes!r} or {self.no!r} with a probability of only {mass:.2g}, below {self.floor:g} "
+                "(options.answer.floor); if the model thinks first, switch that off, else let the rubric ask for a word"
+            )
         if of_no == -math.inf or of_yes == -math.inf:
             return float(of_no == -math.inf)
         difference = of_no - of_yes
@@ -64,20 +72,34 @@ class Words:
 
 @dataclass(frozen=True)
 class Number:
-    """A number from ``min`` to ``max``, brought to [0, 1]: alone, or on the last line as in ``Score: 7/10``."""
+    """A number from ``min`` to ``max``, brought to [0, 1]: on the last line, alone or as in ``Score: 7/10``; or the
+    field of a JSON object that is the whole answer.
+
+    ``labels``: the names that the number may have. Lines of other names below it (``Confidence: 3``) are passed over.
+    """
 
     min: float
     max: float
+    labels: tuple[str, ...] = LABELS
 
     def read(self, text: str, items: int = 0) -> float:
         """Raises ``UnreadableError``."""
-        lines = [line for line in _said(text).splitlines() if line.strip()]
-        found = _LINE.fullmatch(lines[-1].strip().strip("*_`#").strip().casefold()) if lines else None
-        if found is None:
-            raise UnreadableError("is no number")
-        if found[2] is not None and float(found[2]) != self.max:
-            raise UnreadableError(f"is out of {found[2]}, not out of {self.max:g}")
-        return scaled(float(found[1]), self.min, self.max)
+        text = plain(text)
+        try:
+            if begins_as_object(text):
+                return scaled(self._field(json_in(text)), self.min, self.max)
+            value, of = number_in(without_thoughts(text), self.labels)
+        except ValueError as error:
+            raise UnreadableError(str(error)) from None
+        if of is not None and of != self.max:
+            raise UnreadableError(f"is out of {of:g}, not out of {self.max:g}")
+        return scaled(value, self.min, self.max)
+
+    def _field(self, found: JsonObject) -> float:
+        named = [value for name, value in found.items() if name.strip().casefold() in self.labels]
+        if len(named) != 1 or isinstance(named[0], bool) or not isinstance(named[0], int | float):
+            raise UnreadableError(f"is an object without one number called {' or '.join(self.labels)}")
+        return named[0]
 
 
 @dataclass(frozen=True)
@@ -141,7 +163,8 @@ def parse_kind(mode: str, answer: JsonObject | None) -> Kind:
         return Ranking() if mode == "ranking" else WrongSteps()
     given = dict(answer or {"type": "yes_no"})
     kind = given.pop("type", None)
-    known = {"yes_no": ("yes", "no"), "number": ("min", "max"), "json": ("schema", "score")}.get(str(kind))
+    keys = {"yes_no": ("yes", "no", "floor"), "number": ("min", "max", "label"), "json": ("schema", "score")}
+    known = keys.get(str(kind))
     if known is None:
         raise UserError(f"options.answer.type: {kind!r}; write yes_no, number or json")
     extra = set(given) - set(known)
@@ -152,19 +175,19 @@ def parse_kind(mode: str, answer: JsonObject | None) -> Kind:
         yes, no = (_word(given.get(name, word), name) for name, word in zip(("yes", "no"), words, strict=True))
         if yes.casefold() == no.casefold():
             raise UserError(f"options.answer: yes and no are both {yes!r}; choose two words")
-        return Words(yes, no)
+        return Words(yes, no, _floor(given.get("floor", FLOOR)))
     if kind == "number":
         low, high = (_bound(given.get(name), f"options.answer.{name}") for name in ("min", "max"))
         if not low < high:
             raise UserError(f"options.answer: min is {low:g} and max {high:g}; max must be the greater")
-        return Number(low, high)
+        return Number(low, high, _labels(given.get("label")))
     return _json(mode, given)
 
 
 def checked(text: str, schema: JsonObject) -> JsonObject:
     """The JSON object in an answer, checked against ``schema``. Raises ``UnreadableError``."""
     try:
-        value = json_in(_said(text))
+        value = json_in(text)
     except ValueError as error:
         raise UnreadableError(str(error)) from None
     why = mismatch(value, schema)
@@ -180,30 +203,64 @@ def scaled(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low)
 
 
-def read(kind: Kind, text: str, items: int, begun: str = "") -> Outcome:
+def read(kind: Kind, text: str, items: int, begun: str = "", cut: str = "") -> Outcome:
     """The outcome of one written answer; ``reason`` says what is wrong with it.
 
-    ``begun``: what the chat template had written of the answer, a thought perhaps.
+    ``begun``: what the chat template had written of the answer, a thought perhaps. ``cut``: where an answer was cut,
+    which leaves no verdict, as in ``at max_tokens 256``; empty where it ended by itself.
     """
     assert not isinstance(kind, Words)
+    why = "was not finished"
     try:
-        return Outcome(kind.read(begun + text, items), [text])
+        verdict = kind.read(begun + text, items)
+        if not cut:
+            return Outcome(verdict, [text])
     except UnreadableError as error:
-        return Outcome(raw=[text], reason=str(error))
+        why = str(error)
+    return Outcome(raw=[text], reason=f"{why}, cut {cut}" if cut else why)
 
 
-def _said(text: str) -> str:
-    """An answer without its thoughts. Raises ``UnreadableError``."""
-    try:
-        return without_thoughts(text)
-    except ValueError as error:
-        raise UnreadableError(str(error)) from None
+def schema_of(kind: Kind, items: int) -> JsonObject | None:
+    """The JSON Schema of an answer, for an endpoint that writes by one; None where the answer is no object."""
+    match kind:
+        case Json(schema):
+            return {"type": "object", **schema}
+        case Ranking():
+            return _list_schema("ranking", items, items)
+        case WrongSteps():
+            return _list_schema("wrong", items, 0)
+        case _:
+            return None
+
+
+def _list_schema(name: str, items: int, least: int) -> JsonObject:
+    numbers: JsonObject = {"type": "integer", "minimum": 1, "maximum": items}
+    field: JsonObject = {"type": "array", "items": numbers, "minItems": least, "maxItems": items}
+    return {"type": "object", "properties": {name: field}, "required": [name], "additionalProperties": False}
 
 
 def _word(word: JsonValue, name: str) -> str:
     if not isinstance(word, str) or not word.strip() or word.strip() != word:
         raise UserError(f"options.answer.{name}: {word!r} is no word; quote it and leave out spaces")
     return word
+
+
+def _floor(value: JsonValue) -> float:
+    floor = _bound(value, "options.answer.floor")
+    if not 0 <= floor <= 1:
+        raise UserError(f"options.answer.floor: {value!r}; write a probability, 0 to 1")
+    return floor
+
+
+def _labels(given: JsonValue) -> tuple[str, ...]:
+    """The labels of a number, in lower case; the default ones where the recipe names none."""
+    if given is None:
+        return LABELS
+    labels = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    found = tuple(" ".join(plain(label).casefold().split()) for label in labels if isinstance(label, str))
+    if not found or len(found) != len(labels) or not all(label[:1].isalpha() for label in found):
+        raise UserError(f"options.answer.label: {given!r}; write the word before the number, as in label: quality")
+    return found
 
 
 def _json(mode: str, given: dict[str, JsonValue]) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -49,11 +50,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a judge is asked: ``reasks`` times more, with another seed, where its answer cannot be read."""
+    """How a judge is asked: ``reasks`` times more, with another seed, where its answer cannot be read.
+
+    ``patience``: seconds after which a question is given up whose endpoint asks to wait.
+    """
 
     temperature: float = 0.0
     max_tokens: int = 256
     reasks: int = 2
+    patience: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Find the JSON object in a judge's answer, and check it against the recipe's JSON Schema (Draft 2020-12).
+"""Find the thoughts and the JSON object in a judge's answer, and check the object against the recipe's JSON Schema.
+
+The schema is one of Draft 2020-12.
 
 ``jsonschema`` is imported where it is used: 0.1 s that a judge of yes and no does without.
 """
@@ -6,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -16,12 +19,15 @@ from mmrl.json_types import Json, JsonObject
 if TYPE_CHECKING:
     from jsonschema import ValidationError
 
-_THOUGHT = r"(?:think(?:ing)?|seed:think)"
-_THOUGHT_BEGINS = re.compile(rf"^[ \t]*(?:<{_THOUGHT}>|\[THINK\])", re.MULTILINE | re.IGNORECASE)
-_THOUGHT_IS_OPEN = re.compile(rf"(?:<{_THOUGHT}>|\[THINK\])\Z", re.IGNORECASE)
-_THOUGHT_ENDS = re.compile(rf"</{_THOUGHT}>|\[/THINK\]", re.IGNORECASE)
-_TRIES = 500
-"""Braces at which an object may begin: an answer of braces alone must not take minutes."""
+_THOUGHT = r"(?:think|thinking|thought|reasoning|seed:think)"
+_THOUGHT_OPENS = rf"(?:<{_THOUGHT}>|\[THINK\]|\u25c1think\u25b7)"
+_THOUGHT_BEGINS = re.compile(rf"^[ \t]*{_THOUGHT_OPENS}", re.MULTILINE | re.IGNORECASE)
+_THOUGHT_IS_OPEN = re.compile(rf"{_THOUGHT_OPENS}\Z", re.IGNORECASE)
+_THOUGHT_ENDS = re.compile(rf"</{_THOUGHT}>|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE)
+_BRACE = re.compile("[{}]")
+_STARTS = ("{", "```")
+"""How an answer begins that is an object, without a thought before it."""
+_NEVER_ENDS = "is a thought that never ends (no </think>)"
 _KEYWORDS = {"type", "enum", "const", "properties", "required", "additionalProperties", "items"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _SIZES = {"minItems", "maxItems", "minLength", "maxLength"}
@@ -63,21 +69,34 @@ def mismatch(value: Json, schema: JsonObject) -> str | None:
 
 
 def json_in(text: str) -> JsonObject:
-    """The JSON object that ``text`` is, or the last one in it (after reasoning, or fenced). Raises ``ValueError``."""
-    decoder = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
-    found: list[JsonObject] = []
-    at, tries = text.find("{"), 0
-    while at >= 0 and tries < _TRIES:
-        tries += 1
-        try:
-            value, end = decoder.raw_decode(text, at)
-            found.append(value)
-        except (ValueError, RecursionError):
-            end = at + 1
-        at = text.find("{", end)
-    if not found:
+    """The last outermost object of an answer, alone, after prose or a thought, or fenced. Raises ``ValueError``.
+
+    An object that is no valid JSON, a brace that belongs to none, and a thought that never ends leave nothing to read:
+    what stands inside a broken object may be quoted.
+    """
+    text = text.strip()
+    ends = _THOUGHT_ENDS.search(text)
+    found = None
+    try:
+        if ends is None or not _THOUGHT_BEGINS.match(text):
+            found = _objects(text)
+    except ValueError:
+        if ends is None and _THOUGHT_BEGINS.search(text):
+            raise ValueError(_NEVER_ENDS) from None
+        if ends is None or begins_as_object(text):
+            raise
+    if found is None and ends is not None:
+        text = text[ends.end() :]
+        found = _objects(text)
+    counted = _after_the_last_thought(text, found or [])
+    if not counted:
         raise ValueError("holds no JSON object")
-    return found[-1]
+    return counted[-1]
+
+
+def begins_as_object(text: str) -> bool:
+    """Whether an answer begins with a brace or a fence, so that no thought stands before it."""
+    return text.lstrip().startswith(_STARTS)
 
 
 def without_thoughts(text: str) -> str:
@@ -87,13 +106,24 @@ def without_thoughts(text: str) -> str:
     """
     said = _THOUGHT_ENDS.split(text)[-1]
     if _THOUGHT_BEGINS.search(said):
-        raise ValueError("is a thought that never ends (no </think>)")
+        raise ValueError(_NEVER_ENDS)
     return said.strip()
+
+
+def is_thought_mark(text: str) -> bool:
+    """Whether ``text`` begins or ends a thought."""
+    return _THOUGHT_IS_OPEN.fullmatch(text) is not None or _THOUGHT_ENDS.fullmatch(text) is not None
 
 
 def ends_in_a_thought(text: str) -> bool:
     """Whether ``text``, a question as the chat template writes it, ends with the beginning of a thought."""
     return _THOUGHT_IS_OPEN.search(text.rstrip()) is not None
+
+
+def with_thought_closed(text: str) -> str:
+    """``text``, a question as the chat template writes it, with an end for the thought that it may begin."""
+    found = _THOUGHT_IS_OPEN.search(text.rstrip())
+    return text if found is None else f"{text.rstrip()}\n\n{found[0][0]}/{found[0][1:]}\n\n"
 
 
 def _check_keywords(schema: Json, where: str) -> JsonObject:
@@ -141,11 +171,58 @@ def _in_words(error: ValidationError) -> str:
             return f"{where}: {error.message}"
 
 
+def _after_the_last_thought(text: str, found: list[tuple[int, int, JsonObject]]) -> list[JsonObject]:
+    """Those of the objects after the last mark that ends a thought; a mark inside an object is text."""
+    edges = [0, *(edge for start, end, _ in found for edge in (start, end)), len(text)]
+    after = 0
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        for mark in _THOUGHT_ENDS.finditer(text, start, end):
+            after = mark.end()
+    if _THOUGHT_BEGINS.search(text, after):
+        raise ValueError(_NEVER_ENDS)
+    return [value for start, _, value in found if start >= after]
+
+
+def _objects(text: str) -> list[tuple[int, int, JsonObject]]:
+    """The outermost objects with their places. Raises ``ValueError`` where a brace outside them belongs to none."""
+    found: list[tuple[int, int, JsonObject]] = []
+    at = 0
+    while (brace := _BRACE.search(text, at)) is not None:
+        if brace[0] == "}":
+            raise ValueError("has a } that closes no JSON object")
+        try:
+            value, at = _DECODER.raw_decode(text, brace.start())
+        except RecursionError:
+            raise ValueError("holds an object that is nested too deeply") from None
+        except ValueError as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise ValueError(f"holds an object that is no valid JSON ({why[:_LONGEST]})") from None
+        found.append((brace.start(), at, value))
+    return found
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is no finite number")
+    return number
+
+
+def _whole(digits: str) -> int:
+    _finite(digits)
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     if len({name for name, _ in pairs}) != len(pairs):
         raise ValueError("a key stands twice")
     return dict(pairs)
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_no_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
+)

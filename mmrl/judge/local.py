@@ -21,7 +21,7 @@ from mmrl.installing import install
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
-from mmrl.judge.json_answer import ends_in_a_thought
+from mmrl.judge.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
 from mmrl.judge.sampling import seeded
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.text.token_sampling import Draw
@@ -69,9 +69,7 @@ class LocalModel(Sleeping):
     @property
     def control(self) -> tuple[str, ...]:
         """The control tokens of its tokenizer, which a text must not contain."""
-        added = [str(token) for token in self.tokenizer.get_added_vocab()]
-        marks = {token for token in added if len(token) > 2 and token[0] in "<[" and token[-1] in ">]"}
-        return tuple(sorted(marks | {t for t in self.tokenizer.all_special_tokens if len(t) > 1}))
+        return control_tokens(self.tokenizer)
 
     def ask(self, asks: Sequence[Ask], kind: Kind, settings: Settings, device: torch.device | str) -> list[Outcome]:
         """An outcome for each question, in order. Never raises for what the model wrote."""
@@ -125,7 +123,7 @@ class LocalModel(Sleeping):
         from transformers import GenerationConfig
 
         room = 1 if isinstance(kind, Words) else settings.max_tokens
-        texts = self._texts(asks)
+        texts = self._texts(asks, kind)
         inputs = self._encode(texts, asks).to(self.model.device)
         self._fits(asks, inputs, room)
         config = GenerationConfig(
@@ -145,13 +143,22 @@ class LocalModel(Sleeping):
         draw = Draw(torch.stack(draws), temperature)
         with torch.inference_mode():
             made = self.model.generate(**inputs, generation_config=config, logits_processor=[draw]).sequences
-        answers = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers = [self._written(row) for row in made[:, inputs["input_ids"].shape[1] :].tolist()]
         begun = ["<think>" if ends_in_a_thought(text) else "" for text in texts]
         finite = torch.stack(draw.log_probs, 1).isfinite().all(1).tolist()
         return [
-            read(kind, answer, ask.items, thought) if fine else Outcome(reason=_NOT_FINITE)
-            for answer, ask, thought, fine in zip(answers, asks, begun, finite, strict=True)
+            read(kind, answer, ask.items, thought, "" if ended else f"at max_tokens {room}")
+            if fine
+            else Outcome(reason=_NOT_FINITE)
+            for (answer, ended), ask, thought, fine in zip(answers, asks, begun, finite, strict=True)
         ]
+
+    def _written(self, ids: list[int]) -> tuple[str, bool]:
+        """An answer as text, and whether it ended by itself. Of special tokens only the marks of a thought are kept."""
+        stop, special = set(self._stop()), set(self.tokenizer.all_special_ids)
+        length = next((i for i, token in enumerate(ids) if token in stop), len(ids))
+        kept = [i for i in ids[:length] if i not in special or is_thought_mark(self.tokenizer.decode([i]))]
+        return self.tokenizer.decode(kept), length < len(ids)
 
     def _weigh(self, log_probs: torch.Tensor, words: Words) -> Outcome:
         if words not in self._words:
@@ -162,13 +169,22 @@ class LocalModel(Sleeping):
         try:
             return Outcome(words.verdict(yes, no), [f"{words.yes}: {_best(yes)}, {words.no}: {_best(no)}"])
         except UnreadableError as error:
-            return Outcome(reason=f"the judge's vocabulary {error}")
+            if not yes and not no:
+                return Outcome(reason=f"the judge's vocabulary {error}")
+            likeliest = log_probs.topk(min(6, len(log_probs)))
+            found = zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
+            said = ", ".join(f"{self.tokenizer.decode([token])!r} {log_prob:.4f}" for log_prob, token in found)
+            return Outcome(raw=[said], reason=str(error))
 
-    def _texts(self, asks: Sequence[Ask]) -> list[str]:
-        """The questions, written with the chat template."""
+    def _texts(self, asks: Sequence[Ask], kind: Kind) -> list[str]:
+        """The questions, written with the chat template. Where the first token is the answer, no thought is left open
+        before it."""
         template = {"tokenize": False, "add_generation_prompt": True, **self.template}
+        if isinstance(kind, Words):
+            template = {"enable_thinking": False, **template}
         of = self.processor or self.tokenizer
-        return [of.apply_chat_template(_messages(ask, plain=self.processor is None), **template) for ask in asks]
+        texts = [of.apply_chat_template(_messages(ask, plain=self.processor is None), **template) for ask in asks]
+        return [with_thought_closed(text) for text in texts] if isinstance(kind, Words) else texts
 
     def _encode(self, texts: list[str], asks: Sequence[Ask]) -> BatchEncoding | BatchFeature:
         if self.processor is None:
@@ -186,6 +202,17 @@ def _checked(chat_template: str) -> str:
         return checked(chat_template)
     except ValueError as error:
         raise UserError(f"options.model.chat_template: {error}") from None
+
+
+def control_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """The special tokens of a tokenizer, and those of its added ones that are a word between marks (``<|end|>``)."""
+    added = {str(token) for token in tokenizer.get_added_vocab()}
+    marks = {t for t in added if len(t) > 2 and _is_mark(t[0]) and _is_mark(t[-1]) and any(map(str.isalnum, t))}
+    return tuple(sorted(marks | {t for t in tokenizer.all_special_tokens if len(t) > 1}))
+
+
+def _is_mark(character: str) -> bool:
+    return not character.isalnum() and not character.isspace()
 
 
 def fingerprint(path: str) -> str:

@@ -3,7 +3,8 @@
 Pictures travel as base64 PNG in data URLs. What goes wrong on the way (a timeout, a broken connection, 408, 409, 425,
 429, 5xx, and a 200 that is empty or holds an empty text) is tried again with exponential backoff, or after the
 ``Retry-After`` the endpoint names; what an endpoint refuses for good, or answers in another format, is the reason why
-that one question has no verdict. Imports no torch.
+that one question has no verdict. An answer that is to be an object is asked for by its schema (``response_format``), as
+long as the endpoint takes that. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from PIL.Image import Image
 from mmrl.engines.server_process import png_url
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
-from mmrl.judge.answers import Kind, UnreadableError, Words, read
+from mmrl.judge.answers import Kind, UnreadableError, Words, read, schema_of
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, unread
 from mmrl.judge.replay import recorded_here
 from mmrl.judge.sampling import seeded
+from mmrl.judge.structured import FORMS, response_format
 from mmrl.judge.usage import request, used
+from mmrl.reply_bytes import ASK, ReplyBytes, ReplyError
 from mmrl.rewards.serve import is_loopback
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
@@ -39,6 +42,9 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
 whatever the endpoint asks for."""
 MAX_BYTES = 8 << 20  # of one reply
 _AGAIN = frozenset({408, 409, 425, 429})
+_FILTERED = frozenset({"content_filter", "safety", "recitation", "sensitive", "prohibited_content"})
+_CUT = frozenset({"length", "max_tokens", "max_output_tokens", "model_length", "model_context_window_exceeded"})
+_BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource"})
 _TOP = 20  # of the likeliest tokens: the most that endpoints give
 _HEALTH_S = 10.0
 T = TypeVar("T")
@@ -54,6 +60,10 @@ class _PassingError(EndpointError):
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
         self.after = after
+
+
+class _RefusedError(EndpointError):
+    """The endpoint does not take a request of this form (400, 422)."""
 
 
 class _ClientOptions(TypedDict):
@@ -113,6 +123,7 @@ class Endpoint:
             "limits": httpx.Limits(max_connections=self.concurrency),
         }
         self._state, self._socket_path = state, socket_path
+        self._form = len(FORMS) if "response_format" in self.extra else 0
         self._loop: asyncio.AbstractEventLoop | None = None
         if recorded_here() is None:
             self._check_health()
@@ -152,18 +163,40 @@ class Endpoint:
         reasks = 0 if isinstance(kind, Words) else settings.reasks
         for attempt in range(reasks + 1):
             try:
-                body = self._body(ask, kind, settings, attempt)
-                choice = await self._complete(body, seeded(ask.seed, "wait"), sent)
-                outcome = _weigh(choice, kind) if isinstance(kind, Words) else read(kind, _text(choice), ask.items)
+                choice = await self._structured(ask, kind, settings, attempt, sent)
+                cut = _cut(choice, settings)
+                outcome = (
+                    _weigh(choice, kind) if isinstance(kind, Words) else read(kind, _text(choice), ask.items, "", cut)
+                )
             except EndpointError as error:
                 return Outcome(raw=raw, reason=f"{self.url}: {error}", seconds=time.perf_counter() - began)
             raw += outcome.raw
             if outcome.verdict is not None:
                 return Outcome(outcome.verdict, raw, seconds=time.perf_counter() - began)
             why = outcome.reason or ""
-            if choice.get("finish_reason") == "length" and not isinstance(kind, Words):
-                why += f", cut at max_tokens {settings.max_tokens}"
         return Outcome(raw=raw, reason=unread(why, raw), seconds=time.perf_counter() - began)
+
+    async def _structured(
+        self, ask: Ask, kind: Kind, settings: Settings, attempt: int, sent: Counter[str]
+    ) -> JsonObject:
+        """The answer to one question, written by its schema where it is an object and the endpoint can do that.
+
+        What the endpoint refused is not tried again once something less was taken.
+        """
+        body, schema = self._body(ask, kind, settings, attempt), schema_of(kind, ask.items)
+        first = len(FORMS) if schema is None else self._form
+        for form in range(first, len(FORMS) + 1):
+            asked = body if schema is None or form == len(FORMS) else body | response_format(FORMS[form], schema)
+            try:
+                choice = await self._complete(asked, seeded(ask.seed, "wait"), settings.patience, sent)
+            except _RefusedError as refused:
+                if form == len(FORMS) or "content_filter" in str(refused):
+                    raise
+                continue
+            if schema is not None:
+                self._form = max(self._form, form)
+            return choice
+        raise AssertionError("the last form is tried or raises")
 
     def _body(self, ask: Ask, kind: Kind, settings: Settings, attempt: int) -> dict[str, Json]:
         temperature = max(settings.temperature, REASK_TEMPERATURE) if attempt else settings.temperature
@@ -178,8 +211,9 @@ class Endpoint:
             body |= {"temperature": 1.0, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP}
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
-    async def _complete(self, body: JsonObject, seed: int, sent: Counter[str]) -> JsonObject:
+    async def _complete(self, body: JsonObject, seed: int, patience: float, sent: Counter[str]) -> JsonObject:
         """The first choice of a reply. Raises ``EndpointError`` after the last retry, and where no retry can help."""
+        until = time.monotonic() + patience
         content, media = json.dumps(body).encode(), _media_bytes(body)
         words = bool(body.get("logprobs"))
         failure = _PassingError("was not asked")
@@ -200,20 +234,23 @@ class Endpoint:
             if gone := self._state():
                 raise EndpointError(f"{failure}{gone}")
             if attempt < self.retries:
+                if failure.after and time.monotonic() + min(failure.after, MAX_BACKOFF_S) > until:
+                    raise EndpointError(f"{failure} (it asks to wait {failure.after:g} s, over scoring.patience)")
                 jitter = 1 + seeded(seed, attempt) / 2**31
                 await asyncio.sleep(min(max(FIRST_BACKOFF_S * 2**attempt * jitter, failure.after), MAX_BACKOFF_S))
         raise EndpointError(f"{failure} (after {self.retries + 1} attempts)")
 
     async def _post(self, content: bytes) -> tuple[int, httpx.Headers, bytes]:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **ASK}
         request = self._client.stream("POST", f"{self.url}/chat/completions", content=content, headers=headers)
         async with request as reply:
-            body = bytearray()
-            async for piece in reply.aiter_bytes():
-                body += piece
-                if len(body) > MAX_BYTES:
-                    raise EndpointError(f"a reply of more than {MAX_BYTES:,} bytes")
-            return reply.status_code, reply.headers, bytes(body)
+            try:
+                body = ReplyBytes(reply.headers.get("content-encoding", ""), MAX_BYTES)
+                async for piece in reply.aiter_raw():
+                    body.add(piece)
+                return reply.status_code, reply.headers, body.whole()
+            except ReplyError as error:
+                raise EndpointError(str(error)) from None
 
     def _transport(self, kind: Callable[..., T]) -> T | None:
         """A transport over the Unix socket; None where the client connects to ``url``."""
@@ -226,9 +263,13 @@ class Endpoint:
         where = f"options.model.url: {self.url}"
         try:
             transport = self._transport(httpx.HTTPTransport)
-            with httpx.Client(timeout=_HEALTH_S, transport=transport, **self._options) as client:
-                reply = client.get(f"{self.url}/models")
-        except httpx.HTTPError as error:
+            client = httpx.Client(timeout=_HEALTH_S, transport=transport, **self._options)
+            with client, client.stream("GET", f"{self.url}/models", headers=ASK) as reply:
+                body = ReplyBytes(reply.headers.get("content-encoding", ""), MAX_BYTES)
+                for piece in reply.iter_raw():
+                    body.add(piece)
+                listing = body.whole()
+        except (httpx.HTTPError, ReplyError) as error:
             raise UserError(
                 f"{where} cannot be reached ({type(error).__name__} {error}); start the judge, or correct the address"
             ) from error
@@ -237,13 +278,14 @@ class Endpoint:
         if reply.status_code == 404:  # some gateways have no list
             return
         try:
-            listed = [str(model["id"]) for model in reply.json()["data"]] if reply.status_code == 200 else None
-        except (ValueError, KeyError, TypeError):
+            listed = [str(model["id"]) for model in json.loads(listing)["data"]] if reply.status_code == 200 else None
+        except (ValueError, KeyError, TypeError, RecursionError):
             listed = None
         if listed is None:
+            said = first_words(listing.decode("utf-8", "replace"))
             raise UserError(
                 f"{where} answered {reply.status_code} {_media_type(reply.headers)}, not a list of models: "
-                f"{first_words(reply.text)!r}; give the address of an OpenAI-compatible endpoint, up to and with /v1"
+                f"{said!r}; give the address of an OpenAI-compatible endpoint, up to and with /v1"
             )
         if listed and self.name not in listed:
             raise UserError(f"options.model.name: {self.url} has no {self.name!r}; it has {', '.join(listed[:8])}")
@@ -255,7 +297,7 @@ def _completion(status: int, headers: httpx.Headers, reply: bytes) -> tuple[list
     if status in _AGAIN or status >= 500:
         raise _PassingError(f"answered {status}: {said!r}", _retry_after(headers.get("retry-after")))
     if status != 200:
-        raise EndpointError(f"answered {status}: {said!r}")
+        raise (_RefusedError if status in (400, 422) else EndpointError)(f"answered {status}: {said!r}")
     if not reply.strip():
         raise _PassingError("answered 200 with an empty body")
     try:
@@ -276,23 +318,62 @@ def _choice(choices: list[JsonObject], words: bool) -> JsonObject:
     if not choices:
         raise _PassingError("answered 200 with no choice")
     choice = choices[0]
-    message, end = choice.get("message"), choice.get("finish_reason")
+    message, end = choice.get("message"), _end(choice)
+    if end in _FILTERED:
+        raise EndpointError(f"stopped the answer by its content filter (finish_reason {end}{_cause(choice)})")
     if words or not isinstance(message, dict) or message.get("refusal") or message.get("tool_calls"):
         return choice
-    text = message.get("content", "")
-    if (text is None or (isinstance(text, str) and not text.strip())) and end not in ("length", "content_filter"):
+    content = message.get("content", "")
+    empty = content is None or content == [] or (isinstance(content, str) and not content.strip())
+    if empty and end not in _CUT:
         raise _PassingError("answered 200 with an empty text")
     return choice
+
+
+def _end(choice: JsonObject) -> str:
+    """Why the answer ended, in lower case."""
+    return str(choice.get("finish_reason")).casefold()
+
+
+def _cause(choice: JsonObject) -> str:
+    """What a content filter found, of the forms in which endpoints say it."""
+    message = choice.get("message")
+    found = choice.get("content_filter_results") or choice.get("content_filter_result")
+    if isinstance(found, dict):
+        hits = {name: what for name, what in found.items() if isinstance(what, dict) and what.get("filtered")}
+        found = hits or found
+    said = found or (message.get("refusal") or message.get("content") if isinstance(message, dict) else None)
+    return f": {first_words(said if isinstance(said, str) else json.dumps(said))}" if said else ""
+
+
+def _cut(choice: JsonObject, settings: Settings) -> str:
+    """Where the answer was cut; empty where it ended by itself."""
+    end = _end(choice)
+    if end in _CUT:
+        return f"at max_tokens {settings.max_tokens}"
+    return f"by the endpoint (finish_reason {end})" if end in _BROKEN_OFF else ""
 
 
 def _text(choice: JsonObject) -> str:
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
-    if text is None and isinstance(message, dict) and choice.get("finish_reason") == "length":
+    if isinstance(text, list):
+        text = _joined(text)
+    if text is None and isinstance(message, dict) and _end(choice) in _CUT:
         return ""  # the server kept a thought apart that had no end
     if not isinstance(text, str):
         raise EndpointError(f"answered a choice without text: {first_words(json.dumps(choice))!r}")
     return text
+
+
+def _joined(parts: Sequence[Json]) -> str | None:
+    """The text of content in parts, without thoughts; None where no part is text."""
+    texts = [
+        str(part["text"])
+        for part in parts
+        if isinstance(part, dict) and part.get("type") in ("text", "output_text") and isinstance(part.get("text"), str)
+    ]
+    return "".join(texts) if texts else None
 
 
 def _weigh(choice: JsonObject, words: Words) -> Outcome:

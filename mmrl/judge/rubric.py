@@ -20,7 +20,7 @@ from PIL.Image import Image
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json
-from mmrl.judge.escaping import Frame, fence_of, quoted_step, without_control
+from mmrl.judge.escaping import Frame, fence_of, without_control
 from mmrl.media import BadMediaError, Media, evenly, open_clip, open_image
 from mmrl.rewards.contract import Input
 from mmrl.trajectory import Prompt, Sample
@@ -119,7 +119,7 @@ class Rubric:
         self.control: tuple[str, ...] = ()
         """Further control tokens to keep out of texts, those of the judge's own tokenizer."""
         self.source = _source(text)
-        self._frame = Frame(self.source, ("step",) if mode == "steps" else ())
+        self._frame = Frame(self.source, ("step",), "step") if mode == "steps" else Frame(self.source)
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         try:
             tree = environment.parse(self.source)
@@ -166,7 +166,8 @@ class Rubric:
         text = samples[0].text
         if text is not None:
             found["response"] = self.clean_response(text)
-            found["steps"] = Steps((quoted_step(self.clean_response(step.text)) for step in split_steps(text)), fence)
+            steps = (self._frame.item(self.clean_response(step.text)) for step in split_steps(text))
+            found["steps"] = Steps(steps, fence)
         image, clip = samples[0].image, samples[0].video
         if image is not None and "image" in self.names:
             found["image"] = page.mark(image)
@@ -175,7 +176,7 @@ class Rubric:
         return found
 
     def _candidate(self, sample: Sample, page: _Page) -> Candidate:
-        response = None if sample.text is None else self.clean_response(sample.text)
+        response = None if sample.text is None else self._frame.item(self.clean_response(sample.text))
         shown = sample.image is not None and "image" in self.inputs
         clip = self._clip(sample.video, page) if sample.video and "video" in self.inputs else None
         return Candidate(response, page.mark(sample.image) if shown and sample.image else None, clip)

@@ -24,7 +24,7 @@ from mmrl.errors import LostServerError
 from mmrl.json_types import JsonObject
 from mmrl.judge.answers import Kind
 from mmrl.judge.asking import Ask, Keep, Outcome, Settings
-from mmrl.judge.local import fingerprint
+from mmrl.judge.local import control_tokens, fingerprint
 from mmrl.judge.remote import Endpoint, Requests
 from mmrl.judge.replay import recorded_here
 from mmrl.report.notices import starting, tell
@@ -113,7 +113,6 @@ class ServedJudge:
     """
 
     sees = True
-    control = ()
 
     def __init__(
         self,
@@ -132,6 +131,16 @@ class ServedJudge:
         self._endpoint: Endpoint | None = None
         self._asleep = self._to_sleep = False
         self._turn = threading.Lock()
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        """The control tokens of the tokenizer at ``path``; empty where there is none on this machine."""
+        from transformers import AutoTokenizer
+
+        try:
+            return control_tokens(AutoTokenizer.from_pretrained(self.path, local_files_only=True))
+        except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
+            return ()  # the server says what is wrong with the model, or has it from elsewhere
 
     async def ask(
         self,

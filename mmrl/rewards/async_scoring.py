@@ -108,7 +108,10 @@ class Scoring:
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
-        self._contexts = {e.label: Context(step, device, folder, e.label, e.sent, number) for e in entries}
+        longest = math.inf if patience is None else patience.settings.patience
+        self._contexts = {
+            e.label: Context(step, device, folder, e.label, e.sent, number, patience=longest) for e in entries
+        }
         self._group_size, self._patience = group_size, patience
         self._open: dict[tuple[int, int, int], list[int]] = {}
         self._whole: set[frozenset[int]] = set()

@@ -147,7 +147,8 @@ class Context:
     another process counts in ``sent`` the bytes it sends: ``media`` (encoded pictures and clips) and ``questions`` (all
     else); the step's metrics show them. A judge also counts there its requests and tokens (``mmrl.judge.usage``).
     ``round``: the round of dynamic sampling; 0 is the first. ``asked``: of this call; a reward that makes several
-    requests at once counts them there, so that ``mmrl simulate`` knows them.
+    requests at once counts them there, so that ``mmrl simulate`` knows them. ``patience``: seconds that the run waits
+    for rewards (``scoring.patience``): a reward whose server asks for a longer wait fails at once.
     """
 
     step: int = -1
@@ -157,6 +158,7 @@ class Context:
     sent: Counter[str] = field(default_factory=Counter, compare=False)
     round: int = 0
     asked: Asked = field(default_factory=Asked, compare=False)
+    patience: float = math.inf
 
 
 class RewardFunction(Protocol):
