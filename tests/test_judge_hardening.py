@@ -35,6 +35,7 @@ FAMILIES = """
     <|start|> <|channel|> <|message|> <|return|> <|START_OF_TURN_TOKEN|> <BOS_TOKEN> <|im_user|> <extra_id_0>
     <reserved_106> <SPECIAL_12> <unused7> <seed:bos> <seed:think> [UNUSED_TOKEN_146] ]~b] ]~!b[ [e~[
     <image> <video> <audio> <img> </img> <IMG_CONTEXT> <im_patch> <|vision_start|> <|image_pad|> <row_1_col_2>
+    [|user|] [|endofturn|] [BOS] [EOS] [EOT] <begin_of_image> <sep> <cls>
     <fake_token_around_image> <think> </think> <tool_call> </tool_call> <tool_response>
 """
 TOKENS = FAMILIES.split()

@@ -478,7 +478,7 @@ def test_a_vllm_of_our_own_writes_by_the_schema(tmp_path):
     model = judging.text_model(tmp_path / "judge")
     field = {"type": "integer", "minimum": 0, "maximum": 10}
     schema = {"type": "object", "properties": {"score": field}, "required": ["score"], "additionalProperties": False}
-    args = {**VLLM_ARGS, "structured_outputs_config": {"disable_any_whitespace": True}}
+    args = {**VLLM_ARGS, "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     one = judge(None, model={"vllm": model, "args": args}, answer={"type": "json", "schema": schema}, reasks=0)
     try:
         scores = ask(one, "a", "b b", "a longer c")

@@ -21,8 +21,8 @@ _ANGLE = (
     # Llama 2, Gemma, GLM, InternLM, Cohere, Nemotron, Baichuan, T5, Seed
     r"/?s>",
     r"</?SYS>>",
-    r"/?(?:start|end)_of_\w+>",
-    r"/?(?:bos|eos|pad|unk|mask|sop|eop|eot|eoh|eoa)>",
+    r"/?(?:start|begin|end)_of_\w+>",
+    r"/?(?:bos|eos|pad|unk|mask|sep|cls|sop|eop|eot|eoh|eoa)>",
     r"(?:BOS|EOS|PAD|EOT|UNK|MASK)(?:_TOKEN)?>",
     r"(?:extra_id|reserved|reserved_token|SPECIAL|unused)_?\d+>",
     r"/?seed:\w+>",
@@ -38,8 +38,9 @@ _SQUARE = (
     # Mistral, Magistral and Pixtral
     r"/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|MODEL_SETTINGS)\]",
     r"(?:ARGS|CALL_ID|IMG|IMG_BREAK|IMG_END|AUDIO|BEGIN_AUDIO|PREFIX|MIDDLE|SUFFIX)\]",
-    # GLM, BERT, InternLM, MiniMax
-    r"(?:gMASK|sMASK|MASK|CLS|SEP|PAD|UNK|UNUSED_TOKEN_\d+)\]",
+    # GLM, BERT, InternLM, Kimi, EXAONE, MiniMax
+    r"(?:gMASK|sMASK|MASK|CLS|SEP|PAD|UNK|BOS|EOS|EOT|UNUSED_TOKEN_\d+)\]",
+    r"\|[^\[\]\n]{0,64}\|\]",
     r"e~\[",
 )
 _CONTROL = re.compile(rf"<(?={'|'.join(_ANGLE)})|\[(?={'|'.join(_SQUARE)})|\](?=~!?b[\[\]])")

@@ -209,6 +209,8 @@ class Endpoint:
         }
         if isinstance(kind, Words):  # at temperature 1 log-probs are the same before and after it
             body |= {"temperature": 1.0, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP}
+            if self._socket_path is not None:  # a server of ours, whose chat templates may know this
+                body["chat_template_kwargs"] = {"enable_thinking": False}
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
     async def _complete(self, body: JsonObject, seed: int, patience: float, sent: Counter[str]) -> JsonObject:
