@@ -20,12 +20,15 @@ import httpx
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.reply_bytes import ASK, ReplyBytes, ReplyError
 from mmrl.rewards import wire
 from mmrl.rewards.contract import Context, Declaration, Input, Parts
 from mmrl.trajectory import Sample
 
 _PAUSES_S = (0.1, 0.5)
 """Before a request whose connection broke is sent again."""
+MAX_REPLY = 64 << 20
+"""Bytes of one reply, unpacked."""
 
 
 def _nothing() -> None:
@@ -129,6 +132,8 @@ class Http:
         address = self.url + path
         try:
             reply = self._send(method, address, body, count)
+        except ReplyError as error:
+            raise UserError(f"{address} sent {error}; another service answers there, check options.url") from None
         except httpx.TimeoutException as error:
             raise UserError(
                 f"{address} did not answer in time ({type(error).__name__}); raise options.timeout or lower batch_size"
@@ -149,17 +154,25 @@ class Http:
 
     def _send(self, method: str, address: str, body: bytes | None, count: Callable[[], None]) -> httpx.Response:
         """Ask again when the connection broke: scoring twice is harmless, and a run should outlive a lost packet."""
-        headers = None if body is None else {"Content-Type": "application/json"}
+        headers = ASK if body is None else {"Content-Type": "application/json", **ASK}
         for pause in _PAUSES_S:
             try:
                 count()
-                return self._client.request(method, address, content=body, headers=headers)
+                return self._reply(method, address, body, headers)
             except httpx.TimeoutException:
                 raise
             except httpx.TransportError:
                 time.sleep(pause)
         count()
-        return self._client.request(method, address, content=body, headers=headers)
+        return self._reply(method, address, body, headers)
+
+    def _reply(self, method: str, address: str, body: bytes | None, headers: Mapping[str, str]) -> httpx.Response:
+        with self._client.stream(method, address, content=body, headers=headers) as reply:
+            read = ReplyBytes(reply.headers.get("content-encoding", ""), MAX_REPLY)
+            for piece in reply.iter_raw():
+                read.add(piece)
+            kind = {"Content-Type": reply.headers.get("content-type", "")}
+            return httpx.Response(reply.status_code, headers=kind, content=read.whole())
 
 
 score = Http

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import gzip
 import http.client
 import io
 import json
@@ -21,14 +22,17 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 import mmrl
+import mmrl.rewards.http
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.media import Media
 from mmrl.rewards import subprocess_server, wire
+from mmrl.rewards.contract import Context
 from mmrl.rewards.scoring import RewardError, RewardSet
 from mmrl.rewards.serve import RewardServer, is_loopback
 from mmrl.rewards.subprocess_server import started_elsewhere
 from mmrl.trajectory import Prompt, Sample, SampleId
+from tests import judging
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -587,3 +591,15 @@ def test_requirements_make_an_environment_of_its_own(monkeypatch, tmp_path):
     ):
         pass
     assert subprocess_server._cache("envs").is_dir()
+
+
+def test_a_packed_reply_is_unpacked_up_to_the_limit(monkeypatch):
+    def before(handler, body):
+        handler.say(200, gzip.compress(bytes(32 << 20)), Content_Encoding="gzip")
+        return True
+
+    monkeypatch.setattr(mmrl.rewards.http, "MAX_REPLY", 1 << 20)
+    with judging.Served(before=before) as server:
+        reward = mmrl.load("rewards", "http:score")(server.url)
+        with pytest.raises(UserError, match="sent a reply of more than 1,048,576 bytes"):
+            reward.score([Sample(Prompt("p", "what"), SampleId(0, 0, 0, 0), text="a")], context=Context())
