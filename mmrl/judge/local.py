@@ -24,6 +24,7 @@ from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
 from mmrl.judge.sampling import seeded
 from mmrl.rewards.sleeping import Sleeping
+from mmrl.text.control_tokens import ControlTokens
 from mmrl.text.token_sampling import Draw
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class LocalModel(Sleeping):
     @property
     def control(self) -> tuple[str, ...]:
         """The control tokens of its tokenizer, which a text must not contain."""
-        return control_tokens(self.tokenizer)
+        return tuple(ControlTokens(self.processor or self.tokenizer).texts)
 
     def ask(self, asks: Sequence[Ask], kind: Kind, settings: Settings, device: torch.device | str) -> list[Outcome]:
         """An outcome for each question, in order. Never raises for what the model wrote."""
@@ -202,17 +203,6 @@ def _checked(chat_template: str) -> str:
         return checked(chat_template)
     except ValueError as error:
         raise UserError(f"options.model.chat_template: {error}") from None
-
-
-def control_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """The special tokens of a tokenizer, and those of its added ones that are a word between marks (``<|end|>``)."""
-    added = {str(token) for token in tokenizer.get_added_vocab()}
-    marks = {t for t in added if len(t) > 2 and _is_mark(t[0]) and _is_mark(t[-1]) and any(map(str.isalnum, t))}
-    return tuple(sorted(marks | {t for t in tokenizer.all_special_tokens if len(t) > 1}))
-
-
-def _is_mark(character: str) -> bool:
-    return not character.isalnum() and not character.isspace()
 
 
 def fingerprint(path: str) -> str:

@@ -24,11 +24,12 @@ from mmrl.errors import LostServerError
 from mmrl.json_types import JsonObject
 from mmrl.judge.answers import Kind
 from mmrl.judge.asking import Ask, Keep, Outcome, Settings
-from mmrl.judge.local import control_tokens, fingerprint
+from mmrl.judge.local import fingerprint
 from mmrl.judge.remote import Endpoint, Requests
 from mmrl.judge.replay import recorded_here
 from mmrl.report.notices import starting, tell
 from mmrl.rewards.contract import Weights
+from mmrl.text.control_tokens import ControlTokens
 
 NAME = "judge"
 """The model's name on the server."""
@@ -138,7 +139,7 @@ class ServedJudge:
         from transformers import AutoTokenizer
 
         try:
-            return control_tokens(AutoTokenizer.from_pretrained(self.path, local_files_only=True))
+            return tuple(ControlTokens(AutoTokenizer.from_pretrained(self.path, local_files_only=True)).texts)
         except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
             return ()  # the server says what is wrong with the model, or has it from elsewhere
 
