@@ -186,7 +186,9 @@ class Endpoint:
         body, schema = self._body(ask, kind, settings, attempt), schema_of(kind, ask.items)
         first = len(FORMS) if schema is None else self._form
         for form in range(first, len(FORMS) + 1):
-            asked = body if schema is None or form == len(FORMS) else body | response_format(FORMS[form], schema)
+            asked: JsonObject = body
+            if schema is not None and form < len(FORMS):
+                asked = {**body, **response_format(FORMS[form], schema)}
             try:
                 choice = await self._complete(asked, seeded(ask.seed, "wait"), settings.patience, sent)
             except _RefusedError as refused:
