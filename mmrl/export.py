@@ -44,11 +44,23 @@ def new_directory(out: Path, what: str) -> Generator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
+        _as_umask(aside)
         os.replace(aside, out)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise UserError(_not_written(out, what, error)) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _as_umask(folder: Path) -> None:
+    """Give the files in ``folder`` the mode of a new file; safetensors writes files that only their owner reads."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def check(recipe: Recipe, out: Path, what: str) -> None:

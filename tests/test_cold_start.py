@@ -121,7 +121,7 @@ def test_what_contradicts_the_adapter_is_refused(folder, lora, says):
     [
         ("peft_type", "IA3", "an adapter of type IA3; give a LoRA"),
         ("use_dora", True, "has use_dora, and a plain LoRA goes on; merge it"),
-        ("rank_pattern", {"q_proj": 8}, "has rank_pattern"),
+        ("bias", "all", 'has bias="all"'),
         ("modules_to_save", ["lm_head"], "has modules_to_save"),
     ],
 )

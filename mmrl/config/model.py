@@ -21,12 +21,12 @@ class Lora(Section):
     alpha: PositiveFloat = 64.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: list[str] | None = None
-    """Names of the modules that get an adapter; None takes the pipeline's list."""
+    """Names of the modules that get an adapter, or ``[all-linear]``; None takes the pipeline's list."""
     init: Literal["gaussian", "default"] = "gaussian"
     """Of the first matrix: peft's ``gaussian``, or its default (Kaiming). The second is 0."""
     path: str | None = None
-    """A folder that peft wrote (or a LoRA of diffusers): training continues from that adapter, with its rank, alpha and
-    targets. The reference is then the model with the adapter as it was loaded."""
+    """A folder that peft wrote, or for pictures a LoRA file of diffusers, kohya and others: training goes on with that
+    adapter, with its rank, alpha and targets. The reference is then the model with the adapter as it was loaded."""
 
     @model_validator(mode="before")
     @classmethod

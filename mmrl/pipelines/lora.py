@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
-from mmrl.config.adapters import SavedAdapter, read_adapter
+from mmrl.config.adapters import SavedAdapter, Settings, read_adapter
 from mmrl.config.schema import Lora
 from mmrl.errors import UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to import
     from peft import LoraConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
+
+PREFIX = "base_model.model."
+"""How names of weights begin in a file of peft."""
+_ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)(\.|$)")
 
 
 def saved_adapter(lora: Lora) -> SavedAdapter | None:
@@ -26,58 +34,161 @@ def saved_adapter(lora: Lora) -> SavedAdapter | None:
         raise UserError(f"model.lora.{error}") from error
 
 
-def config_of(saved: SavedAdapter) -> LoraConfig:
-    """Its settings, to train with."""
+def config_of(settings: Settings) -> LoraConfig:
+    """Peft's settings to train with. The weights are loaded, so the kind of the first ones has no say."""
     from peft import LoraConfig
 
-    if saved.config is None:
-        return LoraConfig(r=saved.rank, lora_alpha=saved.alpha, target_modules=saved.targets)  # type: ignore[arg-type]
-    config = LoraConfig.from_pretrained(str(saved.config))
-    config.inference_mode = False
-    return config  # type: ignore[return-value]
+    taken = settings.model_dump(exclude=set(settings.model_extra or ()) | {"init_lora_weights"}, exclude_none=True)
+    return LoraConfig(**taken)
 
 
-def adapted(model: nn.Module, saved: SavedAdapter, base: str) -> PeftModel:
-    """``model`` with the saved adapter, which trains; on the meta device without its weights.
+Converted = tuple["LoraConfig", dict[str, Tensor]]
+"""Settings, and weights by peft's names."""
+
+
+def read_weights(model: nn.Module, saved: SavedAdapter) -> Converted:
+    """An adapter with peft's settings. Raises ``UserError``."""
+    from peft.utils import load_peft_weights
+
+    if not saved.peft or saved.settings is None:
+        raise UserError(
+            f"model.lora.path: {saved.weights} has the names of a program that draws pictures, and this model writes "
+            "text; give a folder that peft wrote, or remove model.lora.path"
+        )
+    renamed = getattr(model, "_checkpoint_conversion_mapping", None)
+    state = load_peft_weights(str(saved.weights.parent), device="cpu", key_mapping=renamed)
+    config, settings = config_of(saved.settings), saved.settings
+    named = isinstance(settings.target_modules, list) and not settings.exclude_modules
+    if not named or settings.layers_to_transform is not None or settings.r > saved.rank:
+        # a pattern of a stranger may take for ever, and the names of the weights say the same
+        config.target_modules = exactly(model, [n for n in modules_of(state) if _is_layer(model, n)])  # type: ignore[assignment]
+        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+        config.r = min(settings.r, saved.rank)
+    return config, state
+
+
+def modules_of(state: Collection[str]) -> list[str]:
+    """The modules that weights of the names ``state`` are for."""
+    found = {name[: match.start()] for name in state if (match := _ADAPTER.search(name))}
+    return sorted(name.removeprefix(PREFIX) for name in found)
+
+
+def _is_layer(model: nn.Module, name: str) -> bool:
+    """Whether a module, if there is one, has a weight; experts have parameters of other names."""
+    try:
+        return hasattr(model.get_submodule(name), "weight")
+    except AttributeError:
+        return not name.endswith(".base_layer")
+
+
+def exactly(model: nn.Module, names: Collection[str]) -> list[str] | str:
+    """What peft takes for the modules ``names`` of ``model`` and no others: it takes others too whose name ends so."""
+    ends = tuple(f".{name}" for name in names)
+    others = any(name.endswith(ends) and name not in names for name, _ in model.named_modules())
+    return f"({'|'.join(map(re.escape, sorted(names)))})" if others else sorted(names)
+
+
+def adapted(
+    model: nn.Module,
+    saved: SavedAdapter,
+    base: str,
+    read: Callable[[nn.Module, SavedAdapter], Converted] = read_weights,
+    task: str | None = None,
+) -> PeftModel:
+    """``model`` with the saved adapter, which trains, in evaluation mode; on the meta device without its weights.
 
     ``base``: the recipe's name of the model. One that the adapter was not trained on gets a warning where the names say
     so. Raises ``UserError`` where the adapter does not fit.
     """
     from peft import PeftModel, get_peft_model
 
-    config = config_of(saved)
-    said, config.base_model_name_or_path = config.base_model_name_or_path, None
+    config, state = read(model, saved)
+    config.task_type = task
     try:
         policy = get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:
-        raise UserError(_wrong(saved, str(error).splitlines()[0])) from error
+        raise UserError(_wrong(saved, str(error).splitlines()[0][:300])) from error
     assert isinstance(policy, PeftModel)
     if not next(policy.parameters()).is_meta:
-        if said and Path(said).name != Path(base).name:
-            print(
-                f"warning: the adapter {saved.weights.parent} says that it was trained on {said}, and model.path is "
-                f"{base}",
-                file=sys.stderr,
-            )
-        _load(policy, saved)
-    return policy
+        for line in _said(saved, base):
+            print(line, file=sys.stderr)
+    _load(policy, saved, state)
+    if saved.scaled:
+        _unscale(policy)
+    return policy.eval()
 
 
-def _load(policy: PeftModel, saved: SavedAdapter) -> None:
+def _said(saved: SavedAdapter, base: str) -> Iterator[str]:
+    folder = saved.weights.parent
+    if saved.base and Path(saved.base).name != Path(base).name:
+        yield f"warning: the adapter {folder} says that it was trained on {saved.base}, and model.path is {base}"
+    if saved.settings and saved.settings.lora_dropout:
+        yield (
+            f"note: the adapter {folder} has lora_dropout {saved.settings.lora_dropout}, which stays off: samples and "
+            "updates are computed with the same weights"
+        )
+
+
+def _load(policy: PeftModel, saved: SavedAdapter, state: dict[str, Tensor]) -> None:
     """Raises ``UserError`` where the weights do not fit."""
     from peft.utils import set_peft_model_state_dict
-    from safetensors.torch import load_file
 
-    state = load_file(saved.weights)
-    if saved.component:
-        state = {f"base_model.model.{key.removeprefix(f'{saved.component}.')}": value for key, value in state.items()}
+    whole = {name for name in state if not _ADAPTER.search(name)}
+    changed = sorted(name for name in whole if not _is_of_base(policy, name, state[name]))
+    if changed:
+        raise UserError(
+            f"model.lora.path: the adapter {saved.weights} changes {changed[0]} of the base model, and a plain LoRA "
+            "goes on; merge it into its base model (peft's merge_and_unload) and set model.path to that, or remove "
+            "lora.path, and a new adapter is trained"
+        )
     try:
-        result = set_peft_model_state_dict(policy, state)
-    except RuntimeError as error:  # of another shape
-        raise UserError(_wrong(saved, str(error).splitlines()[-1].strip())) from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # a plan has no weights
+            result = set_peft_model_state_dict(policy, {k: v for k, v in state.items() if k not in whole})
+    except (RuntimeError, KeyError, ValueError) as error:  # of another shape
+        raise UserError(_wrong(saved, str(error).splitlines()[-1].strip()[:300])) from error
     wrong = [*result.unexpected_keys, *(key for key in result.missing_keys if "lora_" in key)]
     if wrong:
         raise UserError(_wrong(saved, f"{len(wrong)} weights have no counterpart, such as {wrong[0]}"))
+
+
+def _is_of_base(policy: PeftModel, name: str, tensor: Tensor) -> bool:
+    """Whether a weight in an adapter's file (peft saves embeddings that have an adapter) is the base model's own."""
+    path, _, of = name.removeprefix(PREFIX).replace(".base_layer.", ".").rpartition(".")
+    try:
+        module = policy.get_base_model().get_submodule(path)
+    except AttributeError:
+        return False
+    own = getattr(getattr(module, "base_layer", module), of, None)
+    if not isinstance(own, Tensor) or own.shape != tensor.shape:
+        return False
+    return own.is_meta or bool((own.cpu() == tensor.to(own.dtype)).all())
+
+
+def lora_layers(policy: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
+    """The layers with an adapter, by their names in the plain model."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in policy.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer):
+            yield name, layer
+
+
+def targets_of(model: nn.Module, targets: Collection[str]) -> list[str] | str:
+    """What ``model.lora.targets`` says, as peft takes it: ``all-linear`` alone is every linear layer but the head."""
+    if list(targets) != ["all-linear"]:
+        return list(targets)
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return "all-linear"
+    return sorted(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+
+
+def _unscale(policy: PeftModel) -> None:
+    """Take the scale out of weights that have it, since the settings have it too."""
+    for _, layer in lora_layers(policy):
+        layer.lora_B["default"].weight.data /= layer.scaling["default"]
 
 
 def _wrong(saved: SavedAdapter, why: str) -> str:

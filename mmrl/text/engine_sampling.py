@@ -22,10 +22,12 @@ from mmrl.engines.weight_files import Sending
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
+from mmrl.pipelines.lora import PREFIX, lora_layers, modules_of
 from mmrl.text.base_model import base_model, has_adapter, peft_model
 from mmrl.trajectory import Prompt, SampleId, Trajectory
 
 if TYPE_CHECKING:  # slow to import
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 Arguments: TypeAlias = "dict[str, Json | Timeouts | Sending | torch.device]"
@@ -162,11 +164,25 @@ class Given:
             assert isinstance(config, LoraConfig)
             mine = {name: policy.weights.whole(name, p.detach()) for name, p in policy.trainable.items()}
             tensors = get_peft_model_state_dict(module, state_dict=mine, save_embedding_layers=False)
+            rank, alpha = config.r, float(config.lora_alpha)
+            if config.rank_pattern or config.alpha_pattern or config.use_rslora:  # engines take one scale for all
+                rank = alpha = self._scaled(module, tensors)
             targets = config.target_modules or ()
-            named = [targets] if isinstance(targets, str) else sorted(targets)
-            engine.update_lora(dict(self._counted(tensors.items())), config.r, float(config.lora_alpha), named)
+            named = sorted({m.rpartition(".")[2] for m in modules_of(tensors)} if isinstance(targets, str) else targets)
+            engine.update_lora(dict(self._counted(tensors.items())), rank, float(alpha), named)
         self.updates += 1
         self.update_seconds += time.perf_counter() - start
+
+    @staticmethod
+    def _scaled(module: PeftModel, tensors: dict[str, Tensor]) -> int:
+        """Multiply the scales of its layers into ``tensors``; the largest rank."""
+        ranks = []
+        for name, layer in lora_layers(module):
+            for key in (f"{PREFIX}{name}.lora_B.weight", f"{PREFIX}{name}.lora_embedding_B"):
+                if key in tensors:
+                    tensors[key] = tensors[key] * layer.scaling["default"]
+                    ranks.append(layer.r["default"])
+        return max(ranks)
 
     def asked(self, requests: int) -> None:
         """Count a call."""

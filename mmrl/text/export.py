@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy as copying
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
@@ -67,14 +67,24 @@ def plain(policy: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     dtype is not copied."""
     model = base_model(policy)
     state = {k.removeprefix("base_model.model."): v for k, v in merged_weights(policy).items()}
+    config = copying.deepcopy(model.config)
+    if _ties_broken(model, state):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
-        made = type(model)(copying.deepcopy(model.config))
+        made = type(model)(config)
     cast = {k: v.detach().to(dtype) if v.is_floating_point() else v for k, v in state.items()}
     made.load_state_dict(cast, assign=True, strict=False)
     made.tie_weights()
     made.config._name_or_path = ""
     made.config.dtype = dtype
     return made.eval()
+
+
+def _ties_broken(model: PreTrainedModel, state: Mapping[str, Tensor]) -> bool:
+    """Whether the embedding and the head, which are one weight in the model, differ once adapters are merged."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = [(state[a], state[b]) for a, b in tied.items() if a in state and b in state]
+    return any(a is not b and a.data_ptr() != b.data_ptr() and not torch.equal(a, b) for a, b in pairs)
 
 
 def usage(

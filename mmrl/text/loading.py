@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.pipelines.lora import adapted, saved_adapter
+from mmrl.pipelines.lora import adapted, saved_adapter, targets_of
 from mmrl.text.conditioner import Tokenizer
 from mmrl.text.row_loading import load_rows
 
@@ -54,7 +54,7 @@ def load_model(
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     ranks = local_rows.group()
     try:
-        model = None if ranks is None else load_rows(auto.from_pretrained, recipe, path, dtype, ranks)
+        model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
         model = auto.from_pretrained(path, dtype=dtype) if model is None else model
     except (OSError, ValueError, KeyError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
@@ -167,20 +167,21 @@ def _adapted(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
 
     lora = recipe.model.lora
     assert lora is not None
+    task = "CAUSAL_LM" if model.can_generate() else None
     if saved := saved_adapter(lora):
-        return adapted(model, saved, recipe.model.path)
+        return adapted(model, saved, recipe.model.path, task=task)
     torch.manual_seed(recipe.seed)
     sees = any(re.fullmatch(_VISION, name) for name, _ in model.named_modules())
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         init_lora_weights="gaussian" if lora.init == "gaussian" else True,
-        target_modules=lora.targets or LORA_TARGETS,
+        target_modules=targets_of(model, lora.targets or LORA_TARGETS),
         exclude_modules=_VISION if not lora.targets and sees else None,
-        task_type="CAUSAL_LM" if model.can_generate() else None,
+        task_type=task,
     )
     try:
-        return get_peft_model(model, config)
+        return get_peft_model(model, config).eval()  # a new layer is in training mode
     except ValueError as error:
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise UserError(f"model.lora.targets: {error}\n  Its linear layers are called {', '.join(names)}.") from error

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 from mmrl import local_rows
-from mmrl.config.schema import Recipe
-from mmrl.pipelines.lora import config_of, saved_adapter
 from mmrl.report import notices
 
 if TYPE_CHECKING:  # slow to import
@@ -28,7 +26,6 @@ _HOOK = "maybe_distribute_model"
 
 def load_rows(
     read: Callable[..., Any],
-    recipe: Recipe,
     path: str,
     dtype: torch.dtype,
     ranks: dist.ProcessGroup,
@@ -39,7 +36,7 @@ def load_rows(
     rows of its weights (``mmrl.local_rows``). None where it must be loaded whole, and a notice says why. ``new``: the
     parameters that the checkpoint may lack; each rank has them whole. Raises what ``read`` raises. All ``ranks`` call
     it together."""
-    if reason := next(_obstacles(recipe, path), None):
+    if reason := next(_obstacles(path), None):
         _tell(ranks, f"every process loads the whole model before its weights are sharded: {reason}")
         return None
     from transformers.distributed import DistributedConfig
@@ -55,7 +52,7 @@ def load_rows(
     return model
 
 
-def _obstacles(recipe: Recipe, path: str) -> Iterator[str]:
+def _obstacles(path: str) -> Iterator[str]:
     """Why the checkpoint cannot be read by rows. An unreadable configuration is none: loading will say it."""
     import transformers
 
@@ -68,9 +65,6 @@ def _obstacles(recipe: Recipe, path: str) -> Iterator[str]:
         return
     if getattr(config, "quantization_config", None) is not None:
         yield "the checkpoint is quantized"
-    saved = None if recipe.model.lora is None else saved_adapter(recipe.model.lora)
-    if saved is not None and config_of(saved).init_lora_weights not in (True, False, "gaussian"):
-        yield "the saved adapter's first values are computed from the model's weights"
 
 
 def _tell(ranks: dist.ProcessGroup, line: str) -> None:

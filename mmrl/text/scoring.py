@@ -126,7 +126,7 @@ def _rows(
     ranks = local_rows.group()
     if ranks is None or policy_of is None:
         return None
-    return load_rows(read, policy_of, path, dtype, ranks, [f"{HEAD}.weight"], **more)
+    return load_rows(read, path, dtype, ranks, [f"{HEAD}.weight"], **more)
 
 
 def _with_head(

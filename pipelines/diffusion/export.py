@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mmrl.config.adapters import SETTINGS
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
 from mmrl.errors import UserError
+from mmrl.pipelines.lora import lora_layers
 from mmrl.report.card import Usage, What, public
 from mmrl.text.base_model import peft_model
 
@@ -101,17 +103,26 @@ def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
     assert isinstance(config, LoraConfig)
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     state = {key.removeprefix("base_model.model."): value.detach().cpu() for key, value in state.items()}
+    if odd := next((key for key in state if not key.endswith((".lora_A.weight", ".lora_B.weight"))), None):
+        raise UserError(f"--what lora-file: other programs have no name for {odd}; use --what lora")
+    scales = {name: layer.scaling["default"] for name, layer in lora_layers(policy)}
     named = {f"{adapter.trains}.{key}": value for key, value in state.items()}
     about = {"format": "pt"}
     if adapter.lora_file == "kohya":
+        alphas = {
+            f"lora_unet_{n.replace('.', '_')}.alpha": s * len(state[f"{n}.lora_A.weight"]) for n, s in scales.items()
+        }
         named = convert_state_dict_to_kohya(named)
-        alpha = torch.tensor(float(config.lora_alpha))
-        named = {key: alpha.clone() if key.endswith(".alpha") else value for key, value in named.items()}
+        named = {key: torch.tensor(alphas[key]) if key.endswith(".alpha") else value for key, value in named.items()}
         about |= {"ss_network_module": "networks.lora", "ss_network_dim": str(config.r)}
         about |= {"ss_network_alpha": str(float(config.lora_alpha))}
     else:
-        scale = config.lora_alpha / config.r
-        named = {key: value * scale if ".lora_B." in key else value for key, value in named.items()}
+        named = {
+            f"{adapter.trains}.{key}": value * scales[key.rpartition(".lora_B.")[0]] if ".lora_B." in key else value
+            for key, value in state.items()
+        }
+        kept = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+        about[SETTINGS] = json.dumps({key: getattr(config, key) for key in kept})
     save_file({key: value.contiguous() for key, value in named.items()}, out / FILE, about)
 
 

@@ -13,7 +13,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_list, as_text
 from mmrl.pipelines.description import Component, Description, Phase
-from mmrl.pipelines.lora import adapted, saved_adapter
+from mmrl.pipelines.lora import adapted, saved_adapter, targets_of
 
 from .adapter import Adapter
 from .caching import cache_of
@@ -21,6 +21,7 @@ from .compiling import compile_for_all
 from .describe import empty_pipeline, tokenizer_of
 from .flow import FlowPipeline
 from .row_loading import load_rows
+from .saved_lora import reader
 from .sizes import Sizes
 
 if TYPE_CHECKING:  # slow to import
@@ -154,14 +155,14 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if saved := saved_adapter(lora):
-        policy: nn.Module = adapted(adapter.model, saved, recipe.model.path)
+        policy: nn.Module = adapted(adapter.model, saved, recipe.model.path, reader(adapter))
     else:
         torch.manual_seed(recipe.seed)
         config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,  # type: ignore[arg-type]
             init_lora_weights="gaussian" if lora.init == "gaussian" else True,
-            target_modules=lora.targets or list(adapter.lora_targets),
+            target_modules=targets_of(adapter.model, lora.targets or adapter.lora_targets),
         )
         try:
             policy = get_peft_model(adapter.model, config)  # type: ignore[arg-type]
@@ -172,4 +173,4 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
     for parameter in policy.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return policy
+    return policy.eval()  # a new layer is in training mode

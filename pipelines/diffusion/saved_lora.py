@@ -1,0 +1,131 @@
+"""Read a LoRA file of any of the programs that diffusers knows, by diffusers' own conversion."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from mmrl.config.adapters import SavedAdapter
+from mmrl.errors import UserError
+from mmrl.pipelines.lora import PREFIX, Converted, config_of, exactly, modules_of, read_weights
+
+from .adapter import Adapter
+
+if TYPE_CHECKING:  # slow to import
+    from peft import LoraConfig
+
+_CONVERTS = "lora_state_dict"
+
+
+def reader(adapter: Adapter) -> Callable[[nn.Module, SavedAdapter], Converted]:
+    """How an adapter for the family is read."""
+    return lambda model, saved: read_weights(model, saved) if saved.peft else _converted(adapter, model, saved)
+
+
+def _converted(adapter: Adapter, model: nn.Module, saved: SavedAdapter) -> Converted:
+    """Settings and weights by peft's names. Raises ``UserError`` for what diffusers cannot convert for this family."""
+    from safetensors.torch import load_file
+
+    convert = getattr(type(adapter.pipe), _CONVERTS, None)
+    if convert is None:
+        raise UserError(
+            f"model.lora.path: diffusers reads no file of a LoRA for {adapter.family}; give a folder that peft wrote "
+            "(mmrl export --what lora writes one)"
+        )
+    options: dict[str, Any] = {}
+    if adapter.trains == "unet":
+        options["unet_config"] = adapter.pipe.unet.config
+    if "return_alphas" in inspect.signature(convert).parameters:
+        options["return_alphas"] = True
+    try:
+        with _told() as dropped:
+            state, *more = convert(load_file(saved.weights), return_lora_metadata=True, **options)
+    except Exception as error:  # each family has a conversion of its own, with errors of its own
+        raise UserError(_unread(adapter, saved, f"{type(error).__name__}: {str(error).strip()[:300]}")) from error
+    if dropped:
+        raise UserError(_unread(adapter, saved, dropped[0][:300]))
+    alphas: dict[str, Tensor | float] = more[0] if len(more) > 1 and more[0] else {}
+    begin = f"{adapter.trains}."
+    if other := next((name for name in state if not name.startswith(begin)), None):
+        raise UserError(_unread(adapter, saved, f"it has {other}, and what trains is the {adapter.trains}"))
+    peft_names = {name: _peft_name(name.removeprefix(begin)) for name in state}
+    own = {peft_names[name]: value for name, value in state.items()}
+    of_module = {
+        _peft_name(name.removeprefix(begin).removesuffix(".alpha")).partition(".lora_A")[0]: float(alpha)
+        for name, alpha in alphas.items()
+        if name.startswith(begin)
+    }
+    config = config_of(saved.settings) if saved.settings else _by_weights(own, of_module)
+    config.target_modules = exactly(model, modules_of(own))  # type: ignore[assignment]
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    return config, {f"{PREFIX}{name}": value for name, value in own.items()}
+
+
+def _peft_name(name: str) -> str:
+    """The name of a weight as peft has it; diffusers had others before it used peft."""
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    return next(iter(convert_unet_state_dict_to_peft({name: None})))
+
+
+def _by_weights(state: dict[str, Tensor], alphas: dict[str, float]) -> LoraConfig:
+    """Settings where the file has none: ranks are those of the weights, and a module without an alpha has the scale 1.
+
+    diffusers gives every module of an old layout the alpha that most modules have; here each has its own.
+    """
+    from peft import LoraConfig
+
+    ranks = {name.partition(".lora_B.")[0]: value.shape[1] for name, value in state.items() if ".lora_B." in name}
+    scales = {name: alphas.get(name, float(rank)) for name, rank in ranks.items()}
+    rank, alpha = (Counter(of.values()).most_common(1)[0][0] for of in (ranks, scales))
+    return LoraConfig(
+        r=int(rank),
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        rank_pattern={f"^{re.escape(name)}": r for name, r in ranks.items() if r != rank},
+        alpha_pattern={f"^{re.escape(name)}": a for name, a in scales.items() if a != alpha},
+        target_modules=[],
+    )
+
+
+@contextmanager
+def _told() -> Generator[list[str]]:
+    """What diffusers says that it leaves out of a file, which it says as a warning or in passing."""
+    lines: list[str] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if record.levelno >= logging.WARNING or "filter" in text:
+                lines.append(text)
+
+    logger, handler = logging.getLogger("diffusers.loaders"), Keeps()
+    level, passes, children = logger.level, logger.propagate, logging.Logger.manager.loggerDict
+    below = [one for name in children if name.startswith("diffusers.loaders.") for one in [logging.getLogger(name)]]
+    levels = [one.level for one in below]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for one in below:
+        one.setLevel(logging.NOTSET)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = passes
+        for one, before in zip(below, levels, strict=True):
+            one.setLevel(before)
+
+
+def _unread(adapter: Adapter, saved: SavedAdapter, why: str) -> str:
+    return (
+        f"model.lora.path: {saved.weights} cannot be read for {adapter.family} by diffusers: {why}. Give a LoRA of "
+        "this family, or remove model.lora.path, and a new adapter is trained"
+    )
