@@ -27,6 +27,7 @@ from mmrl.text.base_model import peft_model
 
 from .adapter import Adapter
 from .describe import tokenizer_of
+from .saved_lora import convert
 
 if TYPE_CHECKING:  # slow to import
     from peft import PeftModel
@@ -116,6 +117,8 @@ def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
         named = {key: torch.tensor(alphas[key]) if key.endswith(".alpha") else value for key, value in named.items()}
         about |= {"ss_network_module": "networks.lora", "ss_network_dim": str(config.r)}
         about |= {"ss_network_alpha": str(float(config.lora_alpha))}
+        if lost := sorted({*state} - {*convert(adapter, named)[0]}):
+            raise UserError(f"--what lora-file: diffusers cannot read {lost[0]} by kohya's names; use --what lora")
     else:
         named = {
             f"{adapter.trains}.{key}": value * scales[key.rpartition(".lora_B.")[0]] if ".lora_B." in key else value

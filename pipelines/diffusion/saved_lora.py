@@ -33,39 +33,49 @@ def _converted(adapter: Adapter, model: nn.Module, saved: SavedAdapter) -> Conve
     """Settings and weights by peft's names. Raises ``UserError`` for what diffusers cannot convert for this family."""
     from safetensors.torch import load_file
 
-    convert = getattr(type(adapter.pipe), _CONVERTS, None)
-    if convert is None:
+    if not hasattr(adapter.pipe, _CONVERTS):
         raise UserError(
             f"model.lora.path: diffusers reads no file of a LoRA for {adapter.family}; give a folder that peft wrote "
             "(mmrl export --what lora writes one)"
         )
+    try:
+        own, alphas = convert(adapter, load_file(saved.weights))
+    except Exception as error:  # each family has a conversion of its own, with errors of its own
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"model.lora.path: {saved.weights} cannot be read for {adapter.family} by diffusers: {why.strip()[:300]}. "
+            "Give a LoRA of this family, or remove model.lora.path, and a new adapter is trained"
+        ) from error
+    config = config_of(saved.settings) if saved.settings else _by_weights(own, alphas)
+    config.target_modules = exactly(model, modules_of(own))  # type: ignore[assignment]
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    return config, {f"{PREFIX}{name}": value for name, value in own.items()}
+
+
+def convert(adapter: Adapter, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Weights by the names of the model, and alphas of modules that are not multiplied into them, as diffusers converts
+    the ``tensors`` of a file. Raises ``ValueError`` for what is left out, and what diffusers raises."""
+    read = getattr(type(adapter.pipe), _CONVERTS)
     options: dict[str, Any] = {}
     if adapter.trains == "unet":
         options["unet_config"] = adapter.pipe.unet.config
-    if "return_alphas" in inspect.signature(convert).parameters:
+    if "return_alphas" in inspect.signature(read).parameters:
         options["return_alphas"] = True
-    try:
-        with _told() as dropped:
-            state, *more = convert(load_file(saved.weights), return_lora_metadata=True, **options)
-    except Exception as error:  # each family has a conversion of its own, with errors of its own
-        raise UserError(_unread(adapter, saved, f"{type(error).__name__}: {str(error).strip()[:300]}")) from error
+    with _told() as dropped:
+        state, *more = read(dict(tensors), return_lora_metadata=True, **options)
     if dropped:
-        raise UserError(_unread(adapter, saved, dropped[0][:300]))
+        raise ValueError(dropped[0])
     alphas: dict[str, Tensor | float] = more[0] if len(more) > 1 and more[0] else {}
     begin = f"{adapter.trains}."
     if other := next((name for name in state if not name.startswith(begin)), None):
-        raise UserError(_unread(adapter, saved, f"it has {other}, and what trains is the {adapter.trains}"))
-    peft_names = {name: _peft_name(name.removeprefix(begin)) for name in state}
-    own = {peft_names[name]: value for name, value in state.items()}
+        raise ValueError(f"it has {other}, and what trains is the {adapter.trains}")
+    own = {_peft_name(name.removeprefix(begin)): value for name, value in state.items()}
     of_module = {
         _peft_name(name.removeprefix(begin).removesuffix(".alpha")).partition(".lora_A")[0]: float(alpha)
         for name, alpha in alphas.items()
         if name.startswith(begin)
     }
-    config = config_of(saved.settings) if saved.settings else _by_weights(own, of_module)
-    config.target_modules = exactly(model, modules_of(own))  # type: ignore[assignment]
-    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    return config, {f"{PREFIX}{name}": value for name, value in own.items()}
+    return own, of_module
 
 
 def _peft_name(name: str) -> str:
@@ -122,10 +132,3 @@ def _told() -> Generator[list[str]]:
         logger.propagate = passes
         for one, before in zip(below, levels, strict=True):
             one.setLevel(before)
-
-
-def _unread(adapter: Adapter, saved: SavedAdapter, why: str) -> str:
-    return (
-        f"model.lora.path: {saved.weights} cannot be read for {adapter.family} by diffusers: {why}. Give a LoRA of "
-        "this family, or remove model.lora.path, and a new adapter is trained"
-    )
