@@ -19,6 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mmrl.json_types import Json, JsonObject
+from mmrl.untrusted import parse_json, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a folder that peft wrote."""
@@ -175,7 +176,7 @@ def _file_in(folder: Path) -> Path:
 
 
 def _of_peft(folder: Path) -> SavedAdapter:
-    said = _json(folder / CONFIG)
+    said = _object(None, folder / CONFIG)
     if said.get("peft_type") != "LORA":
         raise ValueError(f"path: {folder} has an adapter of type {said.get('peft_type')}; give a LoRA, {_ITS_OWN}")
     if not (folder / WEIGHTS).is_file():
@@ -284,21 +285,20 @@ def _tame(pattern: str) -> bool:
     return len(pattern) <= 500 and len(re.findall(r"[*+{]", pattern)) <= 4 and not re.search(r"\)[*+{]", pattern)
 
 
-def _json(file: Path) -> JsonObject:
-    with file.open("rb") as opened:
-        content = opened.read(_LARGEST_CONFIG + 1)
-    if len(content) > _LARGEST_CONFIG:
-        raise ValueError(f"path: {file} has more than {_LARGEST_CONFIG // 2**20} MiB; save the adapter again")
-    return _object(content, file)
-
-
-def _object(content: str | bytes, file: Path) -> JsonObject:
+def _object(content: str | bytes | None, file: Path) -> JsonObject:
+    """Settings that are written in ``content``; None: in the file. Raises ``ValueError``."""
     try:
-        said = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"path: the settings in {file} are no JSON ({error}); save the adapter again") from error
+        said = read_json(file, most=_LARGEST_CONFIG) if content is None else parse_json(content)
+    except OSError as error:
+        raise ValueError(
+            f"path: {file} cannot be read: {error.strerror}; save the adapter again, {_ITS_OWN}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"path: {file} has settings that are no JSON: it {str(error)[:200]}; save the adapter again, {_ITS_OWN}"
+        ) from error
     if not isinstance(said, dict):
-        raise ValueError(f"path: the settings in {file} are no JSON object; save the adapter again")
+        raise ValueError(f"path: {file} has settings that are no JSON object; save the adapter again, {_ITS_OWN}")
     return said
 
 
