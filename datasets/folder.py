@@ -3,17 +3,17 @@
 - ``metadata.jsonl``, as Hugging Face's imagefolder has it: a JSON object a line, whose ``file_name`` (or
   ``file_names``, a list) is relative to it, with ``prompt``, ``question`` or ``text``, ``answer`` and ``meta``.
   ``metadata.csv`` has the same as columns.
-- without it, every picture or clip with a text of the same name: ``cat.png`` with ``cat.txt`` (the prompt) or
-  ``cat.json`` (``prompt``, ``answer``, ``meta``). Folders inside are read too.
+- without it, every picture or clip with a text of the same name: ``cat.png`` with ``cat.txt`` or ``cat.caption`` (the
+  prompt) or ``cat.json`` (``prompt``, ``answer``, ``meta``). Folders inside are read too.
 
-Where the folder has folders called ``train`` and ``heldout``, they are the splits.
+Where the folder has folders called ``train`` and ``heldout``, they are the splits. Nothing outside the folder is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from os.path import relpath
+from os.path import lexists, relpath
 from pathlib import Path
 from typing import Literal
 
@@ -22,19 +22,21 @@ from mmrl.datasets.fields import (
     Columns,
     digest_of_prompt,
     make_prompt,
-    parse_json,
     read_fields,
     warn_of_unread,
 )
+from mmrl.datasets.limits import LIMITS
 from mmrl.datasets.record_media import media_from
-from mmrl.datasets.records import BadRecord, Records, in_split
-from mmrl.datasets.sources import Csv, Lines
+from mmrl.datasets.records import BadRecord, Records, in_split, leave_out
+from mmrl.datasets.text_rows import open_text
 from mmrl.errors import UserError
 from mmrl.json_types import Cell, Json
 from mmrl.media import KINDS
 from mmrl.trajectory import Prompt
+from mmrl.untrusted import parse_json, printable, read_file, resolved, walk
 
-_MAX_TEXT = 16 << 20
+_BESIDE = (".json", ".txt", ".caption")
+"""Files with the text of a picture or clip, in the order they are looked for."""
 
 
 def prompts(
@@ -60,7 +62,7 @@ def prompts(
     if split not in ("train", "heldout"):
         raise UserError(f"split is {split!r}; the data set has 'train' and 'heldout'")
     named = (root / split).is_dir()
-    root = root / split if named else root
+    root = _inside(root / split, root) if named else root
     columns = Columns(prompt, answer, meta=meta or ())
     checks = MediaChecks(root / ".mmrl-checked.json", verify)
     found: list[Prompt] = []
@@ -74,8 +76,8 @@ def prompts(
                 why = checks.fault(medium, str(Path(medium.path or "").relative_to(root.resolve())))
                 if why is not None:
                     raise ValueError(why)
-        except ValueError as error:
-            bad.append(BadRecord(where, str(error)))
+        except (ValueError, OSError) as error:
+            leave_out(bad, where, str(error), path)
             continue
         found.append(made)
         shown = (relpath(m.path, root.resolve()) for m in made.media if m.path)  # wherever the folder lies
@@ -93,14 +95,18 @@ def prompts(
 
 def _records(root: Path) -> Iterator[tuple[str, Callable[[], Cell] | Path]]:
     """Where each record stands, and what reads it, or the picture or clip that it is of."""
-    for metadata, kind in ((root / "metadata.jsonl", Lines), (root / "metadata.csv", Csv)):
-        if metadata.exists():
-            rows = kind(metadata)
+    for metadata in (root / "metadata.jsonl", root / "metadata.csv"):
+        if lexists(metadata):
+            rows = open_text(metadata, root)
             yield from ((rows.where(i), partial(rows.row, i)) for i in range(len(rows)))
             return
-    for file in sorted(root.rglob("*")):
+    try:
+        files = walk(root)
+    except OSError as error:
+        raise UserError(f"path: {printable(str(error.filename))} cannot be read ({error.strerror})") from error
+    for file in files:
         if file.suffix[1:].lower() in KINDS and not file.name.startswith("."):
-            yield str(file.relative_to(root)), file
+            yield printable(str(file.relative_to(root)), 4096), file
 
 
 def _prompt(
@@ -111,14 +117,17 @@ def _prompt(
         record = source()
         names = _names(record)
     else:
-        record, names = _beside(source), [str(source.relative_to(root))]
+        record, names = _beside(source, root), [str(source.relative_to(root))]
     fields = read_fields(record, columns)
-    keys.update(dict.fromkeys(fields.keys))
+    if len(keys) < LIMITS.columns:
+        keys.update(dict.fromkeys(fields.keys))
     media = []
     for name in names:
         kind = KINDS.get(Path(name).suffix[1:].lower())
         if kind is None:
-            raise ValueError(f"{name!r} has the name of neither a picture nor a clip")
+            raise ValueError(f"{printable(name)!r} has the name of neither a picture nor a clip")
+        if not _is_text(name):
+            raise ValueError(f"the name {printable(name)!r} is no text in UTF-8; rename the file")
         media.append(media_from(kind, name, str(root)))
     return make_prompt(f"{root.name}/{where}", fields, media)
 
@@ -132,16 +141,33 @@ def _names(record: Json) -> list[str]:
     return names
 
 
-def _beside(file: Path) -> Json:
-    """The record that stands in the text file of the same name. Raises ``ValueError``."""
-    for suffix in (".json", ".txt"):
+def _beside(file: Path, root: Path) -> Json:
+    """The record that stands in the text file of the same name. Raises ``ValueError``, ``OSError``."""
+    for suffix in _BESIDE:
         text = file.with_suffix(suffix)
-        if text.is_file():
-            if text.stat().st_size > _MAX_TEXT:
-                raise ValueError(f"{text.name} has more than {_MAX_TEXT:,} bytes")
-            data = text.read_bytes()
+        if lexists(text):
             try:
+                data = read_file(text, most=LIMITS.beside, root=root)
                 return parse_json(data) if suffix == ".json" else {"prompt": data.decode("utf-8-sig")}
+            except OSError as error:
+                raise ValueError(f"{text.name} is not read: {error.strerror}") from None
             except UnicodeDecodeError:
                 raise ValueError(f"{text.name} is not UTF-8") from None
-    raise ValueError(f"has no {file.stem}.txt or {file.stem}.json beside it")
+    raise ValueError(f"has no {file.stem}.txt, {file.stem}.caption or {file.stem}.json beside it")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _inside(folder: Path, root: Path) -> Path:
+    """``folder``, which must be in ``root``. Raises ``UserError``."""
+    try:
+        resolved(folder, root)
+    except OSError as error:
+        raise UserError(f"path: {folder} is not read: {error.strerror}") from error
+    return folder

@@ -9,6 +9,7 @@ columns.
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Mapping, Sequence
 from os.path import relpath
 from pathlib import Path
@@ -25,9 +26,10 @@ from mmrl.datasets.fields import (
     read_fields,
     warn_of_unread,
 )
+from mmrl.datasets.limits import LIMITS
 from mmrl.datasets.preferences import BETTER, FORMS, WORSE, Form, TieError, as_pair
 from mmrl.datasets.record_media import media_from
-from mmrl.datasets.records import BadRecord, Records, in_split
+from mmrl.datasets.records import BadRecord, Records, in_split, leave_out
 from mmrl.datasets.sources import Rows, open_rows
 from mmrl.errors import UserError
 from mmrl.media import Media
@@ -92,9 +94,11 @@ def prompts(
     return Records(len(chosen), lambda k: made.prompt(chosen[k]), bad, len(good) + len(bad))
 
 
-def _usable(made: _Maker, checks: MediaChecks, verify: Verify | None) -> tuple[list[int], list[str], list[BadRecord]]:
+def _usable(
+    made: _Maker, checks: MediaChecks, verify: Verify | None
+) -> tuple[Sequence[int], list[str], list[BadRecord]]:
     """The records that prompts can be made of, the digests of their content, and the others."""
-    good: list[int] = []
+    good = array("q")
     digests: list[str] = []
     bad: list[BadRecord] = []
     rows, folder = made.rows, Path(made.root).resolve()
@@ -108,8 +112,8 @@ def _usable(made: _Maker, checks: MediaChecks, verify: Verify | None) -> tuple[l
         except TieError:
             made.ties += 1
             continue
-        except ValueError as error:
-            bad.append(BadRecord(rows.where(i), str(error)))
+        except (ValueError, OSError) as error:
+            leave_out(bad, rows.where(i), str(error), rows.name)
             continue
         good.append(i)
         shown = (relpath(m.path, folder) if m.path else m.data or "" for m in media)  # wherever the folder lies
@@ -132,7 +136,7 @@ class _Maker:
         """Raises ``ValueError``, for a tie ``TieError``."""
         record = self.rows.row(i)
         fields = read_fields(as_pair(record, self._pairs) if self._pairs else record, self._columns)
-        if not self._pairs:  # whose columns are known
+        if not self._pairs and len(self.keys) < LIMITS.columns:  # those of pairs are known
             self.keys.update(dict.fromkeys(fields.keys))
         media = [media_from(kind, source, self.root) for kind, source in fields.media]
         make_prompt("", fields, media)

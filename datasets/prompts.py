@@ -1,27 +1,32 @@
 """Prompts from a file: one per line (``.txt``), or one JSON object per line (``.jsonl``).
 
-A line of JSON is ``{"prompt": "...", "id": "...", "meta": {...}}``; ``text`` is taken for ``prompt`` too, and ``id``
-and ``meta`` (what a reward may know) may be left out. A line that cannot be read is skipped, counted and named in a
-warning; where more than a tenth cannot be read, the file is not what it seems and that is an error.
+A line of JSON is ``{"prompt": "...", "id": "...", "meta": {...}}``; ``text`` or ``caption`` is taken for ``prompt``
+too, and ``id`` and ``meta`` (what a reward may know) may be left out. A line that cannot be read is skipped, counted
+and named in a warning; where more than a tenth cannot be read, the file is not what it seems and that is an error.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmrl.datasets.fields import negative_of, size_of
+from mmrl.datasets.fields import clean_text, negative_of, size_of
+from mmrl.datasets.limits import LIMITS
+from mmrl.datasets.split_lines import split_lines
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.trajectory import Prompt
+from mmrl.untrusted import open_file, parse_json, printable
 
 MAX_BAD = 0.1
 """The share of lines that may be unreadable."""
 _NAMED = 5
+_TEXT = ("prompt", "text", "caption")
+_LONGEST_ID = 1000
 
 
 class SkippedLines(UserWarning):
@@ -64,92 +69,107 @@ def _read(path: Path) -> list[Prompt]:
         raise UserError(
             f"path: {path} is neither .txt (a prompt a line) nor .jsonl (an object a line); rename or convert it"
         )
+    found: dict[tuple[str, str | None, str], Prompt] = {}
+    ids: set[str] = set()
+    bad, repeated = _Tally(), _Tally()
+    for number, line in _lines(path):
+        try:
+            prompt = read(line, f"{path.stem}:{number}")
+            if prompt.id in ids:
+                raise ValueError(f"the id {prompt.id!r} is already taken")
+        except ValueError as error:
+            bad.add(f"line {number}: {printable(str(error))}")
+            continue
+        content = (prompt.text, prompt.negative_prompt, repr(prompt.size))
+        if content in found:
+            repeated.add(str(number))
+            continue
+        if len(found) == LIMITS.prompts:
+            raise UserError(
+                f"path: {path} has more than {LIMITS.prompts:,} prompts, which are kept in memory; take a part of it, "
+                "or read it as .jsonl with name: jsonl"
+            )
+        ids.add(prompt.id)
+        found[content] = prompt
+    _report(path, len(found) + repeated.count, bad, repeated)
+    return list(found.values())
+
+
+@dataclass
+class _Tally:
+    """How many lines there are of a kind, and the first of them."""
+
+    count: int = 0
+    named: list[str] = field(default_factory=list)
+
+    def add(self, name: str) -> None:
+        self.count += 1
+        if len(self.named) < _NAMED:
+            self.named.append(name)
+
+    def listed(self, between: str) -> str:
+        return between.join(self.named) + (f"{between}..." if self.count > _NAMED else "")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers from 1. Raises ``UserError``."""
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        with open_file(path) as file:
+            for number, (line, _) in enumerate(split_lines(file, LIMITS.record), start=1):
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if line.strip():
+                    yield number, line
     except OSError as error:
         raise UserError(
             f"path: {path} cannot be read ({error.strerror}); put your prompts there, one a line, or correct "
             "data.train.path and data.heldout.path"
         ) from error
-    found: dict[tuple[str, str | None, str], Prompt] = {}
-    ids: set[str] = set()
-    bad: list[str] = []
-    repeated: list[int] = []
-    for number, line in _numbered(lines):
-        try:
-            prompt = read(line.decode("utf-8").strip(), f"{path.stem}:{number}")
-            if prompt.id in ids:
-                raise ValueError(f"the id {prompt.id!r} is already taken")
-        except ValueError as error:
-            reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-            bad.append(f"line {number}: {reason}")
-            continue
-        content = (prompt.text, prompt.negative_prompt, repr(prompt.size))
-        if content in found:
-            repeated.append(number)
-            continue
-        ids.add(prompt.id)
-        found[content] = prompt
-    _report(path, len(found) + len(repeated), bad, repeated)
-    return list(found.values())
 
 
-def _numbered(lines: list[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
-    return ((i, line) for i, line in enumerate(lines, start=1) if line.strip())
-
-
-def _line_of_text(line: str, name: str) -> Prompt:
-    return Prompt(name, _checked(line))
-
-
-def _line_of_json(line: str, name: str) -> Prompt:
+def _line_of_text(line: bytes, name: str) -> Prompt:
     """Raises ``ValueError`` saying what is wrong with the line."""
     try:
-        record: Json = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg})") from error
-    except RecursionError as error:
-        raise ValueError("is not JSON that can be read (nested too deeply)") from error
+        return Prompt(name, clean_text(line.decode("utf-8")))
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8") from None
+
+
+def _line_of_json(line: bytes, name: str) -> Prompt:
+    """Raises ``ValueError`` saying what is wrong with the line."""
+    if len(line) > LIMITS.record:
+        raise ValueError(f"has more than {LIMITS.record:,} bytes")
+    record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
-    text = record.get("prompt", record.get("text"))
+    text = next((record[key] for key in _TEXT if key in record), None)
     if not isinstance(text, str):
-        raise ValueError('has no text under "prompt" (or "text")')
+        raise ValueError('has no text under "prompt" (or "text", "caption")')
     meta = record.get("meta", {})
     if not isinstance(meta, dict):
         raise ValueError('"meta" is not an object')
     identity = record.get("id", name)
     if isinstance(identity, bool) or not isinstance(identity, str | int):
         raise ValueError('"id" is neither text nor a whole number')
+    if identity != name and str(identity) != printable(str(identity), _LONGEST_ID):
+        raise ValueError(f'"id" has characters that are no text, or more than {_LONGEST_ID:,}')
     size = size_of(record)
-    return Prompt(str(identity), _checked(text.strip()), meta, negative_prompt=negative_of(record), size=size)
+    return Prompt(str(identity), clean_text(text), meta, negative_prompt=negative_of(record), size=size)
 
 
-def _checked(text: str) -> str:
-    if not text:
-        raise ValueError("the prompt is empty")
-    if any(ord(c) < 32 and c != "\t" and c != "\n" for c in text):
-        raise ValueError("the prompt has control characters")
-    return text
-
-
-def _report(path: Path, good: int, bad: list[str], repeated: list[int]) -> None:
-    named = "; ".join(bad[:_NAMED]) + ("; ..." if len(bad) > _NAMED else "")
-    total = good + len(bad)
+def _report(path: Path, good: int, bad: _Tally, repeated: _Tally) -> None:
+    total = good + bad.count
     if not total:
         raise UserError(f"path: {path} has no prompts; write one a line")
-    if len(bad) > MAX_BAD * total:
+    if bad.count > MAX_BAD * total:
         raise UserError(
-            f"path: {len(bad)} of {total} lines of {path} cannot be read, more than {MAX_BAD:.0%} ({named}); mend or "
-            "remove them"
+            f"path: {bad.count} of {total} lines of {path} cannot be read, more than {MAX_BAD:.0%} "
+            f"({bad.listed('; ')}); mend or remove them"
         )
-    if bad:
-        warnings.warn(f"{path}: skipped {len(bad)} of {total} lines ({named})", SkippedLines, stacklevel=4)
-    if repeated:
-        first = ", ".join(map(str, repeated[:_NAMED])) + (", ..." if len(repeated) > _NAMED else "")
+    if bad.count:
+        warnings.warn(f"{path}: skipped {bad.count} of {total} lines ({bad.listed('; ')})", SkippedLines, stacklevel=4)
+    if repeated.count:
         warnings.warn(
-            f"{path}: {len(repeated)} prompts came before and are taken once (lines {first})",
+            f"{path}: {repeated.count} prompts came before and are taken once (lines {repeated.listed(', ')})",
             SkippedLines,
             stacklevel=4,
         )

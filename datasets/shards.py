@@ -18,6 +18,7 @@ from mmrl.datasets.records import Records, in_split
 from mmrl.errors import UserError
 from mmrl.report.progress import Progress
 from mmrl.trajectory import Prompt
+from mmrl.untrusted import resolved
 
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
@@ -79,6 +80,11 @@ def _shards(path: Path, split: str) -> tuple[list[Path], bool]:
     if path.suffix == ".tar":
         return [path], False
     every = sorted(path.glob("*.tar"))
+    for file in every:
+        try:
+            resolved(file, path)
+        except OSError as error:
+            raise UserError(f"path: {file} is not read: {error.strerror}; remove it, or put a copy there") from error
     if not every:
         packed = [p.name for p in path.glob("*") if p.name.endswith(_PACKED)] if path.is_dir() else []
         why = f"has only packed shards ({packed[0]}): unpack them, gunzip -k" if packed else "has no .tar file"

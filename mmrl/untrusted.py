@@ -13,7 +13,6 @@ import io
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from mmrl.json_types import Json
@@ -67,23 +66,29 @@ def read_file(path: str | os.PathLike[str], *, most: int, root: str | os.PathLik
     return data
 
 
-def read_json(path: str | os.PathLike[str], *, most: int, root: str | os.PathLike[str] | None = None) -> Json:
+def read_json(
+    path: str | os.PathLike[str],
+    *,
+    most: int,
+    root: str | os.PathLike[str] | None = None,
+    values: int = MAX_VALUES,
+) -> Json:
     """The value of a JSON file in UTF-8. ``most`` and ``root`` as in ``read_file``. Raises ``OSError`` for the file,
     ``ValueError`` for its content (``parse_json``)."""
-    return parse_json(read_file(path, most=most, root=root))
+    return parse_json(read_file(path, most=most, root=root), values)
 
 
-def parse_json(text: str | bytes) -> Json:
-    """The value of a JSON text, of bounded depth and number of values. Raises ``ValueError``, which says why ``text``
-    cannot be read; the sentence begins with its verb."""
+def parse_json(text: str | bytes, values: int = MAX_VALUES) -> Json:
+    """The value of a JSON text, of bounded depth and at most about ``values`` values. Raises ``ValueError``, which says
+    why ``text`` cannot be read; the sentence begins with its verb."""
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ValueError("is not UTF-8") from None
     opening = text.count("[") + text.count("{")
-    if opening + text.count(",") > MAX_VALUES:  # commas inside texts count too; no record has so many
-        raise ValueError(f"has more than {MAX_VALUES:,} values")
+    if opening + text.count(",") > values:  # commas inside texts count too; nothing honest has so many
+        raise ValueError(f"has more than {values:,} values")
     deep = f"is not JSON that can be read (nested too deeply, over {MAX_DEPTH} levels)"
     try:
         value: Json = json.loads(text)
@@ -100,17 +105,11 @@ def parse_json(text: str | bytes) -> Json:
 
 def shallow(value: object, depth: int = MAX_DEPTH) -> bool:
     """Whether lists and objects lie at most ``depth`` deep inside one another."""
-    level = [value]
+    level = [value] if isinstance(value, list | dict) else []
     for _ in range(depth):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)  # pyright: ignore
-            if isinstance(outer, list | dict)
-        ]
-        if not level:
-            return True
-    return False
+        inner = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in inner if isinstance(each, list | dict)]
+    return not level
 
 
 def resolved(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:
@@ -125,18 +124,39 @@ def resolved(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:
     return place
 
 
-def files_below(root: str | os.PathLike[str], most: int) -> Iterator[Path]:
-    """Every file below ``root`` by name, none of which leaves it: for folders that a library reads as a whole. Folders
-    that begin with a dot are left out. Raises ``OSError`` for the first that is no regular file, leads out of ``root``
-    or has over ``most`` bytes."""
-    for place, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in [*folders, *sorted(names)]:
-            path = os.path.join(place, name)
+def walk(root: str | os.PathLike[str], most: int = 10_000_000) -> list[Path]:
+    """Everything below ``root`` that is no folder, by name; a link to a folder is not followed, but listed. Raises
+    ``OSError`` for more than ``most``, counting folders."""
+    found: list[Path] = []
+    folders, seen = [os.fspath(root)], 0
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                seen += 1
+                if seen > most:
+                    raise RefusedFileError(root, f"it has more than {most:,} files")
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    found.append(Path(entry.path))
+    return sorted(found)
+
+
+def check_folder(root: str | os.PathLike[str]) -> None:
+    """For a folder that a library reads as a whole: raise ``OSError`` for the first file that is no regular one or
+    leads out of ``root``, files that begin with a dot left out."""
+    for path in walk(root):
+        if not path.name.startswith("."):
             real = resolved(path, root)
-            if name not in folders:
-                _check(path, os.stat(real), most)
-                yield Path(path)
+            if not os.path.isdir(real):
+                _check(path, os.stat(real), None)
+
+
+def printable(text: str, most: int = 300) -> str:
+    """``text`` from a stranger for one line of a message: control characters and bytes that are no text as escapes,
+    and cut after ``most`` characters."""
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
 
 
 def _check(path: str | os.PathLike[str], status: os.stat_result, most: int | None) -> None:

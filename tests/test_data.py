@@ -217,8 +217,8 @@ def test_json_is_a_list_or_an_object_a_line(tmp_path):
     [
         ("q.csv", b"a,b", "has no record that can be used: it is empty"),
         ("q.xlsx", b"a,b", "no .jsonl, .json, .csv, .tsv or .parquet file"),
-        ("q.parquet", b"I am no table", "cannot be read as a data set"),
-        ("q.json", b"[1, 2", "cannot be read as a data set"),
+        ("q.parquet", b"I am no table", "cannot be read as Parquet"),
+        ("q.json", b"[1, 2", "record 2 is cut off"),
         ("q.jsonl", b"\n\n", "has no record that can be used: it is empty"),
         ("q.jsonl", b"x\ny", "has no record that can be used: q.jsonl:1: is not JSON"),
         ("q.pkl", b"\x80\x04.", "no .jsonl, .json, .csv, .tsv or .parquet file"),

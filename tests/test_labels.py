@@ -666,7 +666,7 @@ def test_labels_by_chance_make_tables_and_no_reward(tmp_path):
     [
         (None, "there is no .*labels.csv; give labels with: mmrl label"),
         ("name,label\n000.png,1\n", "no column 'file'; its first line must be: file,label"),
-        ("file,label\n000.png,1\nnobody.png,0\n", "line 3: there is no sample 'nobody.png'"),
+        ("file,label\nnobody.png,0\n", "line 2: there is no sample 'nobody.png'"),
         ("file,label\n000.png,1\n001.png,no\n", "labels of two kinds: words .line 3. and numbers .line 2."),
         ("file,label\n000.png,5\n", "line 2: the label is '5'; write a number from 0 to 1"),
         ("file,label\n000.png,nan\n", "line 2: the label is 'nan'"),

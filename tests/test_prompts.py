@@ -77,7 +77,7 @@ def test_nothing_held_out_gives_the_whole_file_to_either_split(tmp_path):
 BAD = [
     ("not json", "is not JSON"),
     ("[1]", "is a JSON list"),
-    ('{"caption": "x"}', 'no text under "prompt"'),
+    ('{"description": "x"}', 'no text under "prompt"'),
     ('{"prompt": 3}', 'no text under "prompt"'),
     ('{"prompt": "  "}', "is empty"),
     ('{"prompt": "x", "meta": []}', '"meta" is not an object'),

@@ -5,11 +5,23 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from mmrl.untrusted import MAX_DEPTH, MAX_VALUES, files_below, open_file, parse_json, read_file, read_json, resolved
+from mmrl.untrusted import (
+    MAX_DEPTH,
+    MAX_VALUES,
+    check_folder,
+    open_file,
+    parse_json,
+    printable,
+    read_file,
+    read_json,
+    resolved,
+    walk,
+)
 
 
 @pytest.fixture
@@ -98,16 +110,43 @@ def test_a_snapshot_of_the_hub_has_links_to_its_blobs(tmp_path: Path) -> None:
 
 
 def test_all_files_of_a_folder_are_checked_before_a_library_reads_it(root: Path) -> None:
-    assert [p.name for p in files_below(root, 10)] == ["a.txt"]
+    (root / "in" / "up").symlink_to("../a.txt")
+    check_folder(root)
+    assert [p.name for p in walk(root)] == ["a.txt", "up"]
     (root / "in" / "out").symlink_to("/etc")
     with pytest.raises(OSError, match="out of"):
-        list(files_below(root, 10))
+        check_folder(root)
+    with pytest.raises(OSError, match="more than 2 files"):
+        walk(root, 2)
+
+
+def test_a_folder_of_a_thousand_folders_inside_one_another_is_walked(tmp_path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        for _ in range(1200):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("a.txt").touch()
+    finally:
+        os.chdir(here)
+    found = walk(tmp_path)
+    assert [p.name for p in found] == ["a.txt"]
+    subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=True)  # rmtree is recursive
+
+
+def test_names_of_strangers_are_one_printable_line() -> None:
+    assert printable("a b.png") == "a b.png"
+    assert printable("a\x1b[2J\n\udcff") == "a\\x1b[2J\\n\\udcff"
+    assert printable("a" * 400) == "a" * 300 + "..."
 
 
 def test_json_of_strangers_has_a_depth_and_a_number_of_values(tmp_path: Path) -> None:
     deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     assert parse_json(deep) is not None
     assert parse_json(b"\xef\xbb\xbf{}") == {}
+    mixed = [{"a": n, "b": [n, "x", None]} for n in range(MAX_DEPTH)]
+    assert parse_json(json.dumps(mixed)) == mixed
     wrong = {
         f"[{deep}]": "nested too deeply",
         "[" * 100_000: "nested too deeply|is not JSON",

@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mmrl.json_types import Cell
 from mmrl.trajectory import REASONING
+from mmrl.untrusted import parse_json
 
 INSIDE = "messages: "
 """What the name of a key inside messages begins with, among the names of a record's columns."""
@@ -83,8 +83,8 @@ def _of_text(text: str) -> list[Cell] | None:
     if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
         return None
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         if _PYTHON.match(text):
             raise ValueError(
                 "has a conversation as Python prints it, in place of JSON; write it with json.dumps, or store a list"

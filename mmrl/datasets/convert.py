@@ -13,7 +13,8 @@ from typing import Any
 
 from mmrl.datasets.fields import clean_text
 from mmrl.datasets.records import BadRecord
-from mmrl.datasets.sources import Csv, Rows, open_rows
+from mmrl.datasets.sources import Rows, open_rows
+from mmrl.datasets.text_rows import Csv
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,14 +12,14 @@ from itertools import chain, takewhile
 from typing import Literal
 
 from mmrl.datasets.conversations import INSIDE, as_messages, keys_inside, reasoning_of, roles_of
+from mmrl.datasets.limits import LIMITS
 from mmrl.datasets.record_media import PLACEHOLDERS, Kind, arranged
 from mmrl.errors import UserError
 from mmrl.json_types import Cell
 from mmrl.media import Media
 from mmrl.trajectory import REASONING, AskedSize, Prompt, Turn
-from mmrl.untrusted import parse_json as parse_json
 
-TEXT = ("prompt", "question", "text", "messages", "conversations", "conversation")
+TEXT = ("prompt", "question", "text", "messages", "conversations", "conversation", "caption")
 ANSWER = ("answer", "solution")
 PAIR = ("chosen", "rejected")
 """A better and a worse response, by the columns of TRL's preference data."""
@@ -33,6 +34,12 @@ _OTHERS = ("system", "negative_prompt", "meta", "max_new_tokens", "id", "file_na
 ROLES: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
 """Whose messages alternate in a conversation."""
 _NAMED = 8
+_STRANGE = re.compile(r"[\x00-\x08\x0b-\x1f\ud800-\udfff]")
+_VISIBLE = re.compile(
+    r"[^\s\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    r"\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+"""A character that shows: neither a space nor one that Unicode calls ignorable (Default_Ignorable_Code_Point)."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
     columns = columns or Columns()
     if not isinstance(record, Mapping):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
+    if len(record) > LIMITS.columns:
+        raise ValueError(f"has {len(record):,} keys; at most {LIMITS.columns:,} are read")
     if record.get("tools") and "tools" not in columns.meta:
         raise ValueError(
             "has tools, and no chat here calls any; take the column out, or let a reward know it (meta: [tools])"
@@ -220,10 +229,10 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
 
 def clean_text(text: str) -> str:
     """``text`` without white space around it. Raises ``ValueError`` where it is empty or has control characters."""
-    text = text.replace("\r\n", "\n").strip()
-    if not text:
-        raise ValueError("the prompt is empty")
-    return _without_strange_characters(text, "the prompt")
+    text = _checked(text, "the prompt")
+    if not _VISIBLE.search(text):
+        raise ValueError("the prompt is empty" if not text else "the prompt is empty: all its characters are invisible")
+    return text
 
 
 def negative_of(record: Mapping[str, Cell], name: str | None = None) -> str | None:
@@ -240,7 +249,7 @@ def negative_of(record: Mapping[str, Cell], name: str | None = None) -> str | No
         return None
     if not isinstance(said, str):
         raise ValueError(f"{name or 'negative_prompt'!r} is not text")
-    return _without_strange_characters(said.replace("\r\n", "\n").strip(), "the negative prompt")
+    return _checked(said, "the negative prompt")
 
 
 def size_of(record: Mapping[str, Cell], named: Mapping[str, str] | None = None) -> AskedSize | None:
@@ -253,11 +262,13 @@ def size_of(record: Mapping[str, Cell], named: Mapping[str, str] | None = None) 
     return None if found == AskedSize() else found
 
 
-def _without_strange_characters(text: str, what: str) -> str:
-    if any(ord(c) < 32 and c not in "\t\n" for c in text):
-        raise ValueError(f"{what} has control characters")
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError(f"{what} has half of a surrogate pair")
+def _checked(text: str, what: str) -> str:
+    """``text`` with the line ends of Unix, without white space around it. Raises ``ValueError``."""
+    if len(text) > LIMITS.text:
+        raise ValueError(f"{what} has {len(text):,} characters; at most {LIMITS.text:,} are read")
+    text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+    if found := _STRANGE.search(text):
+        raise ValueError(f"{what} has {'control characters' if found[0] < ' ' else 'half of a surrogate pair'}")
     return text
 
 
@@ -322,7 +333,9 @@ def _pick(record: Mapping[str, Cell], name: str | None, usual: Sequence[str]) ->
     value: Cell = record
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
-            raise ValueError(f"has nothing under {name!r}; it has {', '.join(map(str, record)) or 'nothing'}")
+            raise ValueError(
+                f"has nothing under {name!r}; it has {', '.join(list(map(str, record))[:_NAMED]) or 'nothing'}"
+            )
         value = value[key]
     return value
 

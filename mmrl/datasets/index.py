@@ -17,16 +17,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from mmrl.datasets import store
 from mmrl.datasets.checks import VERSION, Verify, look
-from mmrl.datasets.fields import TEXT, digest_of, digest_of_prompt, make_prompt, parse_json, read_fields
+from mmrl.datasets.fields import TEXT, digest_of, digest_of_prompt, make_prompt, read_fields
+from mmrl.datasets.limits import LIMITS
 from mmrl.datasets.record_media import PLACEHOLDERS
-from mmrl.datasets.records import BadRecord
+from mmrl.datasets.records import BadRecord, leave_out
 from mmrl.datasets.tar import Member, read_members
 from mmrl.json_types import Json, JsonObject
 from mmrl.media import KINDS, BadMediaError, Media, describe, read_bytes
 from mmrl.trajectory import Prompt
-
-_MAX_TEXT = 16 << 20
-"""Bytes of a JSON or text member."""
+from mmrl.untrusted import parse_json
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def build_index(path: Path, verify: Verify, advance: Callable[[int], None] = lam
         try:
             index.entries.append(_entry(path, key, parts, verify, ignored))
         except ValueError as error:
-            index.bad.append(BadRecord(where, str(error)))
+            leave_out(index.bad, where, str(error), path.name)
         advance(sum(m.size for m in parts))
     index.ignored = dict(ignored)
     dumped = _PARTS.dump_python((index.entries, index.bad, index.ignored), mode="json", exclude_none=True)
@@ -175,8 +174,8 @@ def _medium(path: Path, part: Part, record: Json = None) -> Media:
 
 
 def _text(path: Path, part: Part) -> bytes:
-    if part.size > _MAX_TEXT:
-        raise ValueError(f".{part.suffix} has {part.size:,} bytes; at most {_MAX_TEXT:,} are read")
+    if part.size > LIMITS.beside:
+        raise ValueError(f".{part.suffix} has {part.size:,} bytes; at most {LIMITS.beside:,} are read")
     try:
         return read_bytes(Media("image", str(path), part.offset, part.size))
     except BadMediaError as error:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+from mmrl.datasets.limits import LIMITS
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.trajectory import Prompt
+from mmrl.untrusted import printable
 
 _NAMED = 5
 
@@ -25,8 +27,23 @@ class BadRecord:
     where: str
     why: str
 
+    def __post_init__(self) -> None:
+        """Make both fit into a line: they may hold names and texts of strangers."""
+        object.__setattr__(self, "where", printable(self.where))
+        object.__setattr__(self, "why", printable(self.why))
+
     def __str__(self) -> str:
         return f"{self.where}: {self.why}"
+
+
+def leave_out(bad: list[BadRecord], where: str, why: str, source: str) -> None:
+    """Append a record to ``bad``. Raises ``UserError`` for too many of them: they would fill the memory."""
+    bad.append(BadRecord(where, why))
+    if len(bad) > LIMITS.bad:
+        named = "; ".join(map(str, bad[:_NAMED]))
+        raise UserError(
+            f"path: more than {LIMITS.bad:,} records of {source} cannot be used ({named}; ...); mend or remove them"
+        )
 
 
 class Records(Sequence[Prompt]):

@@ -9,25 +9,28 @@ import os
 import tempfile
 from pathlib import Path
 
+from mmrl.datasets.limits import LIMITS
 from mmrl.json_types import JsonObject
+from mmrl.untrusted import read_json
 
 
-def load(home: Path, stamp: JsonObject) -> JsonObject | None:
-    """The content that ``save`` wrote with an equal ``stamp``; None where it is missing, stale or broken."""
-    for place in _places(home):
+def load(home: Path, stamp: JsonObject, *, beside: bool = True) -> JsonObject | None:
+    """The content that ``save`` wrote with an equal ``stamp``; None where it is missing, stale or broken. Not
+    ``beside`` the data, only in the cache: who made the data cannot have written it."""
+    for place in _places(home, beside):
         try:
-            found = json.loads(place.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            found = read_json(place, most=LIMITS.stored, root=place.parent, values=LIMITS.stored // 8)
+        except (OSError, ValueError):
             continue
         if isinstance(found, dict) and found.get("stamp") == stamp:
             return found
     return None
 
 
-def save(home: Path, stamp: JsonObject, content: JsonObject) -> Path | None:
+def save(home: Path, stamp: JsonObject, content: JsonObject, *, beside: bool = True) -> Path | None:
     """Write ``content`` to ``home``, or to the cache. Returns the path; None where neither can be written."""
     text = json.dumps({"stamp": stamp, **content}, separators=(",", ":"))
-    for place in _places(home):
+    for place in _places(home, beside):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             handle, aside = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:40]}-")
@@ -52,7 +55,8 @@ def stamp_of(path: Path) -> dict[str, int]:
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
-def _places(home: Path) -> list[Path]:
+def _places(home: Path, beside: bool) -> list[Path]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(os.path.abspath(home).encode()).hexdigest()[:32]
-    return [home, cache / "mmrl" / "index" / f"{name}.json"]
+    kept = cache / "mmrl" / "index" / f"{name}.json"
+    return [home, kept] if beside else [kept]

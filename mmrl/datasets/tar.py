@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import IO
 
 from mmrl.datasets.records import BadRecord
 from mmrl.media import LIMITS
+from mmrl.untrusted import RefusedFileError, open_file
 
 _MAX_HEADER = 1 << 16
 """Bytes read at once; only headers are read here. An extended header that asks for more is hostile."""
@@ -43,11 +43,12 @@ def read_members(path: Path) -> tuple[list[Member], list[BadRecord]]:
     Where the file is damaged, reading continues at the next header. Raises ``OSError``.
     """
     found: list[Member] = []
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            return [], [BadRecord(path.name, "is no regular file")]
-        faults = _walk(file, status.st_size, found)
+    try:
+        file = open_file(path)
+    except RefusedFileError as error:
+        return [], [BadRecord(path.name, error.strerror or "")]
+    with file:
+        faults = _walk(file, os.fstat(file.fileno()).st_size, found)
     return found, [BadRecord(path.name, why) for why in faults]
 
 

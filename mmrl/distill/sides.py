@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -19,9 +20,13 @@ from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.json_types import Json, as_integer, as_list, as_number, as_object, as_text
 from mmrl.media import Media, open_image
+from mmrl.media.images import read_rgb
 from mmrl.trajectory import Sample
+from mmrl.untrusted import open_file, parse_json
 
 VERDICTS = "verdicts.jsonl"
+_MOST_LINE = 64 << 20
+"""Bytes of a verdict with its pictures."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +116,12 @@ def read_pairs(path: Path) -> Pairs:
     """The pairs of a verdicts.jsonl. Raises ``UserError`` for one that cannot be read."""
     pairs, pictures = Pairs(), dict[str, Image.Image]()
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+        with open_file(path, root=path.parent) as file:
+            for number, line in enumerate(iter(partial(file.readline, _MOST_LINE + 1), b""), 1):
                 try:
-                    row = as_object(json.loads(line))
+                    if len(line) > _MOST_LINE:
+                        raise ValueError(f"more than {_MOST_LINE:,} bytes")
+                    row = as_object(parse_json(line))
                     prompt = Side(as_text(row["prompt"]), _pictures(row["prompt_pictures"], pictures))
                     answer = Side(as_text(row["answer"]), _pictures(row["answer_pictures"], {}))
                     pairs.add(prompt, answer, float(as_number(row["verdict"])), as_integer(row["group"]))
@@ -137,6 +144,6 @@ def _pictures(value: Json, known: dict[str, Image.Image]) -> tuple[Image.Image, 
     found = []
     for text in map(as_text, as_list(value)):
         if text not in known:
-            known[text] = Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",)).convert("RGB")
+            known[text] = read_rgb(io.BytesIO(base64.b64decode(text)), formats=("PNG",))[0]
         found.append(known[text])
     return tuple(found)

@@ -12,6 +12,10 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.report import notices
+from mmrl.untrusted import read_file
+
+_MOST = 4 << 30
+"""Bytes of a graph."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def read(path: Path) -> Graph:
     Raises ``UserError`` for a file that cannot be read or has no triple.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_file(path, most=_MOST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the graph {path} cannot be read: {error}; name a text file of triples") from error
     rows: list[tuple[str, str, str]] = []

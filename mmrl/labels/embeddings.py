@@ -29,6 +29,7 @@ from mmrl.labels.readers import described as described_pictures
 from mmrl.media import BadMediaError
 from mmrl.packages.places import lacking
 from mmrl.readers.described import described as described_texts
+from mmrl.readers.described import stored
 from mmrl.report.progress import Progress
 
 PIXELS, WORDS, MODEL = "pixels", "words", "model"
@@ -82,7 +83,7 @@ class Encoders:
         where it is set up, else words. ``model``: the model that reads pictures, or texts, with their prompts. Raises
         ``UserError`` where it reads other samples."""
         kind = items[0].kind
-        if model is not None and (makes := Recipe.model_validate(model).makes) != kind:
+        if model is not None and (makes := stored(model).makes) != kind:
             raise UserError(
                 f"--model: this recipe's model makes {makes}, and these samples are of the kind {kind}; name the "
                 "recipe that made them, or leave --model out"

@@ -2,26 +2,33 @@
 
 Read are, in this order: the samples that a run keeps (``samples/step_*.json``), the ``samples.jsonl`` of ``mmrl
 sample``, or else all pictures and clips, or else all ``.txt`` files, each of which is a text. A picture ``a.png`` may
-have its prompt beside it in ``a.txt``. A text of a list has the name of the list with its number: ``samples.jsonl#3``.
-It may have the pictures of its prompt (``pictures``).
+have its prompt beside it in ``a.txt`` or ``a.caption``. A text of a list has the name of the list with its number:
+``samples.jsonl#3``. It may have the pictures of its prompt (``pictures``). Nothing outside the folder is read.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from PIL import Image, ImageSequence
+from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_list, as_object
-from mmrl.media import KINDS, BadMediaError, Media, open_clip, open_image
+from mmrl.media import KINDS, LIMITS, BadMediaError, Media, evenly, open_clip, open_image, read_bytes
+from mmrl.media.images import upright_rgb, watched
+from mmrl.untrusted import open_file, parse_json, printable, read_file, read_json, resolved, walk
 
 Kind = Literal["image", "video", "text"]
 _MOST_TEXT = 1 << 20
+_MOST_LIST = 64 << 20
+"""Bytes of the samples of a step, and of a line of a list."""
+_BESIDE = (".txt", ".caption")
 LIST = "samples.jsonl"
 FRAMES = 8
 """The most that are read of a clip."""
@@ -53,13 +60,18 @@ class Item:
             return [open_image(Media("image", str(path)))]
         if KINDS.get(path.suffix.lower()[1:]) == "video":
             return list(open_clip(Media("video", str(path)), count=FRAMES).frames)
-        first = open_image(Media("image", str(path)))  # checks size and format
+        media = Media("image", str(path))
+        open_image(media)  # checks size and format
         try:
-            with Image.open(path) as moving:
-                every = [frame.convert("RGB") for frame in ImageSequence.Iterator(moving)]
+            with Image.open(watched(read_bytes(media))) as moving:
+                count = getattr(moving, "n_frames", 1)
+                if count > LIMITS.frames:
+                    raise BadMediaError(f"{path} has {count} frames; at most {LIMITS.frames} are read")
+                return [_frame(moving, n) for n in evenly(range(count), FRAMES)]
+        except BadMediaError:
+            raise
         except Exception as error:  # decoders raise anything
             raise BadMediaError(f"{path}: not a readable clip ({error})") from error
-        return every or [first]
 
 
 def root_of(folder: Path) -> Path:
@@ -76,7 +88,7 @@ def items_of(folder: Path) -> list[Item]:
     lists = sorted(root.glob("step_*.json"))
     if lists:
         found = [item for listing in lists for item in _of_step(root, listing)]
-    elif (root / LIST).exists():
+    elif os.path.lexists(root / LIST):
         found = list(_of_rows(root, LIST, _lines(root / LIST)))
     else:
         found = _of_files(root)
@@ -97,14 +109,18 @@ def inside(root: Path, name: object) -> Path | None:
         return None
     path = root / name
     try:
-        return path if path.resolve().is_relative_to(root.resolve()) and path.is_file() else None
+        return path if os.path.isfile(resolved(path, root)) else None
     except OSError:
         return None
 
 
+class UnreadTexts(UserWarning):
+    """Texts beside pictures were not read; the message names the first."""
+
+
 def _of_step(root: Path, listing: Path) -> Iterator[Item]:
     try:
-        rows = as_list(as_object(json.loads(listing.read_text(encoding="utf-8")))["samples"])
+        rows = as_list(as_object(read_json(listing, most=_MOST_LIST, root=root))["samples"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{listing} is no list of samples ({error}); remove it") from error
     return _of_rows(root, listing.name, rows)
@@ -127,25 +143,39 @@ def _of_rows(root: Path, listing: str, rows: Sequence[Json]) -> Iterator[Item]:
 def _lines(path: Path) -> list[Json]:
     found: list[Json] = []
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.strip():
-                found.append(json.loads(line))
+        with open_file(path, root=path.parent) as file:
+            for line in iter(partial(file.readline, _MOST_LIST + 1), b""):
+                if len(line) > _MOST_LIST:
+                    raise ValueError(f"has more than {_MOST_LIST:,} bytes")
+                if line.strip():
+                    found.append(parse_json(line))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}, line {len(found) + 1}, cannot be read ({error}); remove the line") from error
     return found
 
 
 def _of_files(root: Path) -> list[Item]:
-    shown = sorted(p for p in root.rglob("*") if p.suffix.lower()[1:] in KINDS and not p.name.startswith("."))
+    try:
+        files = [file for file in walk(root) if not file.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from error
+    unread: list[str] = []
+    shown = [p for p in files if p.suffix.lower()[1:] in KINDS]
     if shown:
-        return [
-            Item(str(p.relative_to(root)), _kind(p), _text(p.with_suffix(".txt")), p)
-            for p in shown
-            if inside(root, str(p.relative_to(root)))
-        ]
-    texts = sorted(p for p in root.rglob("*.txt") if not p.name.startswith("."))
-    names = [str(p.relative_to(root)) for p in texts]
-    return [Item(name, "text", text=_text(root / name)) for name in names if inside(root, name)]
+        inner = [(p, str(p.relative_to(root))) for p in shown if inside(root, str(p.relative_to(root)))]
+        found = [Item(name, _kind(p), _beside(p, root, unread), p) for p, name in inner]
+    else:
+        names = [str(p.relative_to(root)) for p in files if p.suffix == ".txt"]
+        found = [Item(name, "text", text=_text(root / name, root, unread)) for name in names if inside(root, name)]
+    if unread:
+        warnings.warn(f"{len(unread)} texts are not read; the first: {unread[0]}", UnreadTexts, stacklevel=3)
+    return found
+
+
+def _beside(path: Path, root: Path, unread: list[str]) -> str:
+    """The prompt beside a picture; empty where there is none, or none that may be read."""
+    place = next((p for suffix in _BESIDE if os.path.lexists(p := path.with_suffix(suffix))), None)
+    return "" if place is None else _text(place, root, unread)
 
 
 def _kind(path: Path) -> Kind:
@@ -160,8 +190,16 @@ def _kind(path: Path) -> Kind:
     return KINDS.get(suffix, "image")
 
 
-def _text(path: Path) -> str:
-    if not path.is_file():
+def _frame(moving: Image.Image, number: int) -> Image.Image:
+    moving.seek(number)
+    moving.load()
+    return upright_rgb(moving)[0]
+
+
+def _text(path: Path, root: Path, unread: list[str]) -> str:
+    """The text of a file; where it must not be read, the empty text, and why in ``unread``."""
+    try:
+        return read_file(path, most=_MOST_TEXT, root=root).decode("utf-8-sig", "replace").strip()
+    except OSError as error:
+        unread.append(f"{printable(str(path.relative_to(root)))}: {error.strerror}")
         return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(_MOST_TEXT).strip()

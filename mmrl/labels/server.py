@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import socketserver
 import sys
@@ -67,7 +68,7 @@ class LabelServer(ThreadingHTTPServer):
         self.items, self.root, self.path, self.answers = list(items), root, path, list(answers)
         self.token = secrets.token_urlsafe(24)
         self.writing = threading.Lock()
-        given = table.read(path, [item.name for item in items]) if path.exists() else table.Labels({})
+        given = table.read(path, [item.name for item in items]) if os.path.lexists(path) else table.Labels({})
         if given.words:
             raise UserError(
                 f"the labels in {path} are words, and the page writes numbers; write 1 and 0 in their place"
@@ -144,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
         elif address.path == "/samples":
             self._answer(200, json.dumps(self.server.listed()).encode(), "application/json")
-        elif kind == "file" and rest.isascii() and rest.isdigit() and int(rest) < len(self.server.items):
+        elif kind == "file" and _number(rest) and int(rest) < len(self.server.items):
             item = self.server.items[int(rest)]
             self._file(None if item.path is None else item.name)
         elif kind == "picture" and (name := self._picture(rest)) is not None:
@@ -154,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or int(length) > _MOST_BODY:
+        if not _number(length) or int(length) > _MOST_BODY:
             self.close_connection = True
             return self._refuse(413, "send a body of at most 4096 bytes with its Content-Length")
         body = self.rfile.read(int(length))
@@ -187,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _picture(self, rest: str) -> str | None:
         """The name of a prompt's picture: ``NUMBER OF THE SAMPLE/NUMBER OF THE PICTURE``; None where there is none."""
         numbers = rest.split("/")
-        if len(numbers) != 2 or not all(one.isascii() and one.isdigit() for one in numbers):
+        if len(numbers) != 2 or not all(map(_number, numbers)):
             return None
         sample, at = map(int, numbers)
         if sample >= len(self.server.items) or at >= len(self.server.items[sample].pictures):
@@ -226,6 +227,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the address has the token."""
+
+
+def _number(text: str) -> bool:
+    """Whether ``text`` is a whole number of a size that there may be."""
+    return len(text) < 10 and text.isascii() and text.isdigit()
 
 
 def _suffix(path: Path) -> str:

@@ -10,14 +10,15 @@ import warnings
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 if TYPE_CHECKING:
     import torch
 
 MAX_PIXELS = 4096 * 4096
 DECODE_S = 20.0
-"""How long a picture may take to decode; one of ``MAX_PIXELS`` takes about a second."""
+"""Seconds of computing that a picture may take to decode, however busy the machine is; one of ``MAX_PIXELS`` takes
+about one."""
 MAX_SCANS = 64
 """Of a JPEG. Each goes over the whole picture, however few bytes it has; encoders write about ten."""
 MAX_PIECES = 2**16
@@ -27,6 +28,16 @@ _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 # Pillow's own warnings on size and metadata: both are judged here. Set once, since catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 warnings.filterwarnings("ignore", module=r"PIL\.")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What undoes each orientation of EXIF."""
 _ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
 
 
@@ -50,22 +61,32 @@ def read_rgb(
                 raise BadImageError(f"{image.width} x {image.height} pixels; at most {max_pixels:,} are read")
             frames = getattr(image, "n_frames", 1)
             image.load()
-            rgb, note = _to_rgb(image)
-            turned = ImageOps.exif_transpose(rgb)
+            turned, note = upright_rgb(image)
     except BadImageError:
         raise
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, ValueError, KeyError
         raise BadImageError(f"not a readable picture: {str(error).replace(str(source), 'the file')}") from error
-    notes = [note] if note else []
-    if frames > 1:
-        notes.append(f"first of {frames} frames")
-    if turned.size != rgb.size or turned.getexif() != rgb.getexif():
-        notes.append("turned as its EXIF says")
-    return turned, ", ".join(notes) or None
+    notes = [f"first of {frames} frames"] if frames > 1 else []
+    return turned, ", ".join([*filter(None, (note,)), *notes]) or None
+
+
+def upright_rgb(image: Image.Image) -> tuple[Image.Image, str | None]:
+    """A loaded picture as RGB, turned as its EXIF says, and what had to be changed for that.
+
+    The orientation is read before the conversion, which loses it in some modes. Pillow has turned a TIFF already when
+    it was loaded.
+    """
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    rgb, note = _to_rgb(image)
+    if turn is None:
+        return rgb, note
+    turned = rgb.transpose(turn)
+    turned.info.pop("exif", None)
+    return turned, ", ".join(filter(None, (note, "turned as its EXIF says")))
 
 
 class _Watched(io.BytesIO):
-    """A file in memory that cannot be read after its deadline.
+    """A file in memory that the thread which made it cannot read after its deadline.
 
     Decoders read in small pieces wherever a file can make them work for long, apart from what ``watched`` refuses.
     """
@@ -73,8 +94,8 @@ class _Watched(io.BytesIO):
     until = float("inf")
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if time.monotonic() > self.until:
-            raise BadImageError(f"not decoded within {DECODE_S:g} s")
+        if time.thread_time() > self.until:
+            raise BadImageError(f"not decoded within {DECODE_S:g} s of computing")
         return super().read(size)
 
 
@@ -85,7 +106,7 @@ def watched(data: bytes) -> IO[bytes]:
     if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+") and (pieces := _pieces(data)) > MAX_PIECES:
         raise BadImageError(f"a TIFF of {pieces} strips or tiles; at most {MAX_PIECES:,} are read; save it anew")
     file = _Watched(data)
-    file.until = time.monotonic() + DECODE_S
+    file.until = time.thread_time() + DECODE_S
     return file
 
 

@@ -17,7 +17,7 @@ from mmrl.datasets.checks import look
 from mmrl.datasets.loading import load_data
 from mmrl.datasets.mixture import Interleaved, Mixture, by_source
 from mmrl.datasets.records import BadRecord
-from mmrl.datasets.sources import is_table
+from mmrl.datasets.tables import has_file, is_table
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, describe
@@ -128,7 +128,7 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
     path = Path(target)
     if path.suffix.lower() == ".txt":
         name = "prompts"
-    elif path.is_dir() and sorted(path.rglob("*.tar")):
+    elif path.is_dir() and has_file(path, ".tar"):
         name = "shards"
     elif (path.is_file() and path.suffix != ".py") or (path.is_dir() and is_table(path)):
         name = "jsonl"

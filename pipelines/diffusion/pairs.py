@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mmrl.algorithms.sde import squared_distance
@@ -14,7 +15,7 @@ from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import BadPromptError, UserError
 from mmrl.frozen_modules import Offloaded
-from mmrl.media import BadMediaError, Media, read_bytes
+from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.pipelines.protocol import Weights
 from mmrl.trajectory import Prompt, Slot, Trajectory
 from mmrl.transfer import to_device
@@ -124,11 +125,16 @@ def pair_of(prompt: Prompt) -> tuple[Media, Media]:
         )
     better, worse = prompt.media
     try:
-        if read_bytes(better) == read_bytes(worse):
+        if read_bytes(better) == read_bytes(worse) or _same(open_image(better), open_image(worse)):
             raise BadPromptError(prompt.id, "its two pictures are the same, and none is the better; take it out")
     except BadMediaError as error:
         raise BadPromptError(prompt.id, f"{error}; mend the picture or take the pair out") from error
     return better, worse
+
+
+def _same(one: Image.Image, other: Image.Image) -> bool:
+    """Whether two pictures have equal pixels, whatever their files are."""
+    return one.size == other.size and one.tobytes() == other.tobytes()
 
 
 def _halves(errors: Tensor) -> dict[str, Tensor]:
