@@ -42,7 +42,8 @@ LAYERS = {
     "engines.rollout errors files finite frozen_modules garbage hub_files installing json_types local_rows media "
     "out_of_memory packages "
     "report.clock "
-    "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples script_process secrets "
+    "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
+    "script_process secrets "
     "trajectory transfer "
     "untrusted user_code",
     "config": "config.errors config.layers config.rollout config.sampling config.section",
