@@ -64,6 +64,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     filled = flatten(masked(without_limits(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
     new = {key: filled.get(key) for key in sorted(now.keys() - before.keys()) if not {key, key.split(".")[0]} & free}
     before |= new
+    if now.get("data.overlong") is None and before.get("data.overlong") == "skip":
+        before["data.overlong"] = None  # an older version's default
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:

@@ -56,10 +56,12 @@ class Data(Section):
     """``path/to/file.py:Class``, or a section: chooses the prompts of each step. None takes all prompts in epochs."""
     max_bad_fraction: Fraction = 0.01
     """Bad records are left out, counted and named in failures.jsonl; above this share of them the run stops."""
-    overlong: Literal["skip", "cut", "error"] = "skip"
-    """Text: prompts with more tokens (tokens of pictures included) than sampling.max_prompt_tokens, or than the context
-    has room for besides max_new_tokens. ``skip``: the prompt is left out, named and replaced; ``cut``: the user's text
-    loses its beginning and keeps its end; ``error``: the run does not start, and the prompts are named."""
+    overlong: Literal["skip", "cut", "error"] | None = None
+    """Prompts with too many tokens. Text: more (tokens of pictures included) than sampling.max_prompt_tokens, or than
+    the context has room for besides max_new_tokens. Pictures: more than the text encoder reads, of several encoders the
+    one that reads most. ``skip``: the prompt is left out, named and replaced; ``cut``: the text loses its beginning
+    (text), or its end (pictures); ``error``: the run does not start, and the prompts are named. None is ``skip`` for
+    text and ``cut`` for pictures."""
 
     @property
     def names(self) -> list[str]:

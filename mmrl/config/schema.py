@@ -352,6 +352,11 @@ class Recipe(Section):
         return "image" if self.sampling.frames is None else "video"
 
     @property
+    def overlong(self) -> Literal["skip", "cut", "error"]:
+        """What happens to prompts with too many tokens: ``data.overlong``, or the default of what is sampled."""
+        return self.data.overlong or ("skip" if self.sampling.type == "text" else "cut")
+
+    @property
     def begun_per_prompt(self) -> int:
         """Samples of a prompt that are begun; train.group_size of them are finished."""
         return self.train.group_size if self.midway is None else self.midway.group_size

@@ -59,8 +59,9 @@ class Description:
     ``pipeline`` is the pipeline itself, as ``build`` makes it (the adapters of LoRA too) but on the meta device;
     ``source`` says where the sizes come from. ``longest``, of a pipeline whose samples are of many lengths: given some
     prompts, the one that takes most; raises ``UserError`` where none can be used. ``pictures``: how many every prompt
-    carries. ``cache_numbers``: how many numbers a token leaves in the cache of keys and values. ``by_rows``: where the
-    model is sharded, a rank reads only its part of the checkpoint.
+    carries. ``too_long``: given prompts, notes on those that are longer than the text encoders read; raises
+    ``UserError`` where that may not be (``data.overlong``). ``cache_numbers``: how many numbers a token leaves in the
+    cache of keys and values. ``by_rows``: where the model is sharded, a rank reads only its part of the checkpoint.
     """
 
     pipeline: Pipeline
@@ -71,3 +72,4 @@ class Description:
     pictures: int = 0
     cache_numbers: int = 0
     by_rows: bool = False
+    too_long: Callable[[Sequence[Prompt]], Sequence[str]] | None = None

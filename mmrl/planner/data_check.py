@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import mmrl
 from mmrl.config.data import Data
@@ -22,6 +23,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, describe
 from mmrl.planner.prompt_check import unread_systems
+from mmrl.planner.unread import unread
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
@@ -88,7 +90,7 @@ class Split(Looked):
     shown: list[Record]
     sources: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What of the prompts that were looked at the model does not read."""
+    """What the prompts that were looked at carry and the model does not read, and how many are cut."""
 
 
 @dataclass
@@ -112,15 +114,27 @@ Reader = Callable[[Prompt, Record], None]
 """Fills in how a model reads a prompt. Raises ``BadPromptError`` if it cannot."""
 
 
+class _Model(NamedTuple):
+    """What reads the prompts: ``model`` describes it, ``settings`` are added to each prompt, and ``notes`` says of some
+    prompts what is not used."""
+
+    model: str
+    read: Reader | None = None
+    settings: dict[str, Json] = {}  # noqa: RUF012
+    notes: Callable[[Sequence[Prompt]], list[str]] = lambda _: []
+
+
 def check_recipe(loaded: LoadedRecipe, shown: int, looked_at: int) -> Checked:
     """Check the data of a recipe, with its model if configuration and tokenizer are available; loads no weights."""
-    read, model, settings = _reader(loaded)
-    return Checked(_splits(loaded.recipe.data, loaded.root, read, shown, looked_at, loaded.recipe), model, settings)
+    found = _reader(loaded)
+    splits = _splits(loaded.recipe.data, loaded.root, found, shown, looked_at, loaded.recipe)
+    return Checked(splits, found.model, found.settings)
 
 
 def check_data(data: Data, root: Path, shown: int, looked_at: int) -> Checked:
     """Check a data set without a model."""
-    return Checked(_splits(data, root, None, shown, looked_at), "none: name a recipe to see what its model reads")
+    none = _Model("none: name a recipe to see what its model reads")
+    return Checked(_splits(data, root, none, shown, looked_at), none.model)
 
 
 def data_at(target: str, options: Mapping[str, Json]) -> Data:
@@ -141,17 +155,17 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
 
 
 def _splits(
-    data: Data, root: Path, read: Reader | None, shown: int, looked_at: int, recipe: Recipe | None = None
+    data: Data, root: Path, model: _Model, shown: int, looked_at: int, recipe: Recipe | None = None
 ) -> dict[str, Split]:
     lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # every bad record is reported
     return {
-        split: _split(lenient, load_data(lenient, root, split, recipe), read, shown, looked_at, recipe)
+        split: _split(lenient, load_data(lenient, root, split, recipe), model, shown, looked_at, recipe)
         for split in ("train", "heldout")
     }
 
 
 def _split(
-    data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: int, looked_at: int, recipe: Recipe | None
+    data: Data, prompts: Sequence[Prompt], model: _Model, shown: int, looked_at: int, recipe: Recipe | None
 ) -> Split:
     if isinstance(prompts, Mixture):
         prompts = Interleaved(prompts.parts)  # so that the first prompts come from all sources
@@ -162,9 +176,9 @@ def _split(
         first.setdefault(_kind(record.why), str(record))
     records, counts, seen, sizes = list[Record](), list[int](), list[Prompt](), Counter[str]()
     frames, spelled = list[int](), Counter[str]()
-    for n in range(min(len(prompts), max(shown, looked_at if read else 0))):
+    for n in range(min(len(prompts), max(shown, looked_at if model.read else 0))):
         seen.append(prompts[n])
-        record = _record(seen[-1], read, sizes=n < shown)
+        record = _record(seen[-1], model.read, sizes=n < shown)
         if recipe is not None and recipe.makes != "text":
             record.system = None  # these models read none
         if record.problem is not None:
@@ -191,7 +205,7 @@ def _split(
         sizes=dict(sizes),
         spelled=dict(spelled),
         frames=_spread(frames),
-        notes=[] if recipe is None else [*unread_systems(recipe, seen)],
+        notes=[*model.notes(seen), *([] if recipe is None else unread_systems(recipe, seen))],
     )
 
 
@@ -223,8 +237,8 @@ def _size(medium: Media) -> str:
     return f"{medium.kind} {found['width']} x {found['height']}{frames} ({describe(medium)})"
 
 
-def _reader(loaded: LoadedRecipe) -> tuple[Reader | None, str, dict[str, Json]]:
-    """A reader with the recipe's model, the model's description, and the settings added to each prompt."""
+def _reader(loaded: LoadedRecipe) -> _Model:
+    """The recipe's model as it reads prompts, without its weights."""
     recipe = loaded.recipe
     architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
     path = loaded.resolve(recipe.model.path)
@@ -232,20 +246,37 @@ def _reader(loaded: LoadedRecipe) -> tuple[Reader | None, str, dict[str, Json]]:
         module = mmrl.load("pipelines", loaded.resolve_drop_in(recipe.pipeline))
         if not hasattr(module, "describe"):
             said = f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)"
-            return _of_size(recipe), said, {}
+            return _Model(said, _of_size(recipe))
         description = module.describe(recipe, path, architecture)
     except UserError as error:
-        return _of_size(recipe), f"not known: {error}", {}
+        return _Model(f"not known: {error}", _of_size(recipe))
     pipeline = description.pipeline
     if recipe.makes == "text":
-        settings: dict[str, Json] = {"overlong": recipe.data.overlong, "max_new_tokens": recipe.decoding.max_new_tokens}
-        return _of_text(pipeline), description.source, settings
-    return _of_size(recipe), description.source, _of_pictures(recipe, getattr(pipeline, "adapter", None))
+        settings: dict[str, Json] = {"overlong": recipe.overlong, "max_new_tokens": recipe.decoding.max_new_tokens}
+        return _Model(description.source, _of_text(pipeline), settings)
+    lengths: _Lengths | None = getattr(pipeline, "lengths_of_prompts", None)
+
+    def notes(prompts: Sequence[Prompt]) -> list[str]:
+        cut = lengths.said_of(prompts) if lengths is not None and recipe.overlong == "cut" else []
+        return [*unread(recipe, prompts, reads_media=pipeline.reads_media), *cut]
+
+    settings = _of_pictures(recipe, getattr(pipeline, "adapter", None))
+    return _Model(description.source, _of_picture(recipe, lengths), settings, notes)
+
+
+class _Lengths(Protocol):
+    """How many tokens of prompts the text encoders of a pipeline of pictures read."""
+
+    def of(self, prompt: Prompt) -> tuple[int, int] | None: ...
+
+    def check(self, prompt: Prompt) -> None: ...
+
+    def said_of(self, prompts: Sequence[Prompt]) -> list[str]: ...
 
 
 def _of_text(pipeline: LanguagePipeline) -> Reader:
     def read(prompt: Prompt, record: Record) -> None:
-        skip = None if pipeline.recipe.data.overlong == "cut" else "skip"
+        skip = None if pipeline.recipe.overlong == "cut" else "skip"
         used, features = pipeline.fitter.encode(prompt, pipeline.limit, skip)
         record.rendered, record.tokens = pipeline.conditioner.render(used), len(features["input_ids"])
         record.spelled = pipeline.conditioner.spelled(used)
@@ -253,6 +284,20 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
         if pipeline.pairs is not None:
             given = pipeline.pairs.encoded(used, record.tokens)
             record.responses = {name: len(given[name]) for name in pipeline.pairs.columns}
+
+    return read
+
+
+def _of_picture(recipe: Recipe, lengths: _Lengths | None) -> Reader:
+    """Counts tokens, and fills in at which of several sizes a prompt is sampled."""
+    size = _of_size(recipe)
+
+    def read(prompt: Prompt, record: Record) -> None:
+        if size is not None:
+            size(prompt, record)
+        if lengths is not None and (found := lengths.of(prompt)) is not None:
+            record.tokens = found[0]
+            lengths.check(prompt)
 
     return read
 
@@ -272,6 +317,7 @@ def _of_pictures(recipe: Recipe, adapter: object) -> dict[str, Json]:
     """The size of the samples, and the negative prompt of guidance."""
     sampling = recipe.denoising
     settings: dict[str, Json] = {"width": sampling.width, "height": sampling.height, "steps": sampling.steps}
+    settings["overlong"] = recipe.overlong
     if sampling.buckets is not None:
         settings["buckets"] = [str(size) for size in sampling.sizes]
     if sampling.frames is not None:

@@ -71,6 +71,25 @@ def gpu_of(name: str) -> Gpu:
     raise UserError(f"--gpu {name}: this GPU is not in the table; {edit} {', '.join(GPUS)}")
 
 
+def like(device_name: str, memory: int) -> Gpu | None:
+    """The GPU that torch calls ``device_name``, of those of its kind the one whose memory is nearest; None where it is
+    not in the table."""
+    said = "".join(device_name.lower().split())
+    kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in said]
+    longest = max((len(gpu.name.partition("-")[0]) for gpu in kinds), default=0)  # an L40S is no L4
+    return min(
+        (gpu for gpu in kinds if len(gpu.name.partition("-")[0]) == longest),
+        key=lambda gpu: abs(gpu.memory - memory),
+        default=None,
+    )
+
+
+def cpu(cores: int) -> Gpu:
+    """A CPU of ``cores`` as the estimate of time reads it: rates that few CPUs reach, so that it is at least that."""
+    rate = 0.1 * cores
+    return Gpu("this CPU", 0, rate, rate, 50, "a rate of 100 GFLOP/s a core")
+
+
 def planned_for(gpu: Gpu, values: JsonObject) -> JsonObject:
     """``values`` of a recipe for a plan on ``gpu``: with its device, and its dtype for ``model.dtype: auto``."""
     return with_choice({**values, "device": "cuda"}, "bfloat16" if gpu.bfloat16 else "float32")

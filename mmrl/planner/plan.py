@@ -5,6 +5,7 @@ The plan is that of one controller, the one with the most work, and of one of it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -31,13 +32,14 @@ from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, servers_of, sleeps
 from mmrl.planner.estimate import Estimate, Step, estimated
 from mmrl.planner.fit_check import does_not_fit
-from mmrl.planner.gpus import Gpu
+from mmrl.planner.gpus import Gpu, cpu, like
 from mmrl.planner.judges import on_devices
 from mmrl.planner.memory import measure
 from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.prompt_check import lacking_truths, unread_systems, unreadable
 from mmrl.planner.steps_per_forward import settle
+from mmrl.planner.unread import unread
 from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check, reads
 from mmrl.text.pipeline import LanguagePipeline
@@ -91,7 +93,9 @@ def plan(
         return made
     _account(made, description, objective, prompts, inputs)
     settle(made)
-    made.time = _time(made, description, objective)
+    if (time := _time(made, description, objective)) is not None:
+        made.lasts = recipe.train.steps * time.step
+        made.time = time if made.gpu is not None else None
     made.problems += does_not_fit(made)
     made.notes += [*idle(made), *_unused(made)]
     return made
@@ -115,14 +119,26 @@ def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
 
 
 def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
-    """The estimated time of a step on the planned GPU."""
+    """The estimated time of a step on the planned GPU, or on this machine's device."""
     c, m, split = made.counts, made.measured, servers_of(made)
-    if made.gpu is None or c is None or m is None:
+    gpu = made.gpu or _here(made)
+    if gpu is None or c is None or m is None:
         return None
     asked = [one for one in made.asked if one.trained_on and c.micro_batches]
     judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked)
     step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
-    return estimated(step, made.gpu, description, objective)
+    return estimated(step, gpu, description, objective)
+
+
+def _here(made: Plan) -> Gpu | None:
+    """This machine's device as the estimate reads it; None where its rates are not known."""
+    import torch
+
+    if made.device == "cpu":
+        return cpu(len(os.sched_getaffinity(0)))
+    if not torch.cuda.is_available() or made.device_memory is None:
+        return None
+    return like(torch.cuda.get_device_name(torch.device(made.device)), made.device_memory)
 
 
 def _unused(made: Plan) -> Iterator[str]:
@@ -194,6 +210,12 @@ def _looked_at(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompts[n * len(prompts) // min(most, len(prompts))] for n in range(min(most, len(prompts)))]
 
 
+def _counted(prompts: Sequence[Prompt], recipe: Recipe) -> Sequence[Prompt]:
+    """Whose tokens are counted: all where none may be too long, else up to 4000 at equal distances."""
+    most = len(prompts) if recipe.overlong == "error" else min(4000, len(prompts))
+    return [prompts[n * len(prompts) // most] for n in range(most)]
+
+
 def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozenset[str]:
     """The inputs that the rewards read of a sample."""
     import inspect
@@ -242,6 +264,8 @@ def _account(
     sizes = sizes_of(description, shards, by_block=by_block, gathered=gathered)
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
     try:
+        looked_at = [prompt for split in prompts for prompt in _looked_at(split)]
+        made.notes += unread(recipe, looked_at, reads_media=description.pipeline.reads_media)
         if unused := _unused_negative(prompts, description):
             made.problems.append(unused)
         if description.longest is not None and not prompts:
@@ -299,7 +323,7 @@ def _rows(
     rows (pictures). Raises ``UserError``."""
     recipe = made.recipe
     if description.longest is not None:
-        every = recipe.data.overlong == "error"  # any overlong prompt must stop the run before it starts
+        every = recipe.overlong == "error"  # any overlong prompt must stop the run before it starts
         looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
         prompt, row_tokens, said = description.longest(looked_at)
         made.notes += said
@@ -307,6 +331,8 @@ def _rows(
             made.notes += unreadable(description.pipeline, looked_at)
         return prompt, row_tokens, []
     sampling = recipe.sampling
+    if description.too_long is not None:
+        made.notes += description.too_long([p for split in prompts for p in _counted(split, recipe)])
     if sampling.type == "text" or sampling.buckets is None:
         return Prompt("plan", "plan", media=media), 0, []
     of = count_by_size(_looked_at(prompts[0]) if prompts else [], sampling)

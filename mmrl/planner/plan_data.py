@@ -72,6 +72,9 @@ class Plan:
     gpus: int | None = None
     time: Estimate | None = None
     """The estimated time of a step on that GPU."""
+    lasts: float = 0.0
+    """Seconds of the whole run without evaluation, an estimate, on that GPU or on this machine's device; 0: not
+    known."""
 
     @property
     def peak(self) -> PhaseMemory | None:

@@ -34,7 +34,7 @@ def render(plan: Plan, console: Console, *, short: bool = False) -> None:
 
 def _render_short(plan: Plan, console: Console) -> None:
     """The lines that a run prints before it starts."""
-    for line in (_step(plan), _peak(plan), *plan.notes):
+    for line in (_long(plan), _step(plan), _peak(plan), *plan.notes):
         if line:
             console.print(hidden(line), markup=False, highlight=False)
 
@@ -48,6 +48,8 @@ def _render_whole(plan: Plan, console: Console) -> None:
     recipe = plan.recipe
     several = f", the first of {recipe.devices_per_controller} devices" if recipe.devices_per_controller > 1 else ""
     say(f"{recipe.name} on {plan.where}, one controller{several}")
+    if long := _long(plan):
+        say(long)
     if plan.source:
         say(f"sizes from {plan.source}")
     say(_algorithm(plan))
@@ -76,6 +78,25 @@ def _render_whole(plan: Plan, console: Console) -> None:
         say(f"note: {note}")
     for problem in plan.problems:
         say(f"problem: {problem}")
+
+
+_DAY = 86400
+
+
+def _long(plan: Plan) -> str:
+    """How long a run of more than a day takes, and how many GPU-days that is; empty for a shorter one."""
+    recipe = plan.recipe
+    seconds = plan.lasts
+    if seconds <= _DAY:
+        return ""
+    n = recipe.controllers * recipe.devices_per_controller
+    where = f"{n} x " * (n > 1) + (plan.gpu.name if plan.gpu else f"this machine's {plan.device}")
+    spent = "" if plan.device == "cpu" else f", {n * seconds / _DAY:,.1f} GPU-days"
+    return (
+        f"this run takes about {seconds / _DAY:,.1f} days on {where}{spent} (an estimate, evaluation not counted): "
+        "fewer train.steps, train.prompts_per_step or sampling.steps, a smaller picture or model, or more devices "
+        "shorten it"
+    )
 
 
 def _algorithm(plan: Plan) -> str:

@@ -124,7 +124,7 @@ def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Long
     def longest(prompts: Sequence[Prompt]) -> Longest:
         """The usable prompt with the most tokens, and a note about those that are too long."""
         overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
-        error = pipeline.recipe.data.overlong == "error"
+        error = pipeline.recipe.overlong == "error"
         for prompt in _by_length(pipeline, prompts):
             if len(good) == LOOKED_AT and not (error and prompt.media):  # its tokens are unknown until it is encoded
                 break
@@ -155,7 +155,7 @@ def _named(overlong: Sequence[OverlongError], of: int) -> str:
 
 def _by_length(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Sorted, the probably longest first: by the tokens of their texts and an estimate for their pictures."""
-    most = len(prompts) if pipeline.recipe.data.overlong == "error" else MOST_COUNTED
+    most = len(prompts) if pipeline.recipe.overlong == "error" else MOST_COUNTED
     columns = pipeline.recipe.algorithm.given_texts.values()
     if len(prompts) > most:
         prompts = sorted(prompts, key=lambda p: sum(map(len, _texts(p, columns))), reverse=True)
@@ -172,7 +172,7 @@ def _texts(prompt: Prompt, columns: Iterable[str]) -> list[str]:
 
 def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
     """Tokens of the longest row with this prompt. Raises ``BadPromptError`` for a prompt that would be skipped."""
-    overlong = "skip" if pipeline.recipe.data.overlong == "error" else None  # all of them are to be named
+    overlong = "skip" if pipeline.recipe.overlong == "error" else None  # all of them are to be named
     prompt, features = pipeline.fitter.encode(prompt, pipeline.limit, overlong)
     length = len(features["input_ids"])
     if pipeline.pairs is None:

@@ -67,7 +67,7 @@ class LanguagePipeline:
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.context: int | None = getattr(base_model(policy).config.get_text_config(), "max_position_embeddings", None)
         self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
-        self.fitter = Fitter(conditioner, recipe.data.overlong)
+        self.fitter = Fitter(conditioner, recipe.overlong)
         self.shared = Shared(policy)
         self.stops = stops_of(self.settings.stop, self.settings.min_new_tokens, conditioner)
         self.pairs: GivenTexts | None = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from mmrl.config.sampling import Sampling, Size
 from mmrl.errors import UserError
 from mmrl.json_types import Json
+
+from .fields import check_flow
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline, SchedulerMixin
@@ -50,6 +53,18 @@ class Schedule(NamedTuple):
     end: float = 1.0
 
 
+class Read(NamedTuple):
+    """The tokens of a prompt for a text encoder, special ones included, and the most that the encoder reads."""
+
+    tokens: int
+    most: int
+
+
+def clip_reads(text: str, tokenizer: Any) -> Read:
+    """What a CLIP encoder reads of ``text``."""
+    return Read(len(tokenizer(text, verbose=False).input_ids), tokenizer.model_max_length)
+
+
 class Adapter(ABC):
     """A family (abstract): how to encode, predict and decode, what takes LoRA, which sizes are allowed."""
 
@@ -64,10 +79,17 @@ class Adapter(ABC):
     """The component that predicts."""
     encoders: ClassVar[tuple[str, ...]]
     """Components that encode text; those a checkpoint lacks are left out."""
+    may_lack: ClassVar[tuple[str, ...]] = ()
+    """Those of ``encoders`` that a checkpoint may be without."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Components that are not loaded: a checker of contents, an encoder of pictures."""
     options: ClassVar[dict[str, Json]] = {}
     """Further arguments of the class of diffusers."""
+    fixed: ClassVar[Mapping[str, tuple[Json, ...]]] = {}
+    """Fields of the configuration of ``trains``, each with the values that this family draws with. Others are of models
+    that take inputs which the family has not."""
+    statistics: ClassVar[tuple[str, ...]] = ("scaling_factor",)
+    """Fields of the VAE's configuration that latents are scaled by."""
     lora_targets: ClassVar[tuple[str, ...]]
     lora_file: ClassVar[Literal["kohya", "diffusers"] | None] = None
     """How other programs that draw name the weights of a LoRA of this family; None where that was not looked up."""
@@ -79,6 +101,7 @@ class Adapter(ABC):
         found = [getattr(pipe, name, None) for name in self.encoders]
         self.text_encoders: list[nn.Module] = [encoder for encoder in found if encoder is not None]
         self.vae: nn.Module = pipe.vae
+        self._check_scheduler()
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
@@ -124,9 +147,20 @@ class Adapter(ABC):
         """One velocity of two, ``[B, ...]``, with guidance ``scale``."""
         return negative + scale * (positive - negative)
 
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        """Fields of the configuration of ``trains`` that other components decide: the name, the value, the value that
+        fits, and what it must fit."""
+        yield from ()
+
     @abstractmethod
     def encode(self, text: str) -> dict[str, Tensor]:
         """Features of one prompt, each without a batch dimension, and of the same shape for every prompt."""
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        """How many tokens ``text`` has for each text encoder, and how many that encoder reads; ``tokenizers`` by the
+        encoder's name. Empty: not known."""
+        return []
 
     def encode_negative(self, text: str) -> dict[str, Tensor]:
         """As ``encode``, of a negative prompt that the user gives, as the stock call does with ``negative_prompt``.
@@ -143,16 +177,19 @@ class Adapter(ABC):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Pictures ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [-1, 1], of clean latents."""
-        config = self.pipe.vae.config
-        shift = config.get("shift_factor") or 0.0
-        return self.pipe.vae.decode(latents / config.scaling_factor + shift, return_dict=False)[0]
+        scale, shift = self._scaled()
+        return self.pipe.vae.decode(latents / scale + shift, return_dict=False)[0]
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         """Clean latents of pictures ``[B, 3, H, W]`` in [-1, 1], the inverse of ``decode``: the mode of the VAE's
         distribution."""
+        scale, shift = self._scaled()
+        return (self.pipe.vae.encode(pixels).latent_dist.mode() - shift) * scale
+
+    def _scaled(self) -> tuple[float, float]:
+        """The factor and the shift between the VAE's latents and those that the model sees, by ``statistics``."""
         config = self.pipe.vae.config
-        shift = config.get("shift_factor") or 0.0
-        return (self.pipe.vae.encode(pixels).latent_dist.mode() - shift) * config.scaling_factor
+        return config.scaling_factor, config.shift_factor if "shift_factor" in self.statistics else 0.0
 
     def shown(self, output: Shown) -> Tensor:
         """Pictures or clips in the output of the stock pipeline."""
@@ -174,12 +211,17 @@ class Adapter(ABC):
     def schedule(self, steps: int) -> Schedule:
         if steps not in self._schedules:
             made = self._schedule(steps)
+            _check_levels(made.sigmas, steps)
             self._schedules[steps] = made._replace(timesteps=made.timesteps.to(self.device))
         return self._schedules[steps]
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """The model's timestep at any sigma, both ``[B]``."""
         return sigma * self.pipe.scheduler.config.num_train_timesteps
+
+    def _check_scheduler(self) -> None:
+        """Raises ``UserError`` where the checkpoint's scheduler says what the family's steps do not do."""
+        check_flow(self.pipe.scheduler, self.family, self.pipeline)
 
     def _shift(self, shift: float) -> None:
         """Have the scheduler shift its sigmas by ``shift``. Raises ``UserError`` if the family has no shift."""
@@ -202,6 +244,18 @@ class Adapter(ABC):
                 f"sampling.height and sampling.width: {height} x {width} is no multiple of {multiple}, which this "
                 f"checkpoint's VAE and patches need; use {_near(height, multiple)} x {_near(width, multiple)}"
             )
+
+
+def _check_levels(sigmas: Tensor, steps: int) -> None:
+    """Raises ``UserError`` where noise levels do not fall from 1 or less to 0 or more."""
+    falls = bool((sigmas.diff() < 0).all())
+    if not (falls and bool(sigmas.isfinite().all()) and sigmas[-1] >= 0 and sigmas[0] <= 1 + 1e-6):
+        shown = ", ".join(f"{level:.3g}" for level in sigmas[:4].tolist())
+        raise UserError(
+            f"model.path: over {steps} steps the noise levels of this checkpoint's scheduler are {shown} ..., and they "
+            "must fall from 1 to 0; correct scheduler/scheduler_config.json (shift, shift_terminal, use_karras_sigmas, "
+            "use_exponential_sigmas), or change sampling.steps"
+        )
 
 
 def _near(size: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -15,12 +16,16 @@ from mmrl.errors import UserError
 from mmrl.hub_files import file_of, unreadable
 
 from .adapter import Adapter
+from .fields import check_classes
+from .prompt_lengths import tokenizer_of
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
     from transformers import BatchEncoding, PreTrainedModel
 
 Configs = dict[str, dict[str, Any]]
+_INDEX = "model_index"
+"""What ``model_index.json`` says, among the configurations of components."""
 
 
 def empty_pipeline(
@@ -45,9 +50,10 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
     from accelerate import init_empty_weights
 
     diffusers = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
+    kind = getattr(diffusers, family.pipeline)
     made: dict[str, Any] = dict.fromkeys((*family.encoders, *family.unused))
     with init_empty_weights(include_buffers=True):
-        for name in configs.keys() - {"scheduler"}:
+        for name in configs.keys() - {"scheduler", _INDEX}:
             dtype = dtypes.get(name, dtypes["default"])
             wanted = name in family.encoders
             module = _module(configs[name], wanted)
@@ -59,12 +65,13 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
         made[tokenizer_of(name)] = TokenShapes(own)
     scheduler = configs["scheduler"]
     made["scheduler"] = getattr(diffusers, scheduler["_class_name"]).from_config(scheduler)
-    return getattr(diffusers, family.pipeline)(**made, **family.options)
+    given = {name: value for name, value in configs.get(_INDEX, {}).items() if name in _settings(kind) - made.keys()}
+    return kind(**made, **(given | family.options))
 
 
-def tokenizer_of(encoder: str) -> str:
-    """The component that makes the tokens of a text encoder."""
-    return encoder.replace("text_encoder", "tokenizer")
+def _settings(kind: type[DiffusionPipeline]) -> set[str]:
+    """The arguments of a pipeline's class; those that are no components are stored in ``model_index.json``."""
+    return {*inspect.signature(kind.__init__).parameters}
 
 
 def _lengths(encoders: Iterable[PreTrainedModel | None]) -> list[int]:
@@ -142,9 +149,10 @@ def _configurations(family: type[Adapter], path: str, architecture: Path | None)
 def _of_checkpoint(family: type[Adapter], path: str) -> Configs:
     """Raises ``OSError`` or ``ValueError`` where a configuration is not to be had."""
     index = _read(path, "model_index.json")
+    check_classes(family, path, index)
     found = {name: index.get(name, [None, None])[1] for name in _files(family)}
     configs = {name: _read(path, file) for name, file in _files(family).items() if found[name] is not None}
-    return {name: config | {"architectures": [found[name]]} for name, config in configs.items()}
+    return {_INDEX: index} | {name: config | {"architectures": [found[name]]} for name, config in configs.items()}
 
 
 def _files(family: type[Adapter]) -> dict[str, str]:

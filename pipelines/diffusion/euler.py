@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmrl.config.sampling import Sampling
+from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 
 from .adapter import Adapter, set_scheduler
+from .fields import HOW_IT_STEPS, not_default, says
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
@@ -26,14 +28,38 @@ class EulerAdapter(Adapter, ABC):
 
         super().__init__(pipe, sampling, device)
         own = pipe.scheduler
+        self._replaces = not isinstance(own, FlowMatchEulerDiscreteScheduler)
+        if not self._replaces:
+            return
         if sampling.schedule == "checkpoint":
             first = {k: v for k, v in FIRST.items() if k in own.config}
             set_scheduler(pipe, type(own).from_config(own.config, **first))
         else:
             set_scheduler(pipe, FlowMatchEulerDiscreteScheduler(shift=_shift_of(own.config)))
 
+    def _check_scheduler(self) -> None:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        own: Any = self.pipe.scheduler
+        if own.config.get("use_dynamic_shifting"):
+            raise says(own, "use_dynamic_shifting", f"{self.pipeline} has no shift that grows with the picture", False)
+        if isinstance(own, FlowMatchEulerDiscreteScheduler):
+            return super()._check_scheduler()
+        if not (own.config.get("use_flow_sigmas") and own.config.get("prediction_type") == "flow_prediction"):
+            raise UserError(
+                f"model.path: the scheduler of this checkpoint, a {type(own).__name__}, is not said to be of a flow; "
+                "write use_flow_sigmas: true and prediction_type: flow_prediction into scheduler/scheduler_config.json "
+                "if it is, or give it a FlowMatchEulerDiscreteScheduler"
+            )
+        used = _KEPT if self.sampling.schedule == "euler" else _KEPT | _OF_LEVELS
+        for name, _, default in not_default(own, HOW_IT_STEPS | used):
+            also = "" if name not in _OF_LEVELS else " (sampling.schedule=checkpoint uses it)"
+            raise says(own, name, f"Euler's steps, which sample here, do not use it{also}", default)
+
     @property
     def prepare(self) -> str:
+        if not self._replaces:
+            return super().prepare
         config = self.pipe.scheduler.config
         if self.sampling.schedule == "euler":
             return (
@@ -50,6 +76,38 @@ class EulerAdapter(Adapter, ABC):
         set_scheduler(self.pipe, type(own).from_config(own.config, **{_key(own.config): shift}))
 
 
+_KEPT = frozenset(
+    (
+        "use_flow_sigmas",
+        "prediction_type",
+        "flow_shift",
+        "beta_start",
+        "beta_end",
+        "beta_schedule",
+        "trained_betas",
+        "timestep_spacing",
+        "steps_offset",
+        "rescale_betas_zero_snr",
+        "time_shift_type",
+    )
+)
+
+"""Settings of a flow's solver that are used, or have no effect on a flow."""
+_OF_LEVELS = frozenset(
+    (
+        "num_train_timesteps",
+        "use_karras_sigmas",
+        "use_exponential_sigmas",
+        "use_beta_sigmas",
+        "use_lu_lambdas",
+        "final_sigmas_type",
+        "sigma_min",
+        "sigma_max",
+        "shift_terminal",
+    )
+)
+
+"""Those that its own noise levels, and its timesteps, depend on."""
 FIRST: dict[str, Json] = {"solver_order": 1, "disable_corrector": list(range(1000))}
 """Settings that make one of diffusers' solvers take Euler's steps."""
 TEXT = {"solver_order": "1", "disable_corrector": "list(range(1000))"}

@@ -36,6 +36,7 @@ from .denoiser import Denoiser
 from .negative import Negatives
 from .pairs import PicturePairs
 from .prefix import SharedPrefix
+from .prompt_lengths import PromptLengths
 from .renoising import Renoising
 from .sizes import Sizes
 
@@ -48,6 +49,7 @@ class FlowPipeline:
         self.makes: Literal["image", "video"] = adapter.makes
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self.cache: FeatureCache | None = None
+        self.lengths_of_prompts: PromptLengths | None = None
         self.sizes = Sizes(adapter)
         self.shape = self.sizes.shapes[recipe.denoising.size]
         self.guided = adapter.guided
@@ -77,6 +79,9 @@ class FlowPipeline:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
         prompts = {self.key(slot.prompt): slot.prompt for slot in slots}
+        if self.lengths_of_prompts is not None:
+            for prompt in prompts.values():
+                self.lengths_of_prompts.check(prompt)
         negatives = self.negatives.needed(slots)
         texts = list(dict.fromkeys([*prompts, *negatives]))
         paired = [] if self.pairs is None else [slot for slot in slots if slot.step != ONLY_SAMPLED]

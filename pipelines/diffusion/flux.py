@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,13 @@ from mmrl.pipelines.description import Description
 from mmrl.transfer import to_device
 
 from . import loading
+from .adapter import Read, clip_reads
+from .fields import latent_channels, text_width
 from .flow import FlowPipeline
-from .packed import PackedAdapter, packed, unpacked
+from .packed import PackedAdapter, own_sigmas, packed, unpacked
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class FluxAdapter(PackedAdapter):
@@ -25,6 +32,8 @@ class FluxAdapter(PackedAdapter):
     pipeline = "FluxPipeline"
     encoders = ("text_encoder", "text_encoder_2")
     unused = ("image_encoder", "feature_extractor")
+    fixed = {"patch_size": (1,)}  # noqa: RUF012
+    statistics = ("scaling_factor", "shift_factor")
     lora_file = "diffusers"
     lora_targets = (  # Flow-GRPO's choice for FLUX.1
         "attn.add_k_proj",
@@ -40,6 +49,24 @@ class FluxAdapter(PackedAdapter):
         "ff_context.net.0.proj",
         "ff_context.net.2",
     )
+
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.transformer.config, 4 * latent_channels(pipe)
+        for name in ("in_channels", "out_channels"):
+            yield name, config[name] or channels, channels, f"a VAE of {channels // 4} latent channels"
+        for name, width in (
+            ("joint_attention_dim", text_width(pipe.text_encoder_2)),
+            ("pooled_projection_dim", text_width(pipe.text_encoder)),
+        ):
+            yield name, config[name], width, f"a text encoder of width {width}"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        most = self.sampling.max_sequence_length
+        return [
+            Read(len(one(text, verbose=False).input_ids), most) if name == self.encoders[-1] else clip_reads(text, one)
+            for name, one in tokenizers.items()
+        ]
 
     @property
     def combines(self) -> bool:
@@ -66,6 +93,9 @@ class FluxAdapter(PackedAdapter):
             return_dict=False,
         )[0]
         return unpacked(v, shape)
+
+    def _spacing(self, steps: int) -> dict[str, Json]:
+        return own_sigmas(self.pipe.scheduler, super()._spacing(steps))
 
     def call(self) -> dict[str, Json]:
         return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,13 @@ from mmrl.pipelines.description import Description
 from mmrl.transfer import to_device
 
 from . import loading
-from .adapter import Adapter
+from .adapter import Adapter, Read
+from .fields import latent_channels, text_width
 from .flow import FlowPipeline
+from .packed import own_sigmas
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class Flux2KleinAdapter(Adapter):
@@ -27,6 +34,8 @@ class Flux2KleinAdapter(Adapter):
     family = "FLUX.2-klein"
     pipeline = "Flux2KleinPipeline"
     encoders = ("text_encoder",)
+    fixed = {"guidance_embeds": (False,), "patch_size": (1,)}  # noqa: RUF012
+    statistics = ("batch_norm_eps",)
     lora_targets = (  # Flow-Factory's choice
         "attn.add_k_proj",
         "attn.add_q_proj",
@@ -42,6 +51,21 @@ class Flux2KleinAdapter(Adapter):
         "ff_context.linear_in",
         "ff_context.linear_out",
     )
+
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.transformer.config, 4 * latent_channels(pipe)
+        for name in ("in_channels", "out_channels"):
+            yield name, config[name] or channels, channels, f"a VAE of {channels // 4} latent channels"
+        width = 3 * text_width(pipe.text_encoder)
+        yield "joint_attention_dim", config["joint_attention_dim"], width, f"three states of width {width // 3}"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        tokenizer = tokenizers["text_encoder"]
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return [Read(len(tokenizer(prompt, verbose=False).input_ids), self.sampling.max_sequence_length)]
 
     @property
     def combines(self) -> bool:
@@ -112,7 +136,8 @@ class Flux2KleinAdapter(Adapter):
 
         _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
         sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).tolist()
-        return {"sigmas": sigmas, "mu": compute_empirical_mu(height * width, steps)}
+        spacing: dict[str, Json] = {"sigmas": sigmas, "mu": compute_empirical_mu(height * width, steps)}
+        return own_sigmas(self.pipe.scheduler, spacing)
 
 
 def _places(rows: int, columns: int, tokens: int, picture: int = 0) -> Tensor:

@@ -18,8 +18,10 @@ from mmrl.pipelines.lora import adapted, saved_adapter, targets_of
 from .adapter import Adapter
 from .caching import cache_of
 from .compiling import compile_for_all
-from .describe import empty_pipeline, tokenizer_of
+from .describe import empty_pipeline
+from .fields import check_classes, check_fields
 from .flow import FlowPipeline
+from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
 from .row_loading import load_rows
 from .saved_lora import reader
 from .sizes import Sizes
@@ -42,6 +44,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
             module.to(device)
     if recipe.performance.compile:
         compile_for_all(pipeline.adapter.model, device, sizes=len(recipe.denoising.sizes))
+    pipeline.lengths_of_prompts = PromptLengths(pipeline.adapter, recipe, of_pipe(pipeline.adapter))
     pipeline.cache = cache_of(pipeline.adapter, recipe)
     return pipeline
 
@@ -55,6 +58,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     encoders = [Component("text encoders", type(e).__name__, e, frozenset({"encode"})) for e in adapter.text_encoders]
     vae_for: frozenset[Phase] = frozenset({"sample", "decode"})  # it stays while the next micro-batch is sampled
     vae_for |= frozenset({"encode"} if adapter.edits else ())
+    pipeline.lengths_of_prompts = PromptLengths(adapter, recipe, of_checkpoint(adapter, path))
     return Description(
         pipeline,
         [
@@ -65,6 +69,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         source,
         pictures=int(adapter.edits),
         by_rows=True,
+        too_long=pipeline.lengths_of_prompts.said_of,
     )
 
 
@@ -74,6 +79,7 @@ def _assemble(family: type[Adapter], pipe: DiffusionPipeline, recipe: Recipe, de
     if (frames is None) != (family.makes == "image"):
         edit = "say how many frames a clip has" if frames is None else "it makes pictures; remove it"
         raise UserError(f"sampling.frames: {family.family}: {edit}")
+    check_fields(family, pipe)
     adapter = family(pipe, recipe.denoising, device)
     for module in (adapter.model, adapter.vae, *adapter.text_encoders):
         module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout
@@ -118,6 +124,7 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
     try:
         index = kind.load_config(path)
         assert isinstance(index, dict)
+        check_classes(family, path, index)
         optional = [*family.encoders, *map(tokenizer_of, family.encoders)]
         absent = [name for name in optional if index.get(name, [None])[0] is None]
         given: dict[str, nn.Module | None] = dict.fromkeys([*family.unused, *absent])

@@ -8,8 +8,9 @@ with eta 0 (arXiv 2010.02502, eq. 12), exactly.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from mmrl.config.sampling import Sampling
 from mmrl.errors import UserError
 
 from .adapter import Adapter, Schedule, set_scheduler
+from .fields import HOW_IT_STEPS, not_default, says
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
@@ -43,7 +45,8 @@ class NoisePredictionAdapter(Adapter, ABC):
                 f"sampling.schedule: {self.family} is sampled by DDIM's steps at the levels of its own timesteps; "
                 "remove it"
             )
-        scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+        own = pipe.scheduler
+        scheduler = DDIMScheduler.from_config(own.config, clip_sample=False)
         assert isinstance(scheduler, DDIMScheduler)
         if self.spacing is not None:
             scheduler = DDIMScheduler.from_config(scheduler.config, timestep_spacing=self.spacing)
@@ -61,9 +64,41 @@ class NoisePredictionAdapter(Adapter, ABC):
                 f"model.path: the scheduler of this checkpoint says that the model predicts {kind!r}, and only epsilon "
                 "and v_prediction are understood; correct prediction_type in scheduler/scheduler_config.json"
             )
+        if not torch.allclose(scheduler.betas, own.betas, rtol=1e-4, atol=0) or kind != own.config["prediction_type"]:
+            raise UserError(
+                f"model.path: the scheduler of this checkpoint, a {type(own).__name__}, leaves noise levels to its own "
+                "defaults, which are not DDIM's; write beta_start, beta_end, beta_schedule, trained_betas, "
+                "rescale_betas_zero_snr and prediction_type into scheduler/scheduler_config.json as "
+                f"{type(own).__name__} has them"
+            )
         self.predicts_noise = kind == "epsilon"
+        if self.predicts_noise and scheduler.config["rescale_betas_zero_snr"]:
+            raise says(own, "rescale_betas_zero_snr", "nothing follows from the noise where nothing else is", False)
         self._kept = scheduler.alphas_cumprod.double().sqrt().to(device)  # a, by the model's timestep
         self._added = (1 - scheduler.alphas_cumprod.double()).sqrt().to(device)  # b
+
+    def _check_scheduler(self) -> None:
+        """All of a scheduler's settings but those of how it steps are DDIM's too, or have their default."""
+        from diffusers import DDIMScheduler  # pyright: ignore[reportPrivateImportUsage]
+        from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
+
+        own: Any = self.pipe.scheduler
+        if type(own).__name__ not in KarrasDiffusionSchedulers.__members__ or not hasattr(own, "betas"):
+            raise UserError(
+                f"model.path: the scheduler of this checkpoint is a {type(own).__name__}, whose model DDIM does not "
+                f"sample ({self.family} is sampled by DDIM's steps); give a checkpoint without one"
+            )
+        if len(own.betas) != own.config["num_train_timesteps"]:
+            raise UserError(
+                f"model.path: the scheduler of this checkpoint has {len(own.betas)} trained_betas and "
+                f"{own.config['num_train_timesteps']} num_train_timesteps; correct one of them in "
+                "scheduler/scheduler_config.json"
+            )
+        of_ddim = {*inspect.signature(DDIMScheduler.__init__).parameters} - {"thresholding"}
+        for name, _, default in not_default(own, HOW_IT_STEPS | of_ddim):
+            raise says(own, name, "DDIM, which samples here, has no such setting or does not use it", default)
+        if own.config.get("clip_sample"):
+            raise says(own, "clip_sample", "latents are not clipped here", False)
 
     @property
     def prepare(self) -> str:

@@ -34,12 +34,23 @@ class PackedAdapter(Adapter, ABC):
 
 def shifted(scheduler: ConfigMixin, steps: int, tokens: int) -> dict[str, Json]:
     """The spacing of FLUX and of those after it: even sigmas, shifted by how many tokens a picture has."""
+    sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).tolist()
+    return {"sigmas": sigmas, "mu": shift_of(scheduler, tokens)}
+
+
+def shift_of(scheduler: ConfigMixin, tokens: int) -> float:
+    """The shift of a picture of ``tokens`` tokens, ``mu`` of diffusers: on the line between those that are stored."""
     config = scheduler.config
     base, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high - low) / (most - base)
-    sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).tolist()
-    return {"sigmas": sigmas, "mu": tokens * slope + low - slope * base}
+    return tokens * slope + low - slope * base
+
+
+def own_sigmas(scheduler: ConfigMixin, spacing: dict[str, Json]) -> dict[str, Json]:
+    """``spacing``, without even sigmas where the scheduler says ``use_flow_sigmas``: the stock FLUX pipelines then
+    leave them to it."""
+    return {k: v for k, v in spacing.items() if k != "sigmas" or not scheduler.config.get("use_flow_sigmas")}
 
 
 def packed(latents: Tensor) -> Tensor:

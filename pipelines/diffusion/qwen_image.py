@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +14,13 @@ from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
+from .adapter import Read
+from .fields import latent_channels, text_width
 from .flow import FlowPipeline
 from .packed import PackedAdapter, packed, unpacked
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class QwenImageAdapter(PackedAdapter):
@@ -26,6 +33,13 @@ class QwenImageAdapter(PackedAdapter):
     family = "Qwen-Image"
     pipeline = "QwenImagePipeline"
     encoders = ("text_encoder",)
+    fixed = {  # noqa: RUF012
+        "patch_size": (2,),
+        "guidance_embeds": (False,),
+        "use_additional_t_cond": (False,),
+        "use_layer3d_rope": (False,),
+    }
+    statistics = ("latents_mean", "latents_std")
     negative = " "
     lora_targets = (
         "add_k_proj",
@@ -41,6 +55,20 @@ class QwenImageAdapter(PackedAdapter):
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
+
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.transformer.config, latent_channels(pipe)
+        of_vae = f"a VAE of {channels} latent channels"
+        yield "in_channels", config["in_channels"], 4 * channels, of_vae
+        yield "out_channels", config["out_channels"], channels, of_vae
+        width = text_width(pipe.text_encoder)
+        yield "joint_attention_dim", config["joint_attention_dim"], width, f"a text encoder of width {width}"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        begins = self.pipe.prompt_template_encode_start_idx
+        ids = tokenizers["text_encoder"](self.pipe.prompt_template_encode.format(text), verbose=False).input_ids
+        return [Read(len(ids) - begins, self.sampling.max_sequence_length)]
 
     def encode(self, text: str) -> dict[str, Tensor]:
         encoder, most = self.text_encoders[0], self.sampling.max_sequence_length

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,13 @@ from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
+from .adapter import Read
 from .euler import EulerAdapter
+from .fields import latent_channels, text_width
 from .flow import FlowPipeline
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class SanaAdapter(EulerAdapter):
@@ -23,6 +30,7 @@ class SanaAdapter(EulerAdapter):
     family = "Sana"
     pipeline = "SanaPipeline"
     encoders = ("text_encoder",)
+    fixed = {"guidance_embeds": (False,)}  # noqa: RUF012
     lora_targets = (
         "attn1.to_k",
         "attn1.to_out.0",
@@ -34,10 +42,28 @@ class SanaAdapter(EulerAdapter):
         "attn2.to_v",
     )
 
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.transformer.config, latent_channels(pipe)
+        for name in ("in_channels", "out_channels"):
+            yield name, config[name] or channels, channels, f"a VAE of {channels} latent channels"
+        width = text_width(pipe.text_encoder)
+        inner = config["num_attention_heads"] * config["attention_head_dim"]
+        yield "cross_attention_dim", config["cross_attention_dim"], inner, f"attention of width {inner}"
+        yield "caption_channels", config["caption_channels"], width, f"a text encoder of width {width}"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        tokenizer, before = tokenizers["text_encoder"], "\n".join(self._instruction)
+        ids = tokenizer(before + text.lower().strip(), verbose=False).input_ids
+        return [Read(len(ids), len(tokenizer.encode(before)) + self.sampling.max_sequence_length - 2)]
+
+    @property
+    def _instruction(self) -> list[str]:
+        """What the stock call puts before every prompt, and never before the negative one."""
+        return inspect.signature(type(self.pipe).__call__).parameters["complex_human_instruction"].default
+
     def encode(self, text: str) -> dict[str, Tensor]:
-        # The stock call puts its long instruction before the prompt, and never before the negative one.
-        stock = inspect.signature(type(self.pipe).__call__).parameters["complex_human_instruction"].default
-        return self._encoded(text, None if text == self.negative else stock)
+        return self._encoded(text, None if text == self.negative else self._instruction)
 
     def encode_negative(self, text: str) -> dict[str, Tensor]:
         return self._encoded(text, None)

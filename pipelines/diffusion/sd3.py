@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,13 @@ from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
-from .adapter import Adapter
+from .adapter import Adapter, Read, clip_reads
+from .fields import latent_channels, text_width
 from .flow import FlowPipeline
+from .packed import shift_of
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class SD3Adapter(Adapter):
@@ -23,7 +30,9 @@ class SD3Adapter(Adapter):
     family = "Stable Diffusion 3"
     pipeline = "StableDiffusion3Pipeline"
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    may_lack = ("text_encoder_3",)
     unused = ("image_encoder", "feature_extractor")
+    statistics = ("scaling_factor", "shift_factor")
     lora_file = "diffusers"
     lora_targets = (  # Flow-GRPO's choice for SD3.5
         "attn.add_k_proj",
@@ -35,6 +44,24 @@ class SD3Adapter(Adapter):
         "attn.to_q",
         "attn.to_v",
     )
+
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.transformer.config, latent_channels(pipe)
+        for name in ("in_channels", "out_channels"):
+            yield name, config[name], channels, f"a VAE of {channels} latent channels"
+        pooled = sum(one.config.projection_dim for one in (pipe.text_encoder, pipe.text_encoder_2))
+        yield "pooled_projection_dim", config["pooled_projection_dim"], pooled, f"pooled texts of width {pooled}"
+        if pipe.text_encoder_3 is not None:
+            width = text_width(pipe.text_encoder_3)
+            yield "joint_attention_dim", config["joint_attention_dim"], width, f"a T5 of width {width}"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        most = self.sampling.max_sequence_length
+        return [
+            Read(len(one(text, verbose=False).input_ids), most) if name == self.encoders[-1] else clip_reads(text, one)
+            for name, one in tokenizers.items()
+        ]
 
     def encode(self, text: str) -> dict[str, Tensor]:
         embeds, _, pooled, _ = self.pipe.encode_prompt(
@@ -67,6 +94,14 @@ class SD3Adapter(Adapter):
             pooled_projections=features["pooled"],
             return_dict=False,
         )[0]
+
+    def _spacing(self, steps: int) -> dict[str, Json]:
+        scheduler = self.pipe.scheduler
+        if not scheduler.config.get("use_dynamic_shifting"):
+            return {}
+        _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
+        patch = self.pipe.transformer.config.patch_size
+        return {"mu": shift_of(scheduler, height // patch * (width // patch))}
 
     def call(self) -> dict[str, Json]:
         return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
 from .adapter import Conditions
 from .flow import FlowPipeline
 from .unet import UNetAdapter
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class SDXLAdapter(UNetAdapter):
@@ -22,8 +28,18 @@ class SDXLAdapter(UNetAdapter):
     family = "Stable Diffusion XL"
     pipeline = "StableDiffusionXLPipeline"
     encoders = ("text_encoder", "text_encoder_2")
+    fixed = UNetAdapter.fixed | {"addition_embed_type": ("text_time",)}
+    may_lack = ("text_encoder",)
     unused = ("feature_extractor", "image_encoder")
     options = {"add_watermarker": False}  # noqa: RUF012
+
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        yield from super().widths(pipe)
+        config, pooled = pipe.unet.config, pipe.text_encoder_2.config.projection_dim
+        name, told = "projection_class_embeddings_input_dim", config["addition_time_embed_dim"]
+        needed = 6 * told + pooled if isinstance(told, int) else None
+        yield name, config[name], needed, f"six sizes of width {told} and a pooled text of width {pooled}"
 
     def encode(self, text: str) -> dict[str, Tensor]:
         found = self.encode_negative(text)
@@ -38,6 +54,24 @@ class SDXLAdapter(UNetAdapter):
         told = torch.tensor([*size, 0, 0, *size], dtype=embeds.dtype)
         found = {"embeds": embeds[0], "pooled": pooled[0], "sizes": told}
         return {name: value.to(self.device) for name, value in found.items()}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        mean, std = self._normal(latents)
+        scale = self.pipe.vae.config.scaling_factor
+        return self.pipe.vae.decode(latents * std / scale + mean, return_dict=False)[0]
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        latents = self.pipe.vae.encode(pixels).latent_dist.mode()
+        mean, std = self._normal(latents)
+        return (latents - mean) * self.pipe.vae.config.scaling_factor / std
+
+    def _normal(self, like: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Mean and deviation of the VAE's latents, where it says both."""
+        config = self.pipe.vae.config
+        if config.latents_mean is None or config.latents_std is None:
+            return 0.0, 1.0
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(like) for v in (config.latents_mean, config.latents_std))
+        return mean, std
 
     def conditions(self, features: dict[str, Tensor]) -> Conditions:
         added = {"text_embeds": features["pooled"], "time_ids": features["sizes"]}

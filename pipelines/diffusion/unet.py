@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from .adapter import Conditions
+from mmrl.json_types import Json
+
+from .adapter import Conditions, Read, clip_reads
+from .fields import latent_channels, text_width
 from .noise_prediction import NoisePredictionAdapter
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class UNetAdapter(NoisePredictionAdapter, ABC):
     """What the families with a UNet share (abstract)."""
 
     trains = "unet"
+    fixed: ClassVar[Mapping[str, tuple[Json, ...]]] = {
+        "time_cond_proj_dim": (None,),  # guidance as an input: latent consistency models
+        "class_embed_type": (None,),
+        "class_embeddings_concat": (False,),
+        "num_class_embeds": (None,),
+        "encoder_hid_dim_type": (None, "text_proj"),  # others read pictures
+        "addition_embed_type": (None,),
+    }
     lora_file = "kohya"
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's choice
+
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.unet.config, latent_channels(pipe)
+        for name in ("in_channels", "out_channels"):
+            yield name, config[name], channels, f"a VAE of {channels} latent channels"
+        text = sum(text_width(one) for one in (getattr(pipe, name) for name in cls.encoders) if one is not None)
+        name = "encoder_hid_dim" if config["encoder_hid_dim"] is not None else "cross_attention_dim"
+        widths = config[name] if isinstance(config[name], list | tuple) else [config[name]]
+        yield name, [*dict.fromkeys(widths)], [text], f"text encoders of width {text}"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        return [clip_reads(text, tokenizer) for tokenizer in tokenizers.values()]
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         config, factor = self.pipe.unet.config, self.pipe.vae_scale_factor

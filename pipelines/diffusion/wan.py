@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
+from .adapter import Read
 from .euler import EulerAdapter
+from .fields import latent_channels, text_width
 from .flow import FlowPipeline
 
 if TYPE_CHECKING:  # slow to import
@@ -30,6 +33,8 @@ class WanAdapter(EulerAdapter):
     pipeline = "WanPipeline"
     encoders = ("text_encoder",)
     unused = ("transformer_2",)
+    fixed = {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)}  # noqa: RUF012
+    statistics = ("latents_mean", "latents_std")
     lora_targets = (
         "attn1.to_k",
         "attn1.to_out.0",
@@ -49,6 +54,21 @@ class WanAdapter(EulerAdapter):
                 "trained here; give a checkpoint of Wan 2.1 text-to-video"
             )
 
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.transformer.config, latent_channels(pipe)
+        for name in ("in_channels", "out_channels"):
+            yield name, config[name], channels, f"a VAE of {channels} latent channels"
+        width = text_width(pipe.text_encoder)
+        yield "text_dim", config["text_dim"], width, f"a text encoder of width {width}"
+        yield "patch_size", config["patch_size"][0], 1, "frames that are apart"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        ids = tokenizers["text_encoder"](prompt_clean(text), verbose=False).input_ids
+        return [Read(len(ids), self.sampling.max_sequence_length)]
+
     def encode(self, text: str) -> dict[str, Tensor]:
         device, most = self.text_encoders[0].device, self.sampling.max_sequence_length
         embeds, _ = self.pipe.encode_prompt(
@@ -58,7 +78,7 @@ class WanAdapter(EulerAdapter):
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         space, time = self.pipe.vae_scale_factor_spatial, self.pipe.vae_scale_factor_temporal
-        self._fits(height, width, 2 * space)
+        self._fits(height, width, max(self.pipe.transformer.config.patch_size[1:]) * space)
         frames = self.sampling.frames or 1
         if (frames - 1) % time:
             raise UserError(

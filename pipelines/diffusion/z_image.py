@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,13 @@ from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
-from .adapter import Adapter
+from .adapter import Adapter, Read
+from .fields import latent_channels, text_width
 from .flow import FlowPipeline
 from .packed import shifted
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class ZImageAdapter(Adapter):
@@ -25,6 +31,8 @@ class ZImageAdapter(Adapter):
     family = "Z-Image"
     pipeline = "ZImagePipeline"
     encoders = ("text_encoder",)
+    fixed = {"siglip_feat_dim": (None,)}  # noqa: RUF012
+    statistics = ("scaling_factor", "shift_factor")
     lora_targets = (  # Flow-Factory's choice
         "attention.to_k",
         "attention.to_out.0",
@@ -35,11 +43,28 @@ class ZImageAdapter(Adapter):
         "feed_forward.w3",
     )
 
-    def encode(self, text: str) -> dict[str, Tensor]:
-        encoder, most = self.text_encoders[0], self.sampling.max_sequence_length
-        prompt = self.pipe.tokenizer.apply_chat_template(
+    @classmethod
+    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+        config, channels = pipe.transformer.config, latent_channels(pipe)
+        yield "in_channels", config["in_channels"], channels, f"a VAE of {channels} latent channels"
+        width = text_width(pipe.text_encoder)
+        yield "cap_feat_dim", config["cap_feat_dim"], width, f"a text encoder of width {width}"
+        yield "all_patch_size", 2 in config["all_patch_size"], True, "patches of 2 x 2"
+        yield "all_f_patch_size", 1 in config["all_f_patch_size"], True, "one frame"
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        tokenizer = tokenizers["text_encoder"]
+        ids = tokenizer(self._prompt(text, tokenizer), verbose=False).input_ids
+        return [Read(len(ids), self.sampling.max_sequence_length)]
+
+    def _prompt(self, text: str, tokenizer: Any) -> str:
+        return tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        encoder, most = self.text_encoders[0], self.sampling.max_sequence_length
+        prompt = self._prompt(text, self.pipe.tokenizer)
         tokens = self.pipe.tokenizer(
             [prompt], max_length=most, padding="max_length", truncation=True, return_tensors="pt"
         )

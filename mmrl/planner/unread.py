@@ -1,0 +1,27 @@
+"""What records carry and a recipe of pictures does not use: said once, by ``mmrl plan`` and ``mmrl data check``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mmrl.config.schema import Recipe
+from mmrl.trajectory import Prompt
+
+
+def unread(recipe: Recipe, prompts: Sequence[Prompt], *, reads_media: bool) -> Iterator[str]:
+    """Notes on ``prompts``, those looked at; none for recipes of text, whose models read all of them.
+
+    ``reads_media``: whether the pipeline edits a picture that each prompt carries.
+    """
+    if recipe.makes == "text":
+        return
+    of = f"of {len(prompts):,} prompts looked at"
+    pictures = sum(1 for prompt in prompts if prompt.media)
+    if pictures and not reads_media and recipe.algorithm.trains_on != "picture_pairs":
+        yield (
+            f"data: {pictures:,} {of} carry pictures, and only their captions are used: {recipe.pipeline} makes "
+            f"pictures from text, and {recipe.algorithm.type} learns from rewards, not from given pictures (a reward "
+            "may read them as sample.prompt.media; picture_dpo learns from pairs of pictures)"
+        )
+    if limits := sum(1 for prompt in prompts if prompt.max_new_tokens is not None):
+        yield f"data: {limits:,} {of} have max_new_tokens, which a model that makes pictures does not read"

@@ -1,0 +1,101 @@
+"""Prompts with more tokens than the text encoders read, and what ``data.overlong`` does with them.
+
+Of several encoders the one that reads most decides: what the others cut, it still reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.schema import Recipe
+from mmrl.errors import BadPromptError, UserError
+from mmrl.hub_files import file_of
+from mmrl.trajectory import Prompt
+
+from .adapter import Adapter, Read
+
+_NAMED = 5
+"""How many prompts a message names."""
+
+
+class PromptLengths:
+    """Final class. ``tokenizers`` by the text encoder's name; without them nothing is known, and nothing refused."""
+
+    def __init__(self, adapter: Adapter, recipe: Recipe, tokenizers: Mapping[str, Any]) -> None:
+        self.adapter, self.how, self._tokenizers = adapter, recipe.overlong, tokenizers
+
+    def of(self, prompt: Prompt) -> Read | None:
+        """The tokens of ``prompt`` for the encoder that reads most, and how many it reads; None where that is not
+        known."""
+        reads = self.adapter.read(prompt.text, self._tokenizers) if self._tokenizers else []
+        return max(reads, key=lambda one: (one.most, -one.tokens), default=None)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ``BadPromptError``, or ``UserError`` with ``data.overlong: error``, where ``prompt`` is too long."""
+        if self.how == "cut" or (why := self.why(prompt)) is None:
+            return
+        if self.how == "error":
+            raise UserError(f"data: the prompt {prompt.id} {why}; {_EDIT}")
+        raise BadPromptError(prompt.id, f"it {why} (data.overlong: skip)")
+
+    def why(self, prompt: Prompt) -> str | None:
+        """Why ``prompt`` is too long; None where it is not."""
+        read = self.of(prompt)
+        if read is None or read.tokens <= read.most:
+            return None
+        return f"has {read.tokens} tokens, and {self.adapter.family}'s text encoder reads {read.most}"
+
+    def said_of(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Notes on those of ``prompts`` that are too long. Raises ``UserError`` where none may be, or where all are and
+        are left out."""
+        found = [(prompt, why) for prompt in prompts if (why := self.why(prompt)) is not None]
+        if not found:
+            return []
+        names = ", ".join(prompt.id for prompt, _ in found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+        said = f"{len(found)} of {len(prompts)} prompts looked at are too long ({names}): the first {found[0][1]}"
+        if self.how == "error":
+            raise UserError(f"data: {said}; {_EDIT}")
+        if self.how == "cut":
+            return [f"{said}: what comes after is not read (data.overlong: cut)"]
+        if len(found) == len(prompts):
+            raise UserError(f"data: {said}; {_EDIT}")
+        return [f"{said}: they are left out (data.overlong: skip)"]
+
+
+_EDIT = (
+    "shorten such prompts or take them out of the data, raise sampling.max_sequence_length where the family has it, or "
+    "set data.overlong=cut to train on their beginnings"
+)
+
+
+def of_pipe(adapter: Adapter) -> dict[str, Any]:
+    """The tokenizers of a loaded pipeline."""
+    named = {name: getattr(adapter.pipe, tokenizer_of(name), None) for name in adapter.encoders}
+    return {name: one for name, one in named.items() if one is not None and hasattr(one, "vocab_size")}
+
+
+def of_checkpoint(adapter: Adapter, path: str) -> dict[str, Any]:
+    """The tokenizers of a checkpoint, without its weights; empty where they cannot be read here."""
+    made: dict[str, Any] = {}
+    try:
+        index = json.loads(file_of(path, "model_index.json").read_text(encoding="utf-8"))
+        for name in adapter.encoders:
+            library, kind = index.get(tokenizer_of(name)) or (None, None)
+            if kind is not None:
+                folder = Path(path) / tokenizer_of(name) if Path(path).exists() else None
+                loaded = getattr(import_module(str(library)), str(kind))
+                where = (folder,) if folder else (path,)
+                more = {} if folder else {"subfolder": tokenizer_of(name), "local_files_only": True}
+                made[name] = loaded.from_pretrained(*where, **more)
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, KeyError):
+        return {}
+    return made
+
+
+def tokenizer_of(encoder: str) -> str:
+    """The component that makes the tokens of a text encoder."""
+    return encoder.replace("text_encoder", "tokenizer")

@@ -1,0 +1,176 @@
+"""A checkpoint whose class a family is not for is refused by name, before a weight is read."""
+
+import json
+import os
+import random
+import shlex
+import shutil
+
+import pytest
+import torch
+
+import mmrl
+from mmrl._torchvision import allow_cpu_only
+from mmrl.errors import UserError
+from tests.test_families import FAMILIES, folders, recipe  # noqa: F401
+from tests.tiny_diffusion import _unet
+
+allow_cpu_only()  # before transformers imports torchvision
+
+
+def described(family, folder):
+    """What ``mmrl plan`` reads of a checkpoint."""
+    module = mmrl.load("pipelines", f"diffusion/{family}")
+    return module.describe(recipe(family, {family: folder}), str(folder), None)
+
+
+def built(family, folder):
+    module = mmrl.load("pipelines", f"diffusion/{family}")
+    return module.build(recipe(family, {family: folder}), str(folder), torch.device("cpu"))
+
+
+def of_class(folder, made, kind=None, **components):
+    """A copy of a checkpoint whose index names other classes."""
+    shutil.copytree(folder, made, copy_function=os.link)
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"_class_name": kind} if kind is not None else {}
+    index |= {name: [library, value] for name, (library, value) in components.items()}
+    (made / "model_index.json").unlink()
+    (made / "model_index.json").write_text(json.dumps(index))
+    return made
+
+
+def exported():
+    """Every class of a pipeline that diffusers exports."""
+    import diffusers
+
+    return sorted(name for name in dir(diffusers) if name.endswith(("Pipeline", "PipelineSafe", "PipelineLegacy")))
+
+
+@pytest.mark.sweep("classes of pipelines")
+def test_every_class_of_diffusers_is_drawn_or_refused_by_name(folders, tmp_path, sweep):  # noqa: F811
+    from mmrl.pipelines.diffusion.fields import shipped
+
+    for_class = {family.pipeline for family in shipped().values()}
+    pairs = [(kind, family) for kind in exported() for family in FAMILIES]
+    random.Random(0).shuffle(pairs)
+    seen, copies = {}, {family: of_class(folders[family], tmp_path / family) for family in FAMILIES}
+    for kind, family in pairs:
+        if len(seen.setdefault(kind, [])) >= sweep.size(1, len(FAMILIES)):
+            continue
+        seen[kind].append(family)
+        folder = copies[family]
+        index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": kind}
+        (folder / "model_index.json").write_text(json.dumps(index))
+        own = mmrl.load("pipelines", f"diffusion/{family}")
+        drawn = shipped()[f"diffusion/{family}"].pipeline == kind
+        said = ""
+        try:
+            own.describe(recipe(family, {family: folder}), str(folder), None)
+        except UserError as error:
+            said = str(error)
+        right = not said if drawn else kind in said and ("set pipeline to" in said) == (kind in for_class)
+        sweep.check(right, f"{family} of class {kind}: {said or 'accepted'}")
+    assert len(seen) > 300
+    sweep.done()
+
+
+NAMED = [
+    ("sd", "StableDiffusionInpaintPipeline"),
+    ("sd", "StableDiffusionInstructPix2PixPipeline"),
+    ("sd", "StableDiffusionControlNetPipeline"),
+    ("sdxl", "StableDiffusionXLInpaintPipeline"),
+    ("flux", "FluxKontextPipeline"),
+    ("flux", "FluxFillPipeline"),
+    ("flux", "ChromaPipeline"),
+    ("flux", "Flux2Pipeline"),
+    ("flux2_klein", "Flux2Pipeline"),
+    ("qwen_image", "QwenImageEditPipeline"),
+    ("qwen_image", "QwenImageEditPlusPipeline"),
+    ("sd3", "HiDreamImagePipeline"),
+    ("sd3", "CogView4Pipeline"),
+    ("sana", "SanaVideoPipeline"),
+    ("sana", "SanaSprintPipeline"),
+    ("z_image", "Lumina2Pipeline"),
+    ("z_image", "ZImageOmniPipeline"),
+    ("wan", "WanImageToVideoPipeline"),
+    ("wan", "HunyuanVideoPipeline"),
+    ("wan", "HunyuanVideo15Pipeline"),
+    ("wan", "LTX2Pipeline"),
+    ("wan", "Kandinsky5T2VPipeline"),
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), NAMED)
+def test_plan_and_train_name_the_class(folders, tmp_path, family, kind):  # noqa: F811
+    folder = of_class(folders[family], tmp_path / "made", kind)
+    for how in (described, built):
+        with pytest.raises(UserError, match=rf"model\.path: .* is a {kind}, and this pipeline is for a "):
+            how(family, folder)
+
+
+@pytest.mark.parametrize(("family", "channels"), [("sd", 9), ("sd", 8), ("sdxl", 9)])
+def test_inputs_of_an_inpainting_model_are_refused_whatever_the_class_says(
+    folders,  # noqa: F811
+    tmp_path,
+    family,
+    channels,
+):
+    folder = of_class(folders[family], tmp_path / "made")
+    config = json.loads((folder / "unet" / "config.json").read_text())
+    own = {k: v for k, v in config.items() if not k.startswith("_")}
+    shutil.rmtree(folder / "unet")
+    torch.manual_seed(0)
+    unet = type(_unet(cross_attention_dim=32, attention_head_dim=2)).from_config(own | {"in_channels": channels})
+    unet.save_pretrained(folder / "unet")
+    for how in (described, built):
+        with pytest.raises(UserError, match=rf"unet/config\.json says in_channels: {channels}, .* has 4;"):
+            how(family, folder)
+
+
+@pytest.mark.parametrize("named", [None, ["pipeline", "MyPipeline"], 3])
+def test_an_index_without_a_class_is_refused_with_the_line_to_write(folders, tmp_path, named):  # noqa: F811
+    folder = of_class(folders["sd"], tmp_path / "made", "x")
+    index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": named}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r'write "_class_name": "StableDiffusionPipeline" there'):
+        described("sd", folder)
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionPipeline"}))
+    described("sd", folder)
+
+
+COMPONENTS = [
+    ("sd", {"text_encoder": ("transformers", "CLIPTextModelWithProjection")}, "CLIPTextModel"),
+    ("sd", {"unet": ("diffusers", "UNetMotionModel")}, "UNet2DConditionModel"),
+    ("sd", {"vae": ("diffusers", "AutoencoderTiny")}, "AutoencoderKL"),
+    ("sdxl", {"text_encoder_2": ("transformers", "CLIPTextModel")}, "CLIPTextModelWithProjection"),
+    ("flux", {"transformer": ("diffusers", "ChromaTransformer2DModel")}, "FluxTransformer2DModel"),
+    ("flux", {"text_encoder_2": ("transformers", "UMT5EncoderModel")}, "T5EncoderModel"),
+    ("flux", {"text_encoder": (None, None)}, "CLIPTextModel"),
+    ("qwen_image", {"transformer": ("my_module", "Mine")}, "QwenImageTransformer2DModel"),
+    ("wan", {"vae": ("diffusers", "AutoencoderKLHunyuanVideo")}, "AutoencoderKLWan"),
+    ("z_image", {"transformer": ("diffusers", "Lumina2Transformer2DModel")}, "ZImageTransformer2DModel"),
+    ("flux2_klein", {"text_encoder": ("transformers", "Mistral3ForConditionalGeneration")}, "Qwen3ForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "right"), COMPONENTS)
+def test_a_component_of_another_class_is_refused_by_name(folders, tmp_path, family, changes, right):  # noqa: F811
+    folder = of_class(folders[family], tmp_path / "made", None, **changes)
+    ((name, (_, kind)),) = changes.items()
+    for how in (described, built):
+        with pytest.raises(UserError, match=rf"has a {kind or 'nothing'} as its {name}, .* is a .*{right}"):
+            how(family, folder)
+
+
+def test_the_advice_for_a_model_of_the_same_weights_works(folders, tmp_path):  # noqa: F811
+    """Img2Img and PAG draw with the weights of text-to-image: the command that is printed saves one."""
+    folder = of_class(folders["sd"], tmp_path / "made", "StableDiffusionImg2ImgPipeline")
+    with pytest.raises(UserError, match="Both draw with the same weights") as error:
+        described("sd", folder)
+    command = shlex.split(str(error.value).splitlines()[-1])
+    assert command[:2] == ["python", "-c"]
+    exec(command[2], {})
+    saved = tmp_path / "made-as-text-to-image"
+    described("sd", saved)
+    built("sd", saved)
