@@ -63,6 +63,13 @@ def check_tokens(log_probs: Tensor, mask: Tensor, ids: Sequence[SampleId]) -> No
         )
 
 
+def check_features(features: Mapping[str, Tensor], prompt: str) -> None:
+    """Raises ``NotFiniteError`` naming ``prompt`` where the text encoders made numbers of it that are not finite."""
+    for name, made in features.items():
+        if made.is_floating_point() and _any(~made.isfinite()):
+            raise NotFiniteError(f"the features of the prompt {prompt} are not finite ({name})")
+
+
 def checked_pictures(pictures: Tensor, latents: Tensor, ids: Sequence[SampleId]) -> Tensor:
     """``pictures``, decoded from ``latents``; ``[n B, ...]`` each, ``n`` of every sample.
 
@@ -86,7 +93,7 @@ def _of(bad: Tensor, ids: Sequence[SampleId]) -> str:
 
 
 def _any(bad: Tensor) -> bool:
-    return not hasattr(bad, "fake_mode") and bool(bad.any())
+    return not hasattr(bad, "fake_mode") and not bad.is_meta and bool(bad.any())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -17,13 +18,16 @@ from mmrl.finite import check_tokens
 from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.html import write_report
+from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.runtime import start
 from mmrl.text.token_sampling import Draw, choose
 from mmrl.training import loop
+from mmrl.training.divergence import divergence, settle
 from mmrl.trajectory import SampleId
 from tests import tiny
 from tests.test_checkpoint import make as saved_tensors
+from tests.tiny_diffusion import SHAPES
 
 REWARD = """
 import mmrl
@@ -225,8 +229,57 @@ def test_weights_that_were_loaded_so_are_named_before_what_they_made(folder, tmp
     with pytest.raises(UserError) as error:
         start.train(load_recipe(of.paths, [f"model.path={poisoned}"]), tmp_path / "run")
     said = str(error.value)
-    assert f"step 1 at learning rate 0.001: a weight of the model is not finite: {name} (nan); so the logits" in said
+    assert (
+        f"in step 1, before the first update: a weight of the model is not finite: {name} (nan); so the logits" in said
+    )
+    assert "optim.lr" not in said
     assert f"repair the weights in model.path ({poisoned})" in said
+
+
+BEFORE = {
+    "transformer": ("a weight of the model is not finite: .*; so the latents", "repair the weights in model.path"),
+    "vae": ("a weight of the VAE is not finite: .*; so the pictures", "repair the weights of the VAE in model.path"),
+    "text_encoder": ("a weight of the text encoder 1 is not finite: ", "repair the weights of the text encoder 1 in"),
+}
+
+
+@pytest.mark.parametrize("part", BEFORE)
+def test_a_picture_checkpoint_that_was_loaded_so_is_named(tmp_path, part):
+    model = tmp_path / "model"
+    shutil.copytree(SHAPES, model)
+    (file,) = (model / part).glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(k for k in sorted(tensors, reverse=True) if not k.startswith("encoder"))
+    tensors[name].fill_(math.nan)
+    save_file(tensors, file, metadata={"format": "pt"})
+    of = load_recipe(["shapes-lora"], [*PICTURES, f"model.path={model}"])
+    with pytest.raises(UserError) as error:
+        start.train(of, tmp_path / "run")
+    said, (what, edit) = str(error.value), BEFORE[part]
+    assert re.search(f"before the first update: {what}", said), said
+    assert edit in said
+    assert "optim.lr" not in said
+    assert "learning rate" not in said
+
+
+FIRST = {
+    "the latents after denoising step 1 of 3": "scheduler/scheduler_config.json",
+    "the pictures that the autoencoder decoded": "vae/config.json",
+    "the features of the prompt 3": "text encoders",
+    "the loss is not finite": "rewards",
+    "the gradient norm of update 0": "gradients",
+}
+
+
+@pytest.mark.parametrize("what", FIRST)
+@pytest.mark.parametrize("updates", [0, 1])
+def test_before_the_first_update_no_lower_rate_is_advised(folder, tmp_path, what, updates):
+    run = make(folder, "picture")
+    run.policy.updates = updates
+    found = divergence(run, NotFiniteError(f"{what} is nan"), updates, evaluating=False, proved=False)
+    with RunDir.create(tmp_path / "run") as directory:
+        said = settle(directory, found, run.recipe, "mmrl train shapes-lora")
+    assert (FIRST[what] in said, "lower optim.lr" in said) == (updates == 0, updates == 1)
 
 
 def test_logits_are_named_by_token_and_sample(folder):

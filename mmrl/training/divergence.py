@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import nn
 
 from mmrl import finite
 from mmrl.checkpoint.manifest import entries, mark_diverged
@@ -36,7 +39,9 @@ class Divergence:
     done: int
     proved: bool
     trained: bool
-    """Whether the first such number is in trained weights or was computed from them."""
+    """Whether a weight had been updated before. If not, no learning rate made these numbers."""
+    where: str = ""
+    """The weights that were loaded so; empty where loaded weights are finite."""
 
     @property
     def place(self) -> str:
@@ -45,16 +50,22 @@ class Divergence:
 
 def divergence(context: StepContext, error: NotFiniteError, done: int, *, evaluating: bool, proved: bool) -> Divergence:
     """Describe the divergence after ``done`` finished steps. A weight that is not finite is named first."""
-    what, trained = str(error), True
+    what, where = str(error), ""
+    trained = any(policy is not None and policy.updates for policy in (context.policy, context.critic))
     for whose, policy in (("", context.policy), ("the critic: ", context.critic)):
         if policy is None or "weights after update" in what:
             continue
         if held := finite.first(dict(policy.module.named_parameters())):
-            trained = policy.updates > 0
-            what = f"{whose}a weight of the model is not finite: {held}; so {what}"
+            what, where = f"{whose}a weight of the model is not finite: {held}; so {what}", "the weights"
             break
+    if not trained and not where:
+        frozen: Mapping[str, nn.Module] = getattr(context.pipeline, "frozen", {})
+        for name, module in frozen.items():
+            if held := finite.first(dict(module.named_parameters())):
+                what, where = f"a weight of the {name} is not finite: {held}; so {what}", f"the weights of the {name}"
+                break
     step = done if evaluating else done + 1
-    return Divergence(what, step, evaluating, context.policy.learning_rate(), done, proved, trained)
+    return Divergence(what, step, evaluating, context.policy.learning_rate(), done, proved, trained, where)
 
 
 def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -> str:
@@ -67,10 +78,9 @@ def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -
     directory.failure(found.step, KIND, "training", found.what, lr=found.lr)
     there = entries(directory.checkpoints)
     last = max((entry.step for entry in there if entry.usable and entry.step <= found.done), default=None)
-    lines = [f"training diverged in {found.place} at learning rate {found.lr:g}: {found.what}"]
     if not found.trained:
-        lines.append(f"the loaded model has it already: repair the weights in model.path ({recipe.model.path})")
-        return "\n".join(lines)
+        return f"numbers are not finite in {found.place}, before the first update: {found.what}\n{_mend(found, recipe)}"
+    lines = [f"training diverged in {found.place} at learning rate {found.lr:g}: {found.what}"]
     edits = ["lower optim.lr or optim.max_grad_norm"]
     edits += ["set model.dtype=float32"] if recipe.model.dtype != "float32" else []
     how = "--resume"
@@ -83,6 +93,29 @@ def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -
         lines.append("there is no checkpoint yet: --resume starts again at step 0")
     lower = f"optim.lr={recipe.optim.lr / 10:g}"
     return "\n".join([*lines, f"{', or '.join(edits)}; for example: {command} {lower} {how}"])
+
+
+_LOOK_AT = {
+    "the features": "the text encoders made them: look at the prompt, and at the text encoders of the checkpoint",
+    "the pictures": "the VAE made them of finite latents: look at vae/config.json (scaling_factor, shift_factor, "
+    "latents_mean, latents_std) and at the VAE's weights",
+    "the latents": "the model made them: look at scheduler/scheduler_config.json (prediction_type, betas, shift), at "
+    "sampling.guidance_scale and at the checkpoint",
+    "the logits": "the model made them: look at the checkpoint",
+    "the gradient": "the loss was finite: look at the rewards' gradients, where they have some, and at the checkpoint",
+}
+"""What to look at for numbers that nothing trained has made, by the first words of the error."""
+
+
+def _mend(found: Divergence, recipe: Recipe) -> str:
+    """The edit for numbers that are not finite before anything was trained."""
+    if found.where:
+        return f"the checkpoint has them: repair {found.where} in model.path ({recipe.model.path})"
+    known = (look for begins, look in _LOOK_AT.items() if found.what.startswith(begins))
+    look = next(known, "nothing that trained made them: look at the rewards and at the checkpoint")
+    return look + (
+        "" if recipe.model.dtype == "float32" else f"; or {recipe.model.dtype} overflows: set model.dtype=float32"
+    )
 
 
 def diverged(directory: RunDir) -> bool:

@@ -95,6 +95,7 @@ class FlowPipeline:
                 with self.offloaded.using(*self.adapter.text_encoders, *eyes), torch.no_grad():
                     for key in missing:
                         made = self._encoded(prompts[key]) if key in prompts else self._negative(*negatives[key])
+                        finite.check_features(made, prompts[key].id if key in prompts else "of guidance")
                         self.features.put(key, made)
                         if self.cache is not None:
                             self.cache.write(key, self.features.get(key))
@@ -114,6 +115,13 @@ class FlowPipeline:
             raise BadPromptError(prompt.id, "it is a conversation of several turns, and a picture is made of one text")
         name = f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
         return self.sizes.key(name, prompt)
+
+    @property
+    def frozen(self) -> dict[str, nn.Module]:
+        """The parts that do not train, by their names in messages."""
+        encoders = self.adapter.text_encoders
+        named = {f"text encoder {n + 1}" if len(encoders) > 1 else "text encoder": e for n, e in enumerate(encoders)}
+        return named | {"VAE": self.adapter.vae}
 
     def unused_negative(self, prompt: Prompt) -> str | None:
         return self.negatives.unused(prompt)
