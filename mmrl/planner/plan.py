@@ -264,10 +264,7 @@ def _account(
     sizes = sizes_of(description, shards, by_block=by_block, gathered=gathered)
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
     try:
-        looked_at = [prompt for split in prompts for prompt in _looked_at(split)]
-        made.notes += unread(recipe, looked_at, reads_media=description.pipeline.reads_media)
-        if unused := _unused_negative(prompts, description):
-            made.problems.append(unused)
+        _carried(made, description, prompts)
         if description.longest is not None and not prompts:
             return
         prompt, row_tokens, others = _rows(made, description, prompts, media)
@@ -306,6 +303,14 @@ def _account(
         made.host += sum(one.kept for one in description.beside)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
+
+
+def _carried(made: Plan, description: Description, prompts: list[Sequence[Prompt]]) -> None:
+    """Note what records carry and the recipe does not use, and the problem of a negative prompt without guidance."""
+    looked_at = [prompt for split in prompts for prompt in _looked_at(split)]
+    made.notes += unread(made.recipe, looked_at, reads_media=description.pipeline.reads_media)
+    if unused := _unused_negative(prompts, description):
+        made.problems.append(unused)
 
 
 def _shared_steps(recipe: Recipe, pipeline: Pipeline, objective: Objective) -> float:

@@ -16,8 +16,8 @@ from mmrl.errors import UserError
 from mmrl.hub_files import file_of, unreadable
 
 from .adapter import Adapter
-from .fields import check_classes
 from .prompt_lengths import tokenizer_of
+from .refusals import check_classes
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline

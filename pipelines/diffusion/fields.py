@@ -1,28 +1,18 @@
-"""Refuse checkpoints that a family would not draw as diffusers does: classes of components, and fields of their
-configurations.
-
-A field is used, is without effect, or is refused by name, before a weight is read.
-"""
+"""Read the fields of a checkpoint's configurations, and refuse a scheduler whose noise levels are not drawn."""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Collection, Iterator
-from functools import cache
 from importlib import import_module
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-import mmrl
-from mmrl.config.drop_ins import entries
 from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
-
-    from .adapter import Adapter
 
 HOW_IT_STEPS = frozenset(
     (
@@ -41,137 +31,13 @@ HOW_IT_STEPS = frozenset(
         "clip_sample_range",
     )
 )
-
 """Settings of diffusers' solvers that say how a step is computed, not between which noise levels: of no effect where
 another solver takes the steps."""
-_SAME_WEIGHTS = ("Img2Img", "PAG")
-"""Parts of the names of classes that draw with the weights of the class without that part."""
 
 
-# -- classes ---------------------------------------------------------------------------------------------------------
-
-
-def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
-    """Raises ``UserError`` where ``model_index.json`` names another class than the family is for, of the pipeline or of
-    a component that it uses."""
-    kind = index.get("_class_name")
-    if kind != family.pipeline:
-        raise UserError(f"model.path: {path} {_another(family, path, kind)}")
-    allowed = _declared(family.pipeline)
-    wrong = [
-        f"model.path: {path} has a {_named(index.get(name))} as its {name}, and the {name} of a {family.pipeline} is a "
-        f"{' or a '.join(sorted(one.__name__ for one in allowed[name]))}; give a checkpoint that has one"
-        for name in (family.trains, "vae", *family.encoders)
-        if not _fits(index.get(name), allowed[name], absent=name in family.may_lack)
-    ]
-    if wrong:
-        raise UserError("\n".join(wrong))
-
-
-def _another(family: type[Adapter], path: str, kind: Json) -> str:
-    """What the checkpoint is, where it is none of the family, and the edit."""
-    if not isinstance(kind, str):
-        return (
-            f"does not say what it is (_class_name in model_index.json is {json.dumps(kind)}); write "
-            f'"_class_name": "{family.pipeline}" there if it is one'
-        )
-    said = f"is a {kind}, and this pipeline is for a {family.pipeline} ({family.family})"
-    if fitting := families_of(kind):
-        return f"{said}; set pipeline to {' or '.join(fitting)}"
-    if any(kind.replace(part, "") == family.pipeline for part in _SAME_WEIGHTS):
-        return (
-            f"{said}. Both draw with the same weights: save it as the other, and set model.path to that folder\n"
-            f"  python -c \"import diffusers; diffusers.{family.pipeline}.from_pretrained('{path}')"
-            f".save_pretrained('{path.rstrip('/')}-as-text-to-image')\""
-        )
-    return f"{said}; there is none for {kind} (docs/families.md lists the families, and says how to add one)"
-
-
-def families_of(kind: str) -> list[str]:
-    """The shipped pipelines that are for a class of diffusers, as a recipe names them."""
-    return sorted(name for name, family in shipped().items() if family.pipeline == kind)
-
-
-@cache
-def shipped() -> dict[str, type[Adapter]]:
-    """The adapter class of every shipped family, by its pipeline's name in a recipe."""
-    found: dict[str, type[Adapter]] = {}
-    for entry in entries("pipelines"):
-        if not entry.name.startswith("diffusion/"):
-            continue
-        module = mmrl.load("pipelines", entry.name)
-        for value in vars(module).values():
-            if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "lora_targets"):
-                found[entry.name] = value
-    return found
-
-
-def _declared(pipeline: str) -> dict[str, tuple[type, ...]]:
+def declared(pipeline: str) -> dict[str, tuple[type, ...]]:
     """The classes that each component may have, as diffusers' own pipeline declares them."""
     return getattr(import_module("diffusers"), pipeline)._get_signature_types()
-
-
-def _fits(listed: Json, allowed: Collection[type], *, absent: bool) -> bool:
-    """Whether a component of ``model_index.json``, ``[library, class]``, is one of ``allowed``."""
-    if not isinstance(listed, list) or len(listed) != 2 or listed[1] is None:
-        return absent
-    library, name = listed
-    kind = getattr(import_module(str(library)), str(name), None) if library in ("diffusers", "transformers") else None
-    return isinstance(kind, type) and issubclass(kind, tuple(allowed))
-
-
-def _named(listed: Json) -> str:
-    return str(listed[1]) if isinstance(listed, list) and len(listed) == 2 and listed[1] else "nothing"
-
-
-# -- fields ----------------------------------------------------------------------------------------------------------
-
-
-def check_fields(family: type[Adapter], pipe: DiffusionPipeline) -> None:
-    """Raises ``UserError`` with all fields of ``pipe``, whose weights may be on the meta device, that the family does
-    not use as diffusers does."""
-    found = [*_fixed(family, pipe), *_statistics(family, pipe), *_widths(family, pipe)]
-    if found:
-        raise UserError("\n".join(f"model.path: {line}" for line in found))
-
-
-def _fixed(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
-    config = getattr(pipe, family.trains).config
-    for name, allowed in family.fixed.items():
-        value = config.get(name)
-        if _plain(value) not in allowed:
-            yield (
-                f"{family.trains}/config.json says {name}: {_json(value)}, which is a model of another kind: "
-                f"{family.pipeline} draws with {name}: {' or '.join(map(_json, allowed))}; give one that has it"
-            )
-
-
-def _statistics(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
-    """The numbers that latents are scaled by."""
-    config: Any = pipe.vae.config
-    channels = latent_channels(pipe)
-    for name in family.statistics:
-        value = _plain(config.get(name))
-        if name.startswith("latents_"):
-            right = isinstance(value, list) and len(value) == channels and all(map(_is_number, value))
-            right = right and (name == "latents_mean" or all(value))
-            what = f"{channels} finite numbers" + (", none of them 0" if name == "latents_std" else "")
-        else:
-            right = _is_number(value) and (name == "shift_factor" or value != 0)
-            what = "a finite number" + (" other than 0" if name == "scaling_factor" else "")
-        if not right:
-            yield (
-                f"vae/config.json says {name}: {_json(value)}, and latents are scaled by it; correct it there to {what}"
-            )
-
-
-def _widths(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
-    for name, value, needed, why in family.widths(pipe):
-        if _plain(value) != needed:
-            yield (
-                f"{family.trains}/config.json says {name}: {_json(value)}, and a {family.pipeline} with {why} has "
-                f"{_json(needed)}; give a checkpoint whose parts fit"
-            )
 
 
 def latent_channels(pipe: DiffusionPipeline) -> int:
@@ -192,7 +58,7 @@ def not_default(scheduler: Any, but: Collection[str]) -> Iterator[tuple[str, Any
     """The settings of a scheduler that are not its class's own, without those of ``but``: name, value, default."""
     for name, parameter in inspect.signature(type(scheduler).__init__).parameters.items():
         if name in scheduler.config and name not in but:
-            value, default = _plain(scheduler.config[name]), _plain(parameter.default)
+            value, default = plain(scheduler.config[name]), plain(parameter.default)
             if value != default:
                 yield name, value, default
 
@@ -201,7 +67,7 @@ def says(scheduler: Any, name: str, why: str, default: Any) -> UserError:
     """The error for a setting of a scheduler that is neither used nor without effect."""
     return UserError(
         f"model.path: the scheduler of this checkpoint, a {type(scheduler).__name__}, says {name}: "
-        f"{_json(_plain(scheduler.config[name]))}, and {why}; write {_json(default)} for it in "
+        f"{as_json(plain(scheduler.config[name]))}, and {why}; write {as_json(default)} for it in "
         "scheduler/scheduler_config.json"
     )
 
@@ -211,7 +77,7 @@ def check_flow(scheduler: Any, family: str, pipeline: str) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        if isinstance(scheduler, _declared(pipeline)["scheduler"]):
+        if isinstance(scheduler, declared(pipeline)["scheduler"]):
             return
         raise UserError(
             f"model.path: the scheduler of this checkpoint is a {type(scheduler).__name__}, and {family} is sampled by "
@@ -226,17 +92,17 @@ def check_flow(scheduler: Any, family: str, pipeline: str) -> None:
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples and arrays as the lists that they are in JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
 
 
-def _json(value: object) -> str:
+def as_json(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

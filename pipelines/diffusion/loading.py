@@ -19,9 +19,9 @@ from .adapter import Adapter
 from .caching import cache_of
 from .compiling import compile_for_all
 from .describe import empty_pipeline
-from .fields import check_classes, check_fields
 from .flow import FlowPipeline
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
+from .refusals import check_classes, check_fields
 from .row_loading import load_rows
 from .saved_lora import reader
 from .sizes import Sizes

@@ -1,0 +1,146 @@
+"""Refuse checkpoints that a family would not draw as diffusers does: classes of components, and fields of their
+configurations.
+
+A field is used, is without effect, or is refused by name, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import mmrl
+from mmrl.config.drop_ins import entries
+from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
+
+from .adapter import Adapter
+from .fields import as_json, declared, is_number, latent_channels, plain
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
+
+_SAME_WEIGHTS = ("Img2Img", "PAG")
+"""Parts of the names of classes that draw with the weights of the class without that part."""
+
+
+# -- classes ---------------------------------------------------------------------------------------------------------
+
+
+def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
+    """Raises ``UserError`` where ``model_index.json`` names another class than the family is for, of the pipeline or of
+    a component that it uses."""
+    kind = index.get("_class_name")
+    if kind != family.pipeline:
+        raise UserError(f"model.path: {path} {_another(family, path, kind)}")
+    allowed = declared(family.pipeline)
+    wrong = [
+        f"model.path: {path} has a {_named(index.get(name))} as its {name}, and the {name} of a {family.pipeline} is a "
+        f"{' or a '.join(sorted(one.__name__ for one in allowed[name]))}; give a checkpoint that has one"
+        for name in (family.trains, "vae", *family.encoders)
+        if not _fits(index.get(name), allowed[name], absent=name in family.may_lack)
+    ]
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def _another(family: type[Adapter], path: str, kind: Json) -> str:
+    """What the checkpoint is, where it is none of the family, and the edit."""
+    if not isinstance(kind, str):
+        return (
+            f"does not say what it is (_class_name in model_index.json is {json.dumps(kind)}); write "
+            f'"_class_name": "{family.pipeline}" there if it is one'
+        )
+    said = f"is a {kind}, and this pipeline is for a {family.pipeline} ({family.family})"
+    if fitting := families_of(kind):
+        return f"{said}; set pipeline to {' or '.join(fitting)}"
+    if any(kind.replace(part, "") == family.pipeline for part in _SAME_WEIGHTS):
+        return (
+            f"{said}. Both draw with the same weights: save it as the other, and set model.path to that folder\n"
+            f"  python -c \"import diffusers; diffusers.{family.pipeline}.from_pretrained('{path}')"
+            f".save_pretrained('{path.rstrip('/')}-as-text-to-image')\""
+        )
+    return f"{said}; there is none for {kind} (docs/families.md lists the families, and says how to add one)"
+
+
+def families_of(kind: str) -> list[str]:
+    """The shipped pipelines that are for a class of diffusers, as a recipe names them."""
+    return sorted(name for name, family in shipped().items() if family.pipeline == kind)
+
+
+@cache
+def shipped() -> dict[str, type[Adapter]]:
+    """The adapter class of every shipped family, by its pipeline's name in a recipe."""
+    found: dict[str, type[Adapter]] = {}
+    for entry in entries("pipelines"):
+        if not entry.name.startswith("diffusion/"):
+            continue
+        module = mmrl.load("pipelines", entry.name)
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "lora_targets"):
+                found[entry.name] = value
+    return found
+
+
+def _fits(listed: Json, allowed: Collection[type], *, absent: bool) -> bool:
+    """Whether a component of ``model_index.json``, ``[library, class]``, is one of ``allowed``."""
+    if not isinstance(listed, list) or len(listed) != 2 or listed[1] is None:
+        return absent
+    library, name = listed
+    kind = getattr(import_module(str(library)), str(name), None) if library in ("diffusers", "transformers") else None
+    return isinstance(kind, type) and issubclass(kind, tuple(allowed))
+
+
+def _named(listed: Json) -> str:
+    return str(listed[1]) if isinstance(listed, list) and len(listed) == 2 and listed[1] else "nothing"
+
+
+# -- fields ----------------------------------------------------------------------------------------------------------
+
+
+def check_fields(family: type[Adapter], pipe: DiffusionPipeline) -> None:
+    """Raises ``UserError`` with all fields of ``pipe``, whose weights may be on the meta device, that the family does
+    not use as diffusers does."""
+    found = [*_fixed(family, pipe), *_statistics(family, pipe), *_widths(family, pipe)]
+    if found:
+        raise UserError("\n".join(f"model.path: {line}" for line in found))
+
+
+def _fixed(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+    config = getattr(pipe, family.trains).config
+    for name, allowed in family.fixed.items():
+        value = config.get(name)
+        if plain(value) not in allowed:
+            yield (
+                f"{family.trains}/config.json says {name}: {as_json(value)}, which is a model of another kind: "
+                f"{family.pipeline} draws with {name}: {' or '.join(map(as_json, allowed))}; give one that has it"
+            )
+
+
+def _statistics(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+    """The numbers that latents are scaled by."""
+    config: Any = pipe.vae.config
+    channels = latent_channels(pipe)
+    for name in family.statistics:
+        value = plain(config.get(name))
+        if name.startswith("latents_"):
+            right = isinstance(value, list) and len(value) == channels and all(map(is_number, value))
+            right = right and (name == "latents_mean" or all(value))
+            what = f"{channels} finite numbers" + (", none of them 0" if name == "latents_std" else "")
+        else:
+            right = is_number(value) and (name == "shift_factor" or value != 0)
+            what = "a finite number" + (" other than 0" if name == "scaling_factor" else "")
+        if not right:
+            yield (f"vae/config.json says {name}: {as_json(value)}, which scales latents; correct it to {what}")
+
+
+def _widths(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+    for name, value, needed, why in family.widths(pipe):
+        if plain(value) != needed:
+            yield (
+                f"{family.trains}/config.json says {name}: {as_json(value)}, and a {family.pipeline} with {why} has "
+                f"{as_json(needed)}; give a checkpoint whose parts fit"
+            )
