@@ -1,6 +1,7 @@
 """A failing reward never looks like training: a step waits and asks again, then the run stops and can be resumed."""
 
 import json
+import math
 import re
 import sys
 import threading
@@ -528,3 +529,19 @@ def test_two_controllers_wait_and_stop_alike_over_a_real_group(tmp_path):
 
 if __name__ == "__main__":
     serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+
+
+TELLS = """
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    return [context.patience] * len(samples)
+"""
+
+
+def test_a_reward_knows_how_long_the_run_waits(tmp_path):
+    (tmp_path / "tells.py").write_text(TELLS)
+    config = Reward(name=str(tmp_path / "tells.py"))
+    assert scored(tmp_path, config, patience=4).parts["tells"].tolist() == [4.0] * 6
+    assert RewardSet([config], tmp_path).start(0, 3)._contexts["tells"].patience == math.inf

@@ -105,10 +105,10 @@ class Scoring:
         all_sum: AllSum | None,
         number: int = 0,
         patience: Patience | None = None,
+        longest: float = math.inf,
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
-        longest = math.inf if patience is None else patience.settings.patience
         self._contexts = {
             e.label: Context(step, device, folder, e.label, e.sent, number, patience=longest) for e in entries
         }

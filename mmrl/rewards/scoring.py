@@ -8,6 +8,7 @@ Rewards compute while sampling continues: ``start`` a step, ``add`` each micro-b
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -256,7 +257,8 @@ class RewardSet:
         """
         entries = [entry for entry in self._entries if not labels or entry.label in labels]
         all_sum, patience = self._all_sum if scale else None, self._patience if patient else None
-        return Scoring(entries, step, self.device, self.folder, group_size, all_sum, round, patience)
+        longest = math.inf if self._patience is None else self._patience.settings.patience
+        return Scoring(entries, step, self.device, self.folder, group_size, all_sum, round, patience, longest)
 
     def total(self, parts: Mapping[str, torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
         """The weighted sum ``[B]`` of the normalised rewards, of their raw values by label; NaN where one is missing.
