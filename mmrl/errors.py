@@ -1,5 +1,6 @@
 """Errors that a user can fix. The command line prints them without a traceback and exits with ``exit_code``."""
 
+import json
 import re
 
 MAX_TEXT = 2000
@@ -15,6 +16,11 @@ def plain(text: str, most: int = MAX_TEXT) -> str:
     """``text`` of others, as it may be printed and stored: without terminal escapes, ``most`` characters long."""
     shown = _ESCAPES.sub("", text[: 16 * most])
     return shown if len(shown) <= most else f"{shown[: most - 30]} ... ({len(text):,} characters)"
+
+
+def one_line(text: str) -> str:
+    """``text`` so that it stays inside a comment of one line, whatever line breaks it holds."""
+    return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]", lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class UserError(Exception):

@@ -227,8 +227,9 @@ def choose_device(name: str) -> torch.device:
 def open_run(path: Path) -> tuple[Recipe, RunDir]:
     """A finished or interrupted run's recipe. Raises ``UserError`` where ``path`` is no run."""
     directory = RunDir(path)
+    directory.check()
     try:
-        stored = given_again(json.loads(directory.resolved.read_text()))
+        stored = given_again(directory.settings())
         settings = with_older_defaults(moved(stored, missing_only=True))
         return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:
@@ -275,7 +276,7 @@ def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
     run, directory = opened(path)
     found = find_checkpoint(directory, which)
     if found is not None:
-        run.policy.load_state_dict(found.numbers("policy"), found)
+        found.into("policy", run.policy.load_state_dict)
     return run, directory, 0 if found is None else found.step
 
 

@@ -89,7 +89,7 @@ def draw(
         for name in sorted(names, key=lambda name: found[name] is not None):  # the base is there first
             saved = found[name]
             if saved is not None:
-                context.policy.load_state_dict(saved.numbers("policy"), saved)
+                saved.into("policy", context.policy.load_state_dict)
             made[name] = Drawn(name, 0 if saved is None else saved.step, _sampled(context, prompts, n, seed))
     finally:
         context.pipeline.close()

@@ -30,7 +30,7 @@ from mmrl.planner.shortage import explained
 from mmrl.report.clock import Clock, memory
 from mmrl.report.ended import Ended
 from mmrl.report.expected import Pace, expected
-from mmrl.report.metrics import MetricsLog, Tracker, read
+from mmrl.report.metrics import MetricsLog, Tracker, read_numbers
 from mmrl.report.profile import Traces, named
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
@@ -217,7 +217,7 @@ class Session:
                 MetricsLog(self.directory.heldout, self.trackers, prefix="heldout/") as heldout,
                 Progress(recipe.train.steps, recipe.name, "steps", self.done, spent=self._spent) as progress,
             ):
-                measured = {row["step"] for row in read(self.directory.heldout)}
+                measured = {row["step"] for row in read_numbers(self.directory.heldout)}
                 self._known_evaluations()
                 due = self._due() and self.done not in measured and not self.spending.over()
                 if self.controller.gather(due)[0] and not self._agreed(stop.asked):  # others may be new to the run
@@ -369,7 +369,7 @@ class Session:
 
     def _known_evaluations(self) -> None:
         """Have the guards know the evaluations of before, which the leader has: controllers may be new to the run."""
-        mine = [{name: v for name, v in row.items() if v is not None} for row in read(self.directory.heldout)]
+        mine = [{name: v for name, v in row.items() if v is not None} for row in read_numbers(self.directory.heldout)]
         for row in self.controller.gather(mine)[0]:
             if row["step"] == 0:
                 self.heldout.guards.base = row

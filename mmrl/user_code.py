@@ -29,14 +29,26 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 def describe(error: BaseException) -> str:
     """``ValueError: what it says``, fit to be printed."""
-    text = plain(str(error)).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = plain(said_by(error)).strip()
+    return f"{_name_of(error)}: {text}" if text else _name_of(error)
+
+
+def said_by(error: BaseException) -> str:
+    """``str(error)``, where the class of an error may be anybody's: its ``__str__`` may raise, or return no text."""
+    try:
+        return str(error)
+    except BaseException as other:
+        return f"(its __str__ raised {_name_of(other)})"
+
+
+def _name_of(error: BaseException) -> str:
+    return str(type.__dict__["__name__"].__get__(type(error)))  # not what its metaclass may say
 
 
 def place_of(error: BaseException, file: str | None) -> str:
     """``file:line`` where ``error`` was raised: the innermost line of ``file`` on the way, else of code that is neither
     mmrl's nor an installed library's, else of any file."""
-    if isinstance(error, SyntaxError) and error.filename:
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and error.filename:
         return f"{short_path(error.filename)}:{error.lineno}"
     frames = list(traceback.walk_tb(error.__traceback__))
     wanted = None if file is None else os.path.realpath(file)
@@ -53,7 +65,10 @@ def raised(error: BaseException, file: str | None, meta: Mapping[str, object]) -
 
 def column_hint(error: BaseException, meta: Mapping[str, object]) -> str:
     """What to do where a reward asked a prompt's ``meta`` for a column that the data does not hand on; else empty."""
-    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    try:
+        key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    except BaseException:
+        return ""
     if not isinstance(key, str) or key in meta:
         return ""
     has = f"has {', '.join(sorted(meta))}" if meta else "is empty"
@@ -62,7 +77,10 @@ def column_hint(error: BaseException, meta: Mapping[str, object]) -> str:
 
 def _attribute_hint(error: BaseException) -> str:
     """What a sample, prompt or other record of mmrl has, where a reward asked it for something else; else empty."""
-    of = error.obj if isinstance(error, AttributeError) else None
+    try:
+        of = error.obj if isinstance(error, AttributeError) else None
+    except BaseException:  # a property of its own class
+        return ""
     if not dataclasses.is_dataclass(of) or not type(of).__module__.startswith("mmrl."):
         return ""
     return f" (a {type(of).__name__} has {', '.join(field.name for field in dataclasses.fields(of))})"

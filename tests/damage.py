@@ -33,12 +33,12 @@ def emptied(directory, file):
 
 def without_manifest(directory, file):
     (directory / "manifest.json").unlink()
-    return "manifest.json cannot be read (FileNotFoundError)"
+    return "manifest.json is missing"
 
 
 def torn_manifest(directory, file):
     (directory / "manifest.json").write_text('{"files": ')
-    return "manifest.json cannot be read (JSONDecodeError)"
+    return "manifest.json cannot be read as JSON"
 
 
 def torn_state(directory, file):

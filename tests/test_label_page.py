@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -178,6 +179,18 @@ def test_answers_that_mean_nothing_are_refused_and_not_kept(folder, body, status
         plain = asked(server, "POST", "/label", {"number": 0, "label": "1"}, **{"Content-Type": "text/plain"})
         assert plain[0].status == 404, "a form of another page may send this type"
     assert not (folder / table.NAME).exists()
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-1", "1_0", "\u0661", "1e3", ""])
+def test_numbers_that_are_none_are_refused_without_a_traceback(folder, number, capfd):
+    with serving(folder) as server:
+        path = urllib.parse.quote(number)
+        assert {asked(server, "GET", f"/{kind}")[0].status for kind in (f"file/{path}", f"picture/{path}/0")} == {404}
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as client:
+            head = f"POST /label HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Length: "
+            client.sendall(head.encode() + number.encode("utf-8") + b"\r\n\r\n")
+            assert client.recv(64).startswith(b"HTTP/1.1 413")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_full_disk_or_a_lost_folder_is_reported_and_the_answer_is_not_confirmed(folder):

@@ -80,3 +80,13 @@ def test_what_cannot_be_printed_is_refused_with_the_edit(capsys, words, expected
     code, said = printed(capsys, "sums", *words)
     assert code == 2
     assert expected in " ".join(said.split())
+
+
+@pytest.mark.parametrize("kind", ["slurm", "torchrun", "ray"])
+def test_a_line_break_in_a_name_leaves_no_comment(kind, capsys, tmp_path):
+    folder = f"runs/a\ntouch {tmp_path}/broken\r\u2028#"
+    code, said = printed(capsys, "sums", "controllers=16", "device=cuda", "--print", kind, "--out", folder)
+    assert code == 0
+    (tmp_path / "job.sh").write_text("".join(f"{name}() {{ :; }}\n" for name in ("srun", "ray", "torchrun")) + said)
+    subprocess.run(["bash", tmp_path / "job.sh"], check=False, env={"HEAD": "x", "PATH": "/usr/bin:/bin"})
+    assert not (tmp_path / "broken").exists()

@@ -289,6 +289,23 @@ def test_no_server_leaves_loopback_without_a_token(file):
         assert post(server, body_of(), token="t")[0] == 200
 
 
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_a_page_of_another_site_cannot_ask_by_a_name_that_points_here(file, token):
+    """A browser sends the name in the address that the page asked for."""
+    hosts = {
+        **dict.fromkeys(["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "localhost.evil.example"], 403),
+        **dict.fromkeys(["", "0x7f.1", "[::1", "a@127.0.0.1.x", "10.0.0.1", "127.0.0.1@evil.example"], 403),
+        **dict.fromkeys(["localhost", "LOCALHOST:9000", "127.0.0.1:1", "127.1.2.3", "[::1]:5"], 200),
+    }
+    with serving(file, token=token) as server:
+        for host, status in hosts.items():
+            with closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)) as connection:
+                connection.putrequest("GET", "/health", skip_host=True)
+                connection.putheader("Host", host)
+                connection.endheaders()
+                assert connection.getresponse().status == (200 if token else status), host
+
+
 def test_a_taken_port_is_a_clear_message(file):
     with serving(file) as server, pytest.raises(UserError, match="choose another --port"):
         RewardServer(str(file), port=server.server_port)

@@ -43,8 +43,7 @@ LAYERS = {
     "out_of_memory packages "
     "report.clock "
     "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
-    "script_process secrets "
-    "trajectory transfer "
+    "script_process secret_forms secrets stored tensor_files torch_state trajectory transfer "
     "untrusted user_code",
     "config": "config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms",

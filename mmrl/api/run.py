@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,12 +20,14 @@ from mmrl.quiet import as_before
 from mmrl.report.curve import curve_picture
 from mmrl.report.ended import read_ended
 from mmrl.report.html import write_report
-from mmrl.report.metrics import read as read_rows
+from mmrl.report.metrics import read_numbers as read_rows
+from mmrl.report.pictures import Listing
 from mmrl.report.recorded import read_run
 from mmrl.report.rundir import refuse_directory
 from mmrl.run import evaluate, open_run
 from mmrl.runtime.start import OpenRun, opened
 from mmrl.session import Session
+from mmrl.stored import blamed, read_as
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,13 @@ class Run:
                 + (f"give one of {', '.join(map(str, found))}" if found else "set eval.every, or wait for one")
             )
         folder = self.path / "samples"
-        listing = json.loads((folder / f"step_{found[-1] if step is None else step:06d}.json").read_text("utf-8"))
-        return [_sample(folder, one) for one in listing["samples"]]
+        file = folder / f"step_{found[-1] if step is None else step:06d}.json"
+        try:
+            listing = read_as(Listing, file)
+        except FileNotFoundError:  # a link that leads nowhere
+            raise UserError(f"{file} is missing; put it back from a copy") from None
+        with blamed(file):
+            return [_sample(folder, one) for one in listing.samples]
 
     @step_of_run
     def step(self) -> dict[str, float]:

@@ -7,7 +7,6 @@ is killed after it was continued goes on to the bit.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from mmrl.checkpoint.manifest import STATE, entries
-from mmrl.checkpoint.reader import BEST
+from mmrl.checkpoint.reader import BEST, read_state
 from mmrl.checkpoint.resume import flatten, same_run, with_older_defaults
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.learning_rate import learning_rate
@@ -26,9 +25,10 @@ from mmrl.config.older_keys import renamed
 from mmrl.config.schema import Earlier, Optim, Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, MutableJson, as_integer, as_number, as_object
-from mmrl.report.metrics import read
+from mmrl.report.metrics import read_numbers
 from mmrl.report.rundir import RunDir, looks_like_run
 from mmrl.secrets import given_again, masked
+from mmrl.stored import BadFileError, blamed
 from mmrl.training.guards import Limits
 
 Choice = Literal["extend", "hold"]
@@ -68,26 +68,29 @@ class _Place:
     """Where a run goes on: the newest checkpoint that can be used, as far as this is known without its tensors."""
 
     def __init__(self, directory: RunDir) -> None:
-        self.step = 0
+        self.step, self._file = 0, Path(STATE)
         self.state: JsonObject = {}
         for entry in reversed(entries(directory.checkpoints)):
             if entry.usable:
                 try:
-                    self.state = as_object(json.loads((entry.directory / STATE).read_bytes()))
-                except (OSError, ValueError, TypeError, RecursionError):
+                    self.state = read_state(entry).model_dump(exclude_unset=True)
+                except (OSError, BadFileError):
                     continue
+                self._file = entry.directory / STATE
                 self.step = entry.step
                 break
-        rows = {row.get("step"): row for row in read(directory.metrics)}
+        rows = {row["step"]: row for row in read_numbers(directory.metrics)}
         self._before_last = rows.get(self.step - 1, {}).get("perf/cpu_seconds", 0.0)
 
     @property
     def updates(self) -> int:
-        return as_integer(as_object(self.state["policy"])["updates"]) if self.state else 0
+        with blamed(self._file, "policy"):
+            return as_integer(as_object(self.state["policy"])["updates"]) if self.state else 0
 
     @property
     def cpu_seconds(self) -> float:
-        return as_number(self.state["cpu_seconds"]) if self.state else 0.0
+        with blamed(self._file, "cpu_seconds"):
+            return as_number(self.state["cpu_seconds"]) if self.state else 0.0
 
     def last_rate(self, recipe: Recipe) -> float:
         """The learning rate of the last update before it."""
@@ -112,7 +115,7 @@ def _migrated(stored: dict[str, MutableJson]) -> dict[str, MutableJson]:
 def _before(directory: RunDir) -> Recipe:
     """The recipe that the run has. Raises ``UserError`` where it cannot be read."""
     try:
-        stored = as_object(json.loads(directory.resolved.read_text(encoding="utf-8")))
+        stored = directory.settings()
         return Recipe.model_validate(with_older_defaults(moved(renamed(stored), missing_only=True)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
@@ -206,7 +209,7 @@ def _counting_anew(recipe: Recipe, directory: RunDir, at: _Place) -> tuple[Recip
     early = at.state.get(BEST)
     since = as_integer(as_object(early)["since"]) if isinstance(early, dict) else 0
     limits = Limits(recipe.eval.guards, labels, recipe.eval.since)
-    for row in read(directory.heldout):
+    for row in read_numbers(directory.heldout):
         if row["step"] <= at.step:
             limits.saw(row["step"], {key: value for key, value in row.items() if isinstance(value, int | float)})
     patience = stopping is not None and at.step > recipe.eval.since and since >= stopping.patience

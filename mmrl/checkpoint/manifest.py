@@ -13,23 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
+
+from mmrl.errors import plain
+from mmrl.stored import BadFileError, read_as, read_object
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 DIVERGED = "diverged.json"
 """The file that marks a checkpoint after which training diverged."""
 _NAME = re.compile(r"step_(\d{6,})$")
-_PATTERN = "*.safetensors"
-_SHOWN = 3
-"""Largest number of faults of a manifest in a message."""
+TENSORS = "*.safetensors"
+LAST_STEP = 10**9
+"""No run has more steps."""
 
 
 class File(BaseModel):
     """Size and checksum of a file of a checkpoint."""
 
     model_config = ConfigDict(strict=True)
-    bytes: Annotated[int, Field(ge=0)]
+    bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -37,8 +40,8 @@ class Manifest(BaseModel):
     """The content of ``manifest.json``."""
 
     model_config = ConfigDict(strict=True)
-    step: Annotated[int, Field(ge=0)]
-    files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], File]
+    step: Annotated[int, Field(ge=0, le=LAST_STEP)]
+    files: dict[Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f\x7f-\U0010ffff]{1,200}$")], File]
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,14 @@ def _entry(directory: Path) -> Entry | None:
     name = _NAME.match(directory.name)
     diverged = _diverged(directory)
     try:
-        manifest = Manifest.model_validate(json.loads((directory / MANIFEST).read_bytes()))
+        manifest = read_as(Manifest, directory / MANIFEST)
         return Entry(manifest.step, directory, manifest, _missing(directory, manifest), diverged)
-    except ValidationError as error:
-        fault = _faults(error)
-    except (OSError, ValueError, RecursionError) as error:
-        fault = f"its {MANIFEST} cannot be read ({type(error).__name__})"
-    return None if name is None else Entry(int(name[1]), directory, None, fault, diverged)
+    except FileNotFoundError:
+        fault = f"{MANIFEST} is missing"
+    except (OSError, BadFileError) as error:
+        fault = str(error)
+    step = int(name[1][-12:]) if name is not None else LAST_STEP + 1
+    return None if step > LAST_STEP else Entry(step, directory, None, fault, diverged)
 
 
 def _missing(directory: Path, manifest: Manifest) -> str | None:
@@ -123,24 +127,17 @@ def _missing(directory: Path, manifest: Manifest) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected.bytes:
             return f"{name} has {path.stat().st_size} bytes, not {expected.bytes}"
-    stray = sorted(path.name for path in directory.glob(_PATTERN) if path.name not in files)
+    stray = sorted(path.name for path in directory.glob(TENSORS) if path.name not in files)
     if stray:  # the reader reads every file of tensors that it finds
         return f"{stray[0]} is not in its {MANIFEST}; move that file elsewhere"
     return None if STATE in files else f"{STATE} is missing"
 
 
-def _faults(error: ValidationError) -> str:
-    found = error.errors(include_url=False, include_input=False)
-    named = [f"{'.'.join(map(str, e['loc'])) or 'all of it'}: {e['msg']}" for e in found[:_SHOWN]]
-    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"its {MANIFEST} is not one that mmrl writes ({'; '.join(named)}{more})"
-
-
 def _diverged(directory: Path) -> str | None:
     try:
-        found = json.loads((directory / DIVERGED).read_text(encoding="utf-8"))
+        why = read_object(directory / DIVERGED).get("why")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
-        return "numbers that are not finite"
-    return str(found.get("why")) if isinstance(found, dict) else "numbers that are not finite"
+    except (OSError, BadFileError):
+        why = None
+    return plain(why) if isinstance(why, str) else "numbers that are not finite"

@@ -10,21 +10,23 @@ both forms, each rank only its shards. No pickle is used.
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mmrl.checkpoint.manifest import MANIFEST, STATE, Entry, directory_of, entries, fault_of
+from mmrl.checkpoint.manifest import MANIFEST, STATE, TENSORS, Entry, directory_of, entries, fault_of
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_integer, as_number, as_object
+from mmrl.stored import BadFileError, blamed, read_as
+from mmrl.tensor_files import check_shards
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -53,6 +55,13 @@ class Checkpoint:
         return {f"{part}/{name}": t for part, tensors in self.tensors.items() for name, t in tensors.items()}
 
 
+class State(BaseModel):
+    """The schema of ``state.json``; beside the seconds it has the numbers of each part of the run by its name."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    cpu_seconds: Annotated[float, Field(ge=0, strict=True)] | None = None
+
+
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint in ``directory``: every file has the size and SHA-256 of its manifest."""
@@ -68,7 +77,14 @@ class Saved:
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds of all training steps up to the checkpoint."""
-        return as_number(self.state["cpu_seconds"])
+        with blamed(self.directory / STATE, "cpu_seconds"):
+            return as_number(self.state["cpu_seconds"])
+
+    def into(self, part: str, load: Callable[[JsonObject, Saved], None]) -> None:
+        """Restore a part of the run: ``load`` gets its numbers and this checkpoint. Raises ``UserError``, also where
+        ``load`` fails with what the checkpoint holds."""
+        with blamed(self.directory, part):
+            load(self.numbers(part), self)
 
     @cached_property
     def shapes(self) -> dict[str, dict[str, Tensor]]:
@@ -100,11 +116,18 @@ class Saved:
     def read(self, rooms: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Read into the tensors ``rooms``; for a ``DTensor`` only this rank's shard. Not collective."""
         from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
         flat = {f"{part}/{name}": room for part, of in rooms.items() for name, room in of.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # every rank reads by itself
-            dcp.load(flat, storage_reader=self._reader(), no_dist=True)
+            try:
+                dcp.load(flat, storage_reader=self._reader(), no_dist=True)
+            except CheckpointException as error:  # which is no Exception
+                why = next(iter(error.failures.values()))[0]
+                raise BadFileError(
+                    f"{self.directory}: its tensors are not those of this run ({why}); put it back from a copy"
+                ) from None
 
     def _reader(self) -> HuggingFaceStorageReader:
         from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -200,8 +223,9 @@ def load_best(folder: Path) -> Saved | None:
 def best_step(state: JsonObject) -> int | None:
     """The step of the best weights by early stopping, from the ``state`` of a checkpoint; 0 is the base model, None
     means that the run has no early stopping."""
-    found = as_object(state.get(BEST, {})).get("step")
-    return None if found is None else as_integer(found)
+    with blamed(Path(STATE), BEST):
+        found = as_object(state.get(BEST, {})).get("step")
+        return None if found is None else as_integer(found)
 
 
 def _newest_first(folder: Path) -> list[Entry]:
@@ -216,7 +240,25 @@ def _load_entry(entry: Entry) -> Saved:
     fault = fault_of(entry)
     if fault:
         raise UserError(f"checkpoint {entry.directory.name} is not whole: {fault}")
-    return Saved(entry.step, json.loads((entry.directory / STATE).read_text()), entry.directory)
+    return whole(entry)
+
+
+def read_state(entry: Entry) -> State:
+    """What ``state.json`` of a checkpoint holds. Raises ``OSError`` and ``BadFileError``."""
+    return read_as(State, entry.directory / STATE)
+
+
+def whole(entry: Entry) -> Saved:
+    """The checkpoint of ``entry``, whose files have their checksums. Raises ``UserError`` where what they hold is not
+    what mmrl writes."""
+    try:
+        state = read_state(entry)
+        check_shards(sorted(entry.directory.glob(TENSORS)))
+    except FileNotFoundError as error:
+        raise UserError(f"checkpoint {entry.directory.name} is not whole: {error.filename} is missing") from error
+    except BadFileError as error:
+        raise UserError(f"checkpoint {entry.directory.name} is not whole: {error}") from error
+    return Saved(entry.step, state.model_dump(exclude_unset=True), entry.directory)
 
 
 def _renamed(folder: Path, found: Saved) -> list[str]:

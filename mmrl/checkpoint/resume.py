@@ -15,6 +15,7 @@ from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.judge.usage import without_limits
 from mmrl.report.rundir import RunDir
 from mmrl.secrets import masked
+from mmrl.stored import blamed
 from mmrl.training.divergence import CHANGEABLE, diverged
 
 _LAYOUT = (
@@ -59,9 +60,10 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
         free |= set(_RATES)
     elif loaded.recipe.optim.schedule != "constant":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
-    stored = moved(renamed(json.loads(directory.resolved.read_text())))
+    with blamed(directory.resolved):
+        stored = moved(renamed(directory.settings()))
+        filled = flatten(masked(without_limits(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
     before, now = (flatten(masked(without_limits(recipe))) for recipe in (stored, moved(loaded.resolved())))
-    filled = flatten(masked(without_limits(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
     new = {key: filled.get(key) for key in sorted(now.keys() - before.keys()) if not {key, key.split(".")[0]} & free}
     before |= new
     if now.get("data.overlong") is None and before.get("data.overlong") == "skip":
@@ -84,7 +86,7 @@ def _refusal(directory: RunDir, loaded: LoadedRecipe, changed: list[str], began:
             "mmrl train with another --out"
         )
     again = f"mmrl continue {shlex.quote(str(directory.path))}"
-    stored = json.loads(directory.resolved.read_text()).get("optim") or {}
+    stored = as_object(directory.settings().get("optim") or {})
     if set(changed) <= set(_RATES) and stored.get("earlier") and not loaded.recipe.optim.earlier:
         return (
             f"--resume: {differ}, because the run was continued with other steps or another rate. Go on with: {again}"

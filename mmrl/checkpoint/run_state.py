@@ -37,16 +37,16 @@ def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] |
     restore_trained(context, saved)
     for name, part in context.rollout.parts.items():
         if name in saved.state:
-            part.load_state_dict(saved.numbers(name), saved, context)
+            saved.into(name, lambda numbers, found, part=part: part.load_state_dict(numbers, found, context))
     for name, other in (others or {}).items():
         if name in saved.state:
-            other.load_state_dict(saved.numbers(name), saved)
+            saved.into(name, other.load_state_dict)
 
 
 def restore_trained(context: StepContext, saved: Saved) -> None:
     """Restore only the trained models, which every trainer has."""
     for name, policy in context.trained.items():
-        policy.load_state_dict(saved.numbers(name), saved)
+        saved.into(name, policy.load_state_dict)
 
 
 def load_checkpoint(context: StepContext, checkpoints: Path, step: int) -> None:

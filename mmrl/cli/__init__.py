@@ -97,6 +97,13 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+_WRITING = (
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.EIO, errno.ELOOP, errno.ESTALE),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EMFILE, errno.ENFILE),
+)
+"""What the place of a file is the reason of."""
+
+
 class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Onto the stderr of the moment, which a progress bar may have wrapped."""
@@ -128,7 +135,17 @@ def main() -> None:
         print(f"error: {hidden(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if (why := of_system(error)) is None:
             raise
-        print(f"error: {error.filename or 'the disk'} is full; free space there, then --resume", file=sys.stderr)
+        print(f"error: {hidden(why)}", file=sys.stderr)
         sys.exit(2)
+
+
+def of_system(error: OSError) -> str | None:
+    """What to tell of an error that the file system or its limits made; None for another, which is ours."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'the disk'} is full; free space there, then --resume"
+    if error.errno in _WRITING:
+        place = f"{error.filename!r}" if error.filename else "a file"
+        return f"cannot read or write {place}: {error.strerror}; make it writable, or name another place (--out)"
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, MutableJson
 from mmrl.secrets import remember
+from mmrl.stored import read_object
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,12 +102,10 @@ def use_threads_of(run: Path) -> None:
     """Limit the threads as the recipe of ``run`` asks. Raises ``UserError`` where there is no run."""
     resolved = run / "resolved.json"
     try:
-        settings = json.loads(resolved.read_text(encoding="utf-8"))
+        settings = read_object(resolved)
     except FileNotFoundError:
         raise UserError(f"{run} is no run directory: it has no resolved.json; name one that mmrl train made") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{resolved} cannot be read: {error}") from None
-    threads = settings.get("threads") if isinstance(settings, dict) else None
+    threads = settings.get("threads")
     use_threads(threads if isinstance(threads, int) else None)
 
 

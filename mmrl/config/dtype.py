@@ -9,13 +9,13 @@ other commands on the run read it from there, whatever their CPU supports.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
 from mmrl.json_types import JsonObject
+from mmrl.stored import read_object
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -74,7 +74,7 @@ def with_choice(values: JsonObject, dtype: Dtype | None = None) -> JsonObject:
 def chosen_by(run: Path) -> Dtype | None:
     """The dtype of the run in the directory ``run``; None if there is no run, or a damaged one."""
     try:
-        found = json.loads((run / "resolved.json").read_text(encoding="utf-8"))["model"]["dtype"]
+        found = read_object(run / "resolved.json")["model"]["dtype"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found in get_args(Dtype) and found != "auto" else None

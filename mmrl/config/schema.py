@@ -296,7 +296,7 @@ class Checkpoint(Section):
 class Recipe(Section):
     """Checks each section by itself; ``mmrl.config.checks`` finds contradictions between sections."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
     """The run's directory is ``runs/<name>`` by default."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of all randomness of training."""

@@ -55,7 +55,7 @@ def open_policy(recipe: Recipe, root: Path, judge: Reward, run: Path | None, che
     if run is not None:
         found = find_checkpoint(open_run(run)[1], checkpoint)
         if found is not None:
-            context.policy.load_state_dict(found.numbers("policy"), found)
+            found.into("policy", context.policy.load_state_dict)
     return context
 
 

@@ -8,11 +8,11 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from pydantic import BaseModel, Field
+from safetensors.torch import save
 from torch import Tensor
 
 from mmrl.distill.comparing import Comparing, Rows
@@ -22,8 +22,10 @@ from mmrl.distill.read_students import ReadShape, ReadStudents
 from mmrl.distill.students import Shape, Students
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.json_types import JsonObject
 from mmrl.secrets import masked
+from mmrl.stored import LARGEST_LINES, BadFileError, Number, Text, fitted, read_bytes, read_object
+from mmrl.tensor_files import filled, load
 
 NAME = "distilled.json"
 WEIGHTS = "model.safetensors"
@@ -33,6 +35,21 @@ FORMATS = 1, 2
 Student = Literal["dual", "interaction"]
 STUDENTS: tuple[Student, ...] = ("dual", "interaction")
 Answers = Literal["image", "text"]
+_Count = Annotated[int, Field(ge=0, le=1000, strict=True)]
+
+
+class _Said(BaseModel):
+    """The schema of ``distilled.json``."""
+
+    shape: dict[str, Any]
+    answers: Answers
+    pictures: tuple[_Count, _Count]
+    calibration: dict[Student, tuple[Number, Number]]
+    student: Student
+    judge: dict[str, Any]
+    figures: dict[str, Any]
+    backbone: dict[str, Any] | None = None
+    weights: Text
 
 
 @dataclass(frozen=True)
@@ -84,29 +101,24 @@ def read(folder: Path) -> Record:
 
 def _read(folder: Path) -> tuple[Record, str]:
     try:
-        said = as_object(json.loads((folder / NAME).read_text(encoding="utf-8")))
-        if said["format"] not in FORMATS:
-            raise UserError(f"{folder / NAME} has format {said['format']}, and this version reads {FORMATS}")
-        backbone = None if said.get("backbone") is None else as_object(said["backbone"])
-        kind = Shape if backbone is None else ReadShape
-        pictures = [as_integer(n) for n in as_list(said["pictures"])]
-        given = as_object(said["calibration"])
-        lines: dict[Student, tuple[float, float]] = {}
-        for name in STUDENTS:
-            slope, shift = (float(as_number(x)) for x in as_list(given[name]))
-            lines[name] = slope, shift
+        given = read_object(folder / NAME)
+        if given.get("format") not in FORMATS:
+            raise UserError(f"{folder / NAME} has format {given.get('format')}, and this version reads {FORMATS}")
+        said = fitted(_Said, given, NAME)
+        kind = Shape if said.backbone is None else ReadShape
+        lines = {name: said.calibration[name] for name in STUDENTS}
         found = Record(
-            kind.of(as_object(said["shape"])),
-            _one_of(as_text(said["answers"]), ("image", "text")),  # pyright: ignore[reportArgumentType]
-            (pictures[0], pictures[1]),
+            kind.of(said.shape),
+            said.answers,
+            said.pictures,
             lines,
-            student_of(as_text(said["student"])),
-            as_object(said["judge"]),
-            as_object(said["figures"]),
-            backbone,
+            said.student,
+            said.judge,
+            said.figures,
+            said.backbone,
         )
-        return found, as_text(said["weights"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return found, said.weights
+    except (OSError, ValueError, KeyError) as error:
         why = f"no {NAME}" if isinstance(error, FileNotFoundError) else f"its {NAME} cannot be read: {error}"
         raise UserError(
             f"options.path: {folder} is no distilled judge ({why}); name a folder that mmrl distill wrote"
@@ -121,20 +133,17 @@ def student_of(name: str) -> Student:
     raise ValueError(f"{name!r} is no student; write {' or '.join(STUDENTS)}")
 
 
-def _one_of(name: str, known: tuple[str, ...]) -> str:
-    if name not in known:
-        raise ValueError(f"{name!r} is none of {', '.join(known)}")
-    return name
-
-
 def load_students(folder: Path) -> tuple[Record, Comparing]:
     """The students, frozen and on the CPU. Raises ``UserError``, also where the weights are not those of the json."""
     said, digest = _read(folder)
-    with torch.random.fork_rng(devices=[]):
-        students = Students(said.shape) if isinstance(said.shape, Shape) else ReadStudents(said.shape)
+    shape = said.shape
     with _readable(folder):
-        tensors = _tensors(folder, digest)
-        students.load_state_dict({name: of for name, of in tensors.items() if not name.startswith(_ADAPTER)})
+        tensors = {name: of for name, of in _tensors(folder, digest).items() if not name.startswith(_ADAPTER)}
+        students: Comparing = (
+            filled(lambda: Students(shape), tensors, WEIGHTS)
+            if isinstance(shape, Shape)
+            else filled(lambda: ReadStudents(shape), tensors, WEIGHTS)
+        )
     return said, students.eval().requires_grad_(False)
 
 
@@ -153,18 +162,18 @@ def load_encoder(folder: Path) -> Encoder:
 
 
 def _tensors(folder: Path, digest: str) -> dict[str, Tensor]:
-    data = (folder / WEIGHTS).read_bytes()
+    data = read_bytes(folder / WEIGHTS, LARGEST_LINES)
     if hashlib.sha256(data).hexdigest() != digest:
         raise ValueError(f"its sha256 is not that of {NAME}")
-    return load(data)
+    return load(data, WEIGHTS)
 
 
 @contextmanager
 def _readable(folder: Path) -> Generator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, UserError):
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError) and not isinstance(error, BadFileError):
             raise
         why = str(error).splitlines()[0]
         raise UserError(f"options.path: {folder / WEIGHTS} cannot be loaded ({why}); run mmrl distill again") from error

@@ -6,7 +6,6 @@ the prompt. What is trained is small: a projection of the tokens, a layer of att
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from mmrl.distill.comparing import Comparing, Encoded, Rows
-from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
+from mmrl.stored import Layers, Size, fitted
 
 DROPOUT = 0.2
 
@@ -41,26 +41,22 @@ class ReadShape:
     """Sizes of the students. ``prompt`` and ``answer``: numbers of a token of each side; ``prompt_tokens`` and
     ``answer_tokens``: the most tokens."""
 
-    prompt: int
-    answer: int
-    prompt_tokens: int
-    answer_tokens: int
-    width: int = 64
-    token_width: int = 32
-    layers: int = 1
-    heads: int = 4
+    prompt: Size
+    answer: Size
+    prompt_tokens: Size
+    answer_tokens: Size
+    width: Size = 64
+    token_width: Size = 32
+    layers: Layers = 1
+    heads: Layers = 4
 
     def as_json(self) -> dict[str, int]:
         return asdict(self)
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> ReadShape:
+    def of(cls, given: JsonObject) -> ReadShape:
         """From JSON. Raises ``UserError`` for what no students have."""
-        names = set(cls.__dataclass_fields__)
-        wrong = [n for n, v in given.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1]
-        if wrong or set(given) != names:
-            raise UserError(f"the shape of the students has {sorted(given)}, and {sorted(names)} are needed, 1 or more")
-        return cls(**{name: int(str(given[name])) for name in names})
+        return fitted(cls, given, "the shape of the students")
 
 
 class _Side(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from mmrl.distill.comparing import Comparing, Encoded, Rows
-from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
+from mmrl.stored import Layers, Size, fitted
 
 _WORDS = re.compile(r"\d|[^\W\d_]+|[^\w\s]|_", re.UNICODE)
 DROPOUT = 0.1
@@ -33,28 +34,22 @@ class Shape:
     ``side``: pixels of a picture's sides, a multiple of 8; ``pictures``: the most that are read of a
     side."""
 
-    width: int = 64
-    token_width: int = 32
-    layers: int = 2
-    heads: int = 4
-    buckets: int = 4096
-    words: int = 64
-    side: int = 32
-    pictures: int = 1
+    width: Size = 64
+    token_width: Size = 32
+    layers: Layers = 2
+    heads: Layers = 4
+    buckets: Size = 4096
+    words: Size = 64
+    side: Size = 32
+    pictures: Size = 1
 
     def as_json(self) -> dict[str, int]:
         return asdict(self)
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> Shape:
+    def of(cls, given: JsonObject) -> Shape:
         """From JSON. Raises ``UserError`` for what no students have."""
-        names = set(cls.__dataclass_fields__)
-        wrong = [
-            n for n, v in given.items() if n not in names or not isinstance(v, int) or isinstance(v, bool) or v < 1
-        ]
-        if wrong or set(given) != names:
-            raise UserError(f"the shape of the students has {sorted(given)}, and {sorted(names)} are needed, 1 or more")
-        return cls(**{name: int(str(given[name])) for name in names})
+        return fitted(cls, given, "the shape of the students")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mmrl.engines.optimizer_state import OptimizerState, Visiting
 from mmrl.engines.optimizers import as_kept, as_saved, optimizer_of
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import NotFiniteError, UserError
+from mmrl.json_types import as_integer
 from mmrl.transfer import arrived, to_host
 
 P = TypeVar("P")
@@ -316,7 +317,7 @@ class Policy:
                 name = part.removeprefix("copy_")
                 kept = to_host if name in self._away else torch.clone
                 self.copies[name] = {k: kept(v.to(self.trainable[k].device)) for k, v in copy.items()}
-        self.updates = numbers["updates"]
+        self.updates = as_integer(numbers["updates"])
 
 
 def snapshot_name(name: str, steps: int) -> str:

@@ -6,19 +6,40 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from pydantic import BaseModel, Field
+from safetensors.torch import save
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import as_list, as_number, as_object, as_text
-from mmrl.knowledge.embeddings import KINDS, Embedding
+from mmrl.knowledge.embeddings import Embedding, Kind
 from mmrl.knowledge.graph import Graph
 from mmrl.knowledge.training import Settings, Trained
+from mmrl.stored import LARGEST_LINES, BadFileError, Number, Size, Text, fitted, parsed, read_bytes
+from mmrl.tensor_files import filled, load
 
 NAME, WEIGHTS, FORMAT = "knowledge.json", "model.safetensors", 1
+_MOST = 20_000_000
+"""Names of entities and relations."""
+
+
+class _Settings(BaseModel):
+    kind: Kind
+    size: Size
+    group: Annotated[int, Field(ge=0, le=1 << 20, strict=True)]
+    margin: Number
+
+
+class _Said(BaseModel):
+    """The schema of ``knowledge.json``."""
+
+    settings: _Settings
+    slope: Number
+    offset: Number
+    figures: dict[str, Number]
+    entities: Annotated[list[Text], Field(min_length=1)]
+    relations: Annotated[list[Text], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -50,25 +71,24 @@ def write(folder: Path, trained: Trained, settings: Settings, graph: Graph) -> N
 def read(folder: Path) -> Knowledge:
     """What ``write`` wrote. Raises ``UserError``."""
     try:
-        said = as_object(json.loads((folder / NAME).read_text(encoding="utf-8")))
-        if said["format"] != FORMAT:
-            raise UserError(f"{folder / NAME} has format {said['format']}, and this version reads {FORMAT}")
-        entities = {as_text(name): n for n, name in enumerate(as_list(said["entities"]))}
-        relations = {as_text(name): n for n, name in enumerate(as_list(said["relations"]))}
-        given = as_object(said["settings"])
-        kind = KINDS[KINDS.index(as_text(given["kind"]))]  # pyright: ignore[reportArgumentType]
-        size, group = int(as_number(given["size"])), int(as_number(given["group"]))
-        with torch.random.fork_rng(devices=[]):
-            embedding = Embedding(kind, len(entities), len(relations), size, group, as_number(given["margin"]))
-        embedding.load_state_dict(load((folder / WEIGHTS).read_bytes()))
-        slope, offset = as_number(said["slope"]), as_number(said["offset"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, UserError):
-            raise
+        found = parsed(read_bytes(folder / NAME, LARGEST_LINES), str(folder / NAME), _MOST)
+        if not isinstance(found, dict):
+            raise BadFileError(f"{folder / NAME} is no mapping")
+        if found.get("format") != FORMAT:
+            raise UserError(f"{folder / NAME} has format {found.get('format')}, and this version reads {FORMAT}")
+        said = fitted(_Said, found, str(folder / NAME))
+        entities, relations = ({name: n for n, name in enumerate(of)} for of in (said.entities, said.relations))
+        given = said.settings
+        embedding = filled(
+            lambda: Embedding(given.kind, len(entities), len(relations), given.size, given.group, given.margin),
+            load(read_bytes(folder / WEIGHTS, LARGEST_LINES), str(folder / WEIGHTS)),
+            str(folder / WEIGHTS),
+        )
+    except (FileNotFoundError, BadFileError) as error:
+        why = f"no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else str(error)
         raise UserError(
-            f"{folder} holds no trained knowledge ({type(error).__name__}: {error}); make it with: "
+            f"{folder} holds no trained knowledge ({why}); make it with: "
             "python -m mmrl.knowledge GRAPH.tsv --out FOLDER"
         ) from error
-    figures = {name: as_number(value) for name, value in as_object(said["figures"]).items()}
-    trained = Trained(embedding.requires_grad_(requires_grad=False), slope, offset, figures)
+    trained = Trained(embedding.requires_grad_(requires_grad=False), said.slope, said.offset, said.figures)
     return Knowledge(trained, entities, relations)

@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 import mmrl
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.json_types import JsonObject, as_list, as_object, as_text
+from mmrl.json_types import JsonObject, as_object, as_text
 from mmrl.labels import pixels
 from mmrl.labels.answers import AnswerReader
 from mmrl.labels.items import Item, Kind
@@ -172,11 +172,6 @@ class Space:
         """The parts, centred, rows of length 1."""
         moved = (torch.cat(list(parts), 1) - self.centre).split(self.widths, 1)
         return [normalize(part, dim=1) for part in moved]
-
-
-def widths_of(given: JsonObject) -> tuple[int, ...]:
-    """From JSON. Raises ``KeyError`` and ``TypeError``."""
-    return tuple(int(str(width)) for width in as_list(given["widths"]))
 
 
 def embedded(items: Sequence[Item], encoders: Encoders) -> tuple[list[Item], list[Tensor], list[str]]:

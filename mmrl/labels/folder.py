@@ -13,25 +13,27 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from pydantic import BaseModel, Field
+from safetensors.torch import save
 from torch import Tensor
 
 from mmrl.distill.formulas import calibrated
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.json_types import JsonObject
 from mmrl.labels import table
 from mmrl.labels.agreement import Agreement
 from mmrl.labels.baselines import head_logits
-from mmrl.labels.embeddings import Encoders, Space, widths_of
+from mmrl.labels.embeddings import Encoders, Space
 from mmrl.labels.graph import Graph, directed
 from mmrl.labels.model import GraphTransformer, Shape
-from mmrl.labels.spreading import GRAPH, HEAD, Inputs, Projection, Spread
+from mmrl.labels.spreading import HEAD, Inputs, Projection, Spread
 from mmrl.labels.training import Settings
+from mmrl.stored import LARGEST_LINES, Layers, Number, Size, Text, blamed, fitted, read_bytes, read_object
+from mmrl.tensor_files import filled, load
 
 NAME, WEIGHTS, FORMAT = "labels.json", "model.safetensors", 2
 SCORES, FOLLOWING = "scores.csv", "next.csv"
@@ -52,6 +54,24 @@ class Record:
     figures: JsonObject
 
 
+class _Settings(BaseModel):
+    neighbours: Size
+
+
+class _Said(BaseModel):
+    """The schema of ``labels.json``."""
+
+    by: Literal["graph transformer", "supervised head"]
+    encoders: dict[str, Any]
+    widths: Annotated[tuple[Size, ...], Field(min_length=1, max_length=16)]
+    shape: Shape
+    settings: _Settings
+    models: Layers
+    calibration: tuple[Number, Number]
+    figures: dict[str, Any]
+    weights: Text
+
+
 class Known:
     """The kept samples with the models: scores of new ones."""
 
@@ -68,10 +88,9 @@ class Known:
         features = self.inputs.kept(self.embeddings)
         graph = Graph(tensors["sources"], tensors["targets"], tensors["cosines"], len(self.embeddings))
         for n in range(record.folds):
-            with torch.random.fork_rng(devices=[]):
-                model = GraphTransformer(record.shape)
             own = f"models.{n}."
-            model.load_state_dict({k.removeprefix(own): v for k, v in tensors.items() if k.startswith(own)})
+            weights = {k.removeprefix(own): v for k, v in tensors.items() if k.startswith(own)}
+            model = filled(lambda: GraphTransformer(record.shape), weights, WEIGHTS)
             model.eval().requires_grad_(False)
             with torch.no_grad():
                 read, _ = model.trace(features, graph, tensors["labels"], tensors[f"known.{n}"].bool())
@@ -170,44 +189,39 @@ def load_known(folder: Path) -> Known:
     record, digest = _read(folder)
     file = folder / WEIGHTS
     try:
-        data = file.read_bytes()
+        data = read_bytes(file, LARGEST_LINES)
         if hashlib.sha256(data).hexdigest() != digest:
             raise ValueError(f"its sha256 is not that of {NAME}")
-        return Known(record, load(data))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        with blamed(file):
+            return Known(record, load(data, str(file)))
+    except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
         raise UserError(f"options.path: {file} cannot be loaded ({why}); run mmrl spread again") from error
 
 
 def _read(folder: Path) -> tuple[Record, str]:
     try:
-        said = as_object(json.loads((folder / NAME).read_text(encoding="utf-8")))
-        if said["format"] != FORMAT:
-            raise UserError(f"{folder / NAME} has format {said['format']}, and this version reads {FORMAT}")
-        slope, shift = (float(as_number(x)) for x in as_list(said["calibration"]))
+        given = read_object(folder / NAME)
+        if given.get("format") != FORMAT:
+            raise UserError(f"{folder / NAME} has format {given.get('format')}, and this version reads {FORMAT}")
+        said = fitted(_Said, given, NAME)
         found = Record(
-            _method(as_text(said["by"])),
-            Encoders.of(as_object(said["encoders"])),
-            widths_of(said),
-            Shape.of(as_object(said["shape"])),
-            as_integer(as_object(said["settings"])["neighbours"]),
-            as_integer(said["models"]),
-            (slope, shift),
-            as_object(said["figures"]),
+            said.by,
+            Encoders.of(said.encoders),
+            said.widths,
+            said.shape,
+            said.settings.neighbours,
+            said.models,
+            said.calibration,
+            said.figures,
         )
-        return found, as_text(said["weights"])
+        return found, said.weights
     except (OSError, ValueError, KeyError, TypeError) as error:
         if (folder / SCORES).exists() and isinstance(error, FileNotFoundError):
             why = "its scores were no better than chance, so it has no reward"
         else:
             why = f"no {NAME}" if isinstance(error, FileNotFoundError) else f"its {NAME} cannot be read: {error}"
         raise UserError(f"options.path: {folder} holds no spread labels ({why}); make them with mmrl spread") from error
-
-
-def _method(name: str) -> str:
-    if name not in (GRAPH, HEAD):
-        raise ValueError(f"{name!r} is neither {GRAPH} nor {HEAD}")
-    return name
 
 
 def _table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

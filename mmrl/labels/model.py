@@ -14,35 +14,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
 
-from mmrl.json_types import JsonObject, as_integer, as_number
+from mmrl.json_types import JsonObject
 from mmrl.labels.graph import Graph
+from mmrl.stored import Layers, Number, Size, fitted
 
 
 @dataclass(frozen=True)
 class Shape:
     """Sizes. ``features``: of an embedding; ``hidden``: of a state, a multiple of ``heads``."""
 
-    features: int
-    hidden: int = 64
-    heads: int = 2
-    layers: int = 2
-    dropout: float = 0.3
+    features: Size
+    hidden: Size = 64
+    heads: Layers = 2
+    layers: Layers = 2
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.3
 
     def as_json(self) -> dict[str, int | float]:
         return asdict(self)
 
     @classmethod
     def of(cls, given: JsonObject) -> Shape:
-        """From JSON. Raises ``KeyError`` and ``TypeError``."""
-        features, hidden, heads, layers = (
-            as_integer(given[name]) for name in ("features", "hidden", "heads", "layers")
-        )
-        return cls(features, hidden, heads, layers, float(as_number(given["dropout"])))
+        """From JSON. Raises ``UserError``."""
+        return fitted(cls, given, "the shape of the graph transformer")
 
 
 class GraphAttention(nn.Module):

@@ -15,6 +15,9 @@ from mmrl.config.adapters import SavedAdapter, Settings, read_adapter
 from mmrl.config.schema import Lora
 from mmrl.errors import UserError
 
+_SMALL = 256
+"""A rank that costs next to nothing, whatever the layers are."""
+
 if TYPE_CHECKING:  # slow to import
     from peft import LoraConfig, PeftModel
     from peft.tuners.lora import LoraLayer
@@ -88,6 +91,21 @@ def exactly(model: nn.Module, names: Collection[str]) -> list[str] | str:
     return f"({'|'.join(map(re.escape, sorted(names)))})" if others else sorted(names)
 
 
+def check_rank(model: nn.Module, rank: int) -> None:
+    """Raises ``UserError`` for an adapter of a larger rank than any layer of ``model`` can have."""
+    sizes = [
+        min(layer.weight.shape[0], layer.weight[0].numel())
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.weight.ndim > 1
+    ]
+    most = max(sizes, default=0)
+    if rank > max(most, _SMALL):
+        raise UserError(
+            f"model.lora.rank: {rank:,} is more than any layer of the model has (the widest has rank {most:,}); set it "
+            "to 16 or 32, say, or remove model.lora to train all weights"
+        )
+
+
 def adapted(
     model: nn.Module,
     saved: SavedAdapter,
@@ -104,6 +122,7 @@ def adapted(
 
     config, state = read(model, saved)
     config.task_type = task
+    check_rank(model, config.r)
     try:
         policy = get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,14 @@ from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json, JsonObject
 from mmrl.packages.places import origin_of
+from mmrl.report.environment import read_environment
 from mmrl.report.grids import before_after
-from mmrl.report.metrics import of_pairs, of_repeated, read
+from mmrl.report.metrics import of_pairs, of_repeated, read_numbers
 from mmrl.report.pictures import Shown, read_evaluations, score_text
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import cell
+from mmrl.secrets import masked
+from mmrl.stored import BadFileError
 
 What = Literal["merged", "lora", "lora-file"]
 """What an export writes: the whole model with its adapter merged, the adapter alone for diffusers and peft, or the
@@ -61,7 +63,7 @@ def write_card(
     The figures are those of ``heldout.jsonl`` and ``samples/`` up to ``step``, the checkpoint's. Returns whether there
     were any.
     """
-    rows = [row for row in read(directory.heldout) if row["step"] <= step]
+    rows = [row for row in read_numbers(directory.heldout) if row["step"] <= step]
     parts = [
         _front_matter(name, recipe, rows, what, usage),
         f"# {name}",
@@ -108,7 +110,9 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
     weights = "all weights" if lora is None else f"LoRA of rank {lora.rank} and alpha {lora.alpha:g}"
     merged = "" if lora is None else ", merged" if what == "merged" else ", the adapter alone"
     spent = [
-        row["perf/cpu_seconds"] for row in read(directory.metrics) if row["step"] <= step and "perf/cpu_seconds" in row
+        row["perf/cpu_seconds"]
+        for row in read_numbers(directory.metrics)
+        if row["step"] <= step and row.get("perf/cpu_seconds") is not None
     ]
     seconds = f", {spent[-1]:,.0f} CPU-seconds of training" if spent else ""
     average = " The weights are the moving average over the updates." if recipe.optim.ema_decay is not None else ""
@@ -260,14 +264,14 @@ def _published(value: Json, key: str = "") -> Json:
         return [_published(v, key) for v in value]
     if not isinstance(value, str):
         return value
-    return "(withheld)" if _SECRET.search(key) else public(value)
+    return "(withheld)" if _SECRET.search(key) or masked(value, key) != value else public(value)
 
 
 def _environment(directory: RunDir) -> JsonObject:
     """Versions and devices of the run (of the machine that trained, not of the one that exports)."""
     try:
-        recorded = json.loads(directory.env.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        recorded = read_environment(directory.env)
+    except (OSError, BadFileError):
         return {}
     return {key: recorded[key] for key in ("python", "versions", "devices", "cpu", "git") if recorded.get(key)}
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.report.charts import short, ticks
-from mmrl.report.metrics import read
+from mmrl.report.metrics import read_numbers
 from mmrl.report.rundir import RunDir
 
 At = TypeVar("At", bound=float)
@@ -55,7 +55,7 @@ def curve_picture(
 
 
 def _first_label(path: Path) -> str:
-    for row in read(RunDir(path).heldout):
+    for row in read_numbers(RunDir(path).heldout):
         for key in row:
             if key.startswith("reward/") and key.count("/") == 1:
                 return key
@@ -63,7 +63,7 @@ def _first_label(path: Path) -> str:
 
 
 def _curve(path: Path, key: str) -> dict[int, float]:
-    found = {row["step"]: row[key] for row in read(RunDir(path).heldout) if row.get(key) is not None}
+    found = {row["step"]: row[key] for row in read_numbers(RunDir(path).heldout) if row.get(key) is not None}
     if not found:
         raise UserError(f"{path} has no held-out {key}; give the label of a reward that heldout.jsonl has")
     return found

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from mmrl.files import write_atomic
 from mmrl.secrets import hidden
+from mmrl.stored import read_object
 
 NAME = "ended.json"
 How = Literal["finished", "early", "stopped", "failed"]
@@ -40,8 +41,8 @@ class Ended:
 
 def read_ended(run: Path) -> Ended | None:
     """How the run in ``run`` ended; None while it trains, where it was killed, and of an older version."""
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError), (run / NAME).open("rb") as file:
-        found = json.loads(file.read(_MOST))
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = read_object(run / NAME, _MOST)
         how, step, why = found["how"], found["step"], found["why"]
         if how in get_args(How) and isinstance(step, int) and isinstance(why, str):
             return Ended(how, step, why)

@@ -7,9 +7,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from mmrl.installing import DISTRIBUTION, version_of
 from mmrl.json_types import Json, JsonObject
+from mmrl.stored import read_as
 
 PACKAGES = {
     "mmrl": DISTRIBUTION,
@@ -29,6 +33,25 @@ PACKAGES = {
     },
 }
 """Names in env.json, and the distributions whose versions they tell."""
+
+
+class _Environment(BaseModel):
+    """The schema of ``env.json``; older versions wrote fewer of the keys."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    python: str | None = None
+    platform: str | None = None
+    cpu: dict[str, str | int | float | None] = {}
+    devices: list[dict[str, str | int | float | None]] = []
+    versions: dict[str, str] = {}
+    threads: dict[str, str | int] = {}
+    git: dict[str, str | bool] | None = None
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """What ``env.json`` holds of the machine and the versions of a run. Raises ``FileNotFoundError``, and
+    ``UserError`` where it is not as mmrl writes it."""
+    return read_as(_Environment, path).model_dump(exclude_unset=True)
 
 
 def environment() -> dict[str, Json]:

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
+from mmrl.stored import LARGEST_LINES, BadFileError, lines, parsed, read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_LAST_STEP = 10**9
 METRICS: dict[str, str] = {
     "reward/mean": "Weighted sum of the rewards (after normalisation), mean over the step's samples.",
     "reward/std": "Its standard deviation over the step's samples.",
@@ -251,19 +253,49 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
     Raises ``UserError`` for a broken line that is not the last: a crash does not make one.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [row for _, row in _rows(path)]
+
+
+def read_numbers(path: Path | str) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl or heldout.jsonl: a step each, and by name numbers that are finite, or None.
+
+    ``nonfinite`` lists names. Raises as ``read``, and for a row without a step.
+    """
+    found = []
+    for number, row in _rows(path):
+        if "step" not in row:
+            raise UserError(f"{path} line {number} has no step; delete that line")
+        named = row.get("nonfinite")
+        values = {key: _finite(value) for key, value in row.items() if key != "nonfinite"}
+        if isinstance(named, list):
+            values["nonfinite"] = [str(key) for key in named]
+        found.append(values)
+    return found
+
+
+def _finite(value: object) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _rows(path: Path | str) -> list[tuple[int, dict[str, Any]]]:
+    found = list(lines(Path(path)))
     rows = []
-    for place, (number, line) in enumerate(lines):
+    for place, (number, line) in enumerate(found):
         row = _parse(line)
-        if row is not None:
-            rows.append(row)
-        elif place < len(lines) - 1:
-            raise UserError(f"{path} line {number} is not a JSON object; delete that line")
+        if row is None:
+            if place < len(found) - 1:
+                raise UserError(f"{path} line {number} is not a JSON object; delete that line")
+            continue
+        for key in ("step", "of"):
+            if key in row and not _is_step(row[key]):
+                raise UserError(f"{path} line {number}, {key}: {str(row[key])[:40]} is no step; delete that line")
+        rows.append((number, row))
     return rows
+
+
+def _is_step(value: object) -> bool:
+    """Whether it can be the number of a step; -1 is before the first."""
+    return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= _LAST_STEP
 
 
 def truncate_after(path: Path, step: int) -> None:
@@ -278,8 +310,8 @@ def truncate_after(path: Path, step: int) -> None:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except ValueError:  # also bytes that are no text
+        row = parsed(line, "")
+    except BadFileError:  # also bytes that are no text
         return None
     return row if isinstance(row, dict) else None
 
@@ -288,7 +320,7 @@ def _mend(path: Path) -> None:
     """Make the file end with a whole line, so that the next row does not grow onto a torn one."""
     if not path.exists():
         return
-    content = path.read_bytes()
+    content = read_bytes(path, LARGEST_LINES)
     if not content or content.endswith(b"\n"):
         return
     start = content.rfind(b"\n") + 1

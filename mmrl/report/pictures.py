@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from PIL import Image, ImageSequence
+from pydantic import BaseModel, Field
 
 from mmrl.report.grids import moving, rgb, score_line
 from mmrl.report.texts import fold
+from mmrl.stored import BadFileError, read_as
 
 SLIDER_STEPS = 12
 """The most evaluations of the slider; of more, the first, the last and others at even distances."""
@@ -40,6 +41,13 @@ class Shown:
     media: tuple[Path, ...] = ()
 
 
+class Listing(BaseModel):
+    """The schema of ``samples/step_000000.json``: what each sample is, and its scores."""
+
+    step: Annotated[int, Field(ge=-1, le=10**9, strict=True)]
+    samples: list[dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The samples kept of the evaluation at ``step``, by prompt and its n-th occurrence there."""
@@ -58,19 +66,18 @@ def read_evaluations(folder: Path) -> list[Evaluation]:
     found = []
     for listing in sorted(folder.glob("step_*.json")):
         try:
-            content = json.loads(listing.read_text(encoding="utf-8"))
-            step, rows = int(content["step"]), list(content["samples"])
-        except (OSError, ValueError, KeyError, TypeError):
+            content = read_as(Listing, listing)
+        except (OSError, BadFileError):
             continue
         seen: Counter[str] = Counter()
         samples = {}
-        for row in rows:
+        for row in content.samples:
             shown = _shown(folder, row)
             if shown is not None:
                 samples[shown.prompt, seen[shown.prompt]] = shown
                 seen[shown.prompt] += 1
         if samples:
-            found.append(Evaluation(step, samples))
+            found.append(Evaluation(content.step, samples))
     return sorted(found, key=lambda e: e.step)
 
 

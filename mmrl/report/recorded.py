@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mmrl.config.evaluation_checks import label_of
+from mmrl.config.layers import parse_value
+from mmrl.config.older_keys import renamed
+from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.ended import Ended, read_ended
-from mmrl.report.metrics import of_pairs, of_repeated, of_source, read
+from mmrl.report.environment import read_environment
+from mmrl.report.metrics import of_pairs, of_repeated, of_source, read, read_numbers
 from mmrl.report.pictures import Evaluation, read_evaluations
 from mmrl.report.rundir import RunDir, looks_like_run
+from mmrl.stored import BadFileError, read_object, read_text
 
 _RESERVED = ("mean", "std", "dropped")
 """Metrics of the sum of all rewards; anything else after ``reward/`` is a label."""
@@ -116,15 +121,16 @@ def read_run(path: Path) -> RecordedRun:
     run = RunDir(path)
     if not (looks_like_run(path) or run.metrics.is_file() or run.heldout.is_file()):
         raise UserError(f"there is no run in {path}; name a directory that mmrl train made (it holds metrics.jsonl)")
+    run.check()
     return RecordedRun(
         path=path,
         metrics=_rows(run.metrics),
         heldout=_rows(run.heldout),
         failures=read(run.failures),
-        resolved=_json(run.resolved),
+        resolved=_settings(run.resolved),
         given=_given(run.recipe),
         overrides=run.overrides(),
-        env=_json(run.env),
+        env=_environment(run.env),
         owner=run.owner(),
         evaluations=read_evaluations(run.samples),
     )
@@ -132,34 +138,39 @@ def read_run(path: Path) -> RecordedRun:
 
 def _rows(path: Path) -> list[Row]:
     """The rows by step, the last one of each step, numbers only (others and non-finite ones are None)."""
-    by_step = {}
-    for row in read(path):
-        if isinstance(row.get("step"), int):
-            by_step[row["step"]] = {k: v if k == "nonfinite" else _finite(v) for k, v in row.items()}
+    by_step = {row["step"]: row for row in read_numbers(path)}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _finite(value: object) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
+def _environment(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_environment(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); mend or remove it") from error
-    return found if isinstance(found, dict) else {}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """The settings of a run, whose types are those of a recipe. Raises ``UserError``."""
+    if not path.exists():
+        return {}
+    found = read_object(path)
+    try:
+        Recipe.model_validate(renamed(found))
+    except ValidationError as error:  # of other versions keys may be missing, unknown, or out of today's limits
+        wrong = [one for one in error.errors(include_url=False) if one["type"].endswith("_type")]
+        if wrong:
+            key = ".".join(map(str, wrong[0]["loc"]))
+            raise BadFileError(f"{path}, {key}: {wrong[0]['msg']}; put it back from a copy") from None
+    except (ValueError, OSError):
+        pass
+    return found
 
 
 def _given(recipe: Path) -> set[str]:
     """The keys that the recipe itself sets, dotted."""
-    import yaml
-
     try:
-        documents = list(yaml.safe_load_all(recipe.read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError):
+        documents = [parse_value(text) for text in read_text(recipe).split("\n---\n")]
+    except (OSError, ValueError):
         return set()
     return {key for document in documents if isinstance(document, dict) for key, _ in flat(document)}
 

@@ -12,12 +12,14 @@ judge-*.jsonl      what generative judges read and wrote (transcripts), verdicts
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
 profile/           step_000002.json.gz, a trace by torch's profiler (profile: true)
 controllers/1/     the same of another controller: its own log, failures, verdicts and samples
+calling.json       the rewards that are being called, while they are
 checkpoints/       report.html        run.lock (held by the process that writes here)
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import itertools
 import json
 import os
@@ -28,16 +30,18 @@ import warnings
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mmrl.config.loader import Continuation
 from mmrl.config.masked_text import masked_document, masked_override
-from mmrl.errors import UserError
+from mmrl.errors import UserError, one_line
 from mmrl.files import remove, write_atomic
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.environment import environment
 from mmrl.report.metrics import truncate_after
 from mmrl.secrets import hidden, masked
+from mmrl.stored import LARGEST_LINES, BadFileError, parsed, read_object, read_text
+from mmrl.untrusted import open_file
 
 FILES = (
     "recipe.yaml",
@@ -53,6 +57,7 @@ FILES = (
     "judge-usage.jsonl",
     "ended.json",
     "continued.jsonl",
+    "calling.json",
     "report.html",
 )
 FOLDERS = ("samples", "checkpoints", "controllers", "profile", "strength", "tensorboard", "wandb", "trackio")
@@ -92,6 +97,8 @@ class RunDir:
         run = cls(path)
         try:
             refuse_directory(run.path, overwrite=overwrite, resume=resume)
+            if resume:
+                run.check()
             run.path.mkdir(parents=True, exist_ok=True)
             run._acquire()
             if overwrite or not (resume or has_begun(run.path)):
@@ -134,9 +141,9 @@ class RunDir:
 
         Secrets are masked in all of them.
         """
-        head = [f"{_OVERRIDE}{_one_line(masked_override(text, resolved))}" for text in overrides]
+        head = [f"{_OVERRIDE}{one_line(masked_override(text, resolved))}" for text in overrides]
         texts = [masked_document(path.read_text(encoding="utf-8"), resolved).rstrip() for path in recipes]
-        parts = [f"# {_one_line(path.name)}\n{text}" for path, text in zip(recipes, texts, strict=True)]
+        parts = [f"# {one_line(path.name)}\n{text}" for path, text in zip(recipes, texts, strict=True)]
         write_atomic(self.recipe, "\n".join([*head, "\n---\n".join(parts), ""]))
         write_atomic(self.resolved, json.dumps(masked(resolved), indent=2, ensure_ascii=False) + "\n")
 
@@ -147,11 +154,29 @@ class RunDir:
             _append(self.continued, [{"after": how.step, "changes": changes, "notes": list(how.notes)}])
         write_atomic(self.resolved, json.dumps(masked(resolved), indent=2, ensure_ascii=False) + "\n")
 
+    def check(self) -> None:
+        """Raises ``UserError`` where something in the directory is not of the kind that mmrl makes: a pipe or a device
+        in place of a file, which would be read without end, or a file in place of a folder."""
+        for name in (*FILES, LOCK):
+            path = self.path / name
+            if path.exists() and not path.is_file():
+                raise BadFileError(f"{path} is no regular file; remove it, or put the file back from a copy")
+            if path.exists() and path.stat().st_size > LARGEST_LINES:
+                raise BadFileError(f"{path} has more than {LARGEST_LINES:,} bytes; shorten or remove it")
+        for path in (self.path / name for name in FOLDERS):
+            if path.exists() and not path.is_dir():
+                raise BadFileError(f"{path} is no folder; remove it, or put the folder back from a copy")
+
+    def settings(self) -> dict[str, Any]:
+        """What resolved.json holds. Raises ``FileNotFoundError`` where it is missing, ``UserError`` where it is no
+        mapping."""
+        return read_object(self.resolved)
+
     def overrides(self) -> list[str]:
         """The ``a.b=c`` of the command line that started the run, from recipe.yaml."""
         try:
-            lines = self.recipe.read_text(encoding="utf-8").splitlines()
-        except OSError:
+            lines = read_text(self.recipe).splitlines()
+        except (OSError, BadFileError):
             return []
         head = itertools.takewhile(lambda line: line.startswith(_OVERRIDE), lines)
         return [line.removeprefix(_OVERRIDE) for line in head]
@@ -186,7 +211,7 @@ class RunDir:
     def owner(self) -> JsonObject | None:
         """``{"pid", "started"}`` of the process that is writing this run now, or None."""
         try:
-            with (self.path / LOCK).open("r", encoding="utf-8") as file:
+            with io.TextIOWrapper(open_file(self.path / LOCK), "utf-8", "replace") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -264,7 +289,7 @@ def refuse_directory(path: Path, *, overwrite: bool, resume: bool) -> None:
 def _owner(file: IO[str]) -> JsonObject:
     try:
         file.seek(0)
-        found = json.loads(file.read())
+        found = parsed(file.read(4096), LOCK)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -275,8 +300,3 @@ def _append(path: Path, lines: Iterable[JsonObject]) -> None:
     if text:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
-
-
-def _one_line(text: str) -> str:
-    """``text`` so that it stays inside its comment, whatever line breaks it holds."""
-    return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]", lambda m: json.dumps(m[0])[1:-1], text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.report.charts import Series, line_chart
+from mmrl.stored import read_object
 
 
 def read_sweep(run: Path, labels: Sequence[str], trained: Collection[str]) -> dict[str, Any] | None:
@@ -17,7 +17,7 @@ def read_sweep(run: Path, labels: Sequence[str], trained: Collection[str]) -> di
     are ``trained`` on. Raises ``UserError`` for a file that cannot be read."""
     file = run / "strength" / "sweep.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_object(file)
         rows = [{str(k): float(v) for k, v in row.items()} for row in found["rows"]]
         texts = [(str(one["strength"]), str(one["prompt"]), str(one["text"])) for one in found["texts"]]
         step = int(found["step"])

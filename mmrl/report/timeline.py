@@ -6,7 +6,6 @@ are parsed. A line that is not a record is counted and left out.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from markupsafe import Markup
 
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.charts import short, ticks
+from mmrl.stored import BadFileError, parsed
 
 ROLES = {
     "rollout": ("sampling", 0),
@@ -223,8 +223,8 @@ def _span(row: JsonObject) -> tuple[Place, Span] | None:
 
 def _parse(line: bytes) -> dict[str, Json] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parsed(line, "")
+    except BadFileError:
         return None
     return row if isinstance(row, dict) else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -42,7 +41,7 @@ def open_trackers(names: Sequence[str], run: RunDir, run_name: str) -> list[Trac
     (TensorBoard) or left as it is (wandb, trackio). Raises ``UserError`` as ``check_trackers`` does.
     """
     check_trackers(names)
-    config = json.loads(run.resolved.read_text(encoding="utf-8")) if run.resolved.exists() else {}
+    config = run.settings() if run.resolved.exists() else {}
     makers = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
     return [makers[name](run, run_name, config) for name in names]
 

@@ -17,13 +17,15 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
+from mmrl import torch_state
 from mmrl.errors import UserError, plain
 from mmrl.rewards.contract import Asked, Context
+from mmrl.rewards.last_words import watched
 from mmrl.rewards.loading import Loaded
 from mmrl.rewards.returned import NAN, Answer, BatchError, read_answer
 from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
-from mmrl.user_code import raised
+from mmrl.user_code import raised, said_by
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one, and their limit."""
@@ -85,7 +87,10 @@ class Caller:
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
         """The future of the answer for one batch; returns at once. ``cancel`` works until the call begins."""
-        return self._workers.submit(lambda: self.one(samples, context))
+        answer = self._workers.submit(lambda: self.one(samples, context))
+        if torch_state.changes_settings(self.reward.name):  # nothing else computes meanwhile
+            wait([answer])
+        return answer
 
     def many(self, batches: Sequence[Sequence[Sample]], context: Context) -> Iterator[Answer]:
         """The answers for ``batches``, in order. All of them are submitted when the first is read."""
@@ -134,7 +139,7 @@ class Caller:
         if isinstance(error, _DeadlineError):
             raise self._too_slow(len(samples))
         if isinstance(error, UserError):
-            raise BatchError(plain(str(error)), "") from error
+            raise BatchError(plain(said_by(error)), "") from error
         raise BatchError(*raised(error, self.reward.file, meta)) from error
 
     def _too_slow(self, n: int) -> BatchError:
@@ -241,9 +246,12 @@ class _ThreadLane:
             future, reward, samples, context = call
             _without_gradients()
             try:
-                future.set_result(reward.call(samples, context=context))
+                with watched(reward.name, here=False, folder=context.folder):
+                    returned = reward.call(samples, context=context)
+                future.set_result(returned)
             except BaseException as error:  # also sys.exit() in a reward: the caller decides what a failure costs
                 future.set_exception(error)
+            returned = None
             del future, call, reward, samples, context
 
 
@@ -273,12 +281,13 @@ class _LoopLane:
     @staticmethod
     async def _call(reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> object:
         _without_gradients()
-        task = asyncio.ensure_future(reward.call(samples, context=context))
-        done, _ = await asyncio.wait([task], timeout=None if math.isinf(timeout) else timeout)
-        if not done:
-            task.cancel()
-            raise _DeadlineError
-        return task.result()
+        with watched(reward.name, here=False, folder=context.folder):
+            task = asyncio.ensure_future(reward.call(samples, context=context))
+            done, _ = await asyncio.wait([task], timeout=None if math.isinf(timeout) else timeout)
+            if not done:
+                task.cancel()
+                raise _DeadlineError
+            return task.result()
 
 
 def _without_gradients() -> None:

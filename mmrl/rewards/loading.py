@@ -21,6 +21,7 @@ from mmrl.json_types import JsonObject
 from mmrl.python_objects import in_this_process
 from mmrl.report.notices import tell
 from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
+from mmrl.rewards.last_words import watched
 from mmrl.trajectory import Sample
 from mmrl.user_code import defined_at, describe, option_problems, peers_advice, place_of
 
@@ -111,7 +112,8 @@ class Loaded:
 
     def _turned(self, method: str, device: torch.device | str) -> bool | None:
         try:
-            return None if self.sleeper is None else getattr(self.sleeper, method)(device)
+            with watched(self.name):
+                return None if self.sleeper is None else getattr(self.sleeper, method)(device)
         except UserError:
             raise
         except Exception as error:
@@ -129,7 +131,8 @@ class Loaded:
 
         def run() -> None:
             try:
-                closed.set_result(close())
+                with watched(self.name, here=False):
+                    closed.set_result(close())
             except BaseException as error:  # raised below
                 closed.set_exception(error)
 
@@ -196,7 +199,8 @@ def build(found: Found, options: JsonObject) -> Loaded:
     holder: Any = found.target
     if inspect.isclass(holder):
         try:
-            holder = holder(**options)
+            with watched(found.name):
+                holder = holder(**options)
         except UserError:
             raise
         except Exception as error:
@@ -224,7 +228,8 @@ def _is_built(target: object) -> bool:
 def asked_of_options(found: Found, ask: Callable[[], T]) -> T:
     """The result of ``ask``, which calls a function of the reward's file on its options. Raises ``UserError``."""
     try:
-        return ask()
+        with watched(found.name):
+            return ask()
     except UserError:
         raise
     except Exception as error:
@@ -244,7 +249,8 @@ def _module(name: str, root: Path | None) -> ModuleType:
             raise UserError(f"there is no file {name}; looked from {looked}")
         file = file.resolve()
     try:
-        return _load.load("rewards", str(file) if file else name)
+        with watched(name):
+            return _load.load("rewards", str(file) if file else name)
     except _load.LoadError as error:
         raise UserError(str(error)) from None
     except Exception as error:

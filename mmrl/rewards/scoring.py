@@ -34,6 +34,7 @@ from mmrl.rewards.async_scoring import (
 )
 from mmrl.rewards.calling import Caller, Calls
 from mmrl.rewards.contract import Context, Input
+from mmrl.rewards.last_words import watched
 from mmrl.rewards.loading import Found, Loaded, build, find, problems
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.returned import Answer
@@ -187,7 +188,8 @@ class RewardSet:
             if ask is None:
                 continue
             try:
-                found[entry.label] = [ask(sample) for sample in views(samples)]
+                with watched(entry.loaded.name):
+                    found[entry.label] = [ask(sample) for sample in views(samples)]
             except Exception as error:
                 place = place_of(error, entry.loaded.file)
                 raise UserError(
@@ -310,7 +312,8 @@ class RewardSet:
         parts = batches(entry, range(len(samples)), samples)
         for batch in parts:
             try:
-                value = entry.loaded.call(views([samples[i] for i in batch]), context=context)
+                with watched(entry.loaded.name):
+                    value = entry.loaded.call(views([samples[i] for i in batch]), context=context)
             except UserError:
                 raise
             except Exception as error:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
@@ -151,6 +152,9 @@ class RewardServer(ThreadingHTTPServer):
         return [group for group in kept if group]
 
 
+_HOST = "the request names another host; ask this server as 127.0.0.1 or localhost, or start it with a token (--token)"
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: RewardServer  # type: ignore[assignment]
     protocol_version = "HTTP/1.1"
@@ -183,12 +187,16 @@ class _Handler(BaseHTTPRequestHandler):
         return going_on
 
     def do_GET(self) -> None:
-        if self.path != "/health":
+        if not self._meant():
+            self._refuse(403, _HOST)
+        elif self.path != "/health":
             self._refuse(404, f"there is no {self.path}; this server has GET /health and POST /score")
         else:
             self._answer(200, json.dumps(self.server.health()).encode())
 
     def do_POST(self) -> None:
+        if not self._meant():
+            return self._refuse(403, _HOST)
         if self.path != "/score":
             return self._refuse(404, f"there is no {self.path}; this server has GET /health and POST /score")
         if not self._authorised():
@@ -244,6 +252,18 @@ class _Handler(BaseHTTPRequestHandler):
             return 400, _error(str(error))
         except RuntimeError as error:
             return 500, _error(str(error))
+
+    def _meant(self) -> bool:
+        """Whether the request names this machine as its host. A page in a browser here, whose own name was made to
+        point here, names another, and would read what needs no token."""
+        host = self.headers.get("Host")
+        if self.server.token or host is None:  # a browser always sends it
+            return True
+        try:
+            name = urlsplit(f"//{host}").hostname
+        except ValueError:  # half of an address of IPv6
+            return False
+        return name is not None and (is_loopback(name) or name == self.server.server_name.lower())
 
     def _authorised(self) -> bool:
         if not self.server.token:

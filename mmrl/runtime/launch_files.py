@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
+from mmrl.errors import UserError, one_line
 
 TO_FILL_IN = "# TO FILL IN:"
 """Marks what no recipe can know."""
@@ -38,6 +38,11 @@ class Job:
         """CPU cores of a controller: at least the recipe's threads, and on a GPU more."""
         threads = self.recipe.threads or 1
         return self.cpus or (max(threads, _PER_GPU) if self.gpus else threads)
+
+    @property
+    def shown(self) -> str:
+        """The directory of the run, for comments."""
+        return one_line(str(self.out))
 
     def nodes(self) -> tuple[int, int]:
         """The number of hosts, and of controllers on each. Raises ``UserError`` where they do not divide."""
@@ -78,7 +83,7 @@ def slurm(job: Job) -> str:
         "##SBATCH --time=HH:MM:SS",
         *([] if job.gpus else ["# device=cpu: no GPUs are asked for"]),
         "",
-        f"cd {shlex.quote(str(job.folder))} || exit 1  # all nodes must see it, and {job.out}",
+        f"cd {shlex.quote(str(job.folder))} || exit 1  # all nodes must see it, and {job.shown}",
         f"{TO_FILL_IN} what makes `mmrl` a command there, such as: source .venv/bin/activate",
         f"srun --kill-on-bad-exit=0 {shlex.join(job.command)}",
     ]
@@ -93,7 +98,7 @@ def torchrun(job: Job) -> str:
     lines = [f"cd {shlex.quote(str(job.folder))} || exit 1"]
     start = f"torchrun --nnodes {nodes} --nproc-per-node {each}"
     if nodes > 1:
-        lines.insert(0, f"# on each of {nodes} hosts, all of which see this folder and {job.out}")
+        lines.insert(0, f"# on each of {nodes} hosts, all of which see this folder and {job.shown}")
         lines.append(f"{TO_FILL_IN} the address of one of the hosts, and a port that is free on it")
         lines.append('HEAD=${HEAD:?"set HEAD=ADDRESS:PORT"}')
         start += f' --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id {shlex.quote(job.recipe.name)}'

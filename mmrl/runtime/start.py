@@ -25,6 +25,7 @@ from mmrl.report.html import write_report
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
 from mmrl.report.verdict import judge_run
+from mmrl.rewards.last_words import left_by_last
 from mmrl.runtime.launch import launch
 from mmrl.runtime.shipped import variables
 from mmrl.secrets import remember
@@ -138,6 +139,12 @@ def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) ->
     check_trackers(loaded.recipe.log)
     remember(variables(loaded.recipe))
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
+        if names := left_by_last(directory.path):
+            print(
+                f"warning: the last process of this run ended in a call of the reward {' or '.join(names)}: it was "
+                "killed there, or the reward ended it (a crash, os._exit, too much memory)",
+                file=sys.stderr,
+            )
         if resume and loaded.continues is None and directory.resolved.exists():  # one killed at once has no recipe yet
             same_run(directory, loaded)
         found = reader.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written

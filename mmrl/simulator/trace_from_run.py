@@ -13,7 +13,6 @@ are decisions of the adaptive placement. Without that file ``metrics.jsonl`` has
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,9 @@ from mmrl.errors import UserError
 from mmrl.placement.hindsight import rounds
 from mmrl.placement.simulated_devices import MicroBatch, Rounds
 from mmrl.placement.tasks import Call, Event
-from mmrl.report.metrics import read
+from mmrl.report.metrics import read, read_numbers
 from mmrl.simulator.trace import Trace, Work
+from mmrl.stored import read_object
 
 ROLLOUT, JUDGE, WAKE, CALL = "rollout", "judge", "wake", "call"
 Row = Mapping[str, Any]
@@ -45,7 +45,7 @@ class Recorded:
 
 def read_run(run: Path) -> Recorded:
     """Read a run directory. Raises ``UserError`` if nothing was recorded, or the records cannot be read."""
-    metrics = {row["step"]: row for row in read(run / "metrics.jsonl") if "time/step" in row}
+    metrics = {row["step"]: row for row in read_numbers(run / "metrics.jsonl") if row.get("time/step") is not None}
     events = [row for row in read(run / "placement.jsonl") if "role" in row]
     if any("sampling/stale_tokens" in row for row in metrics.values()):
         raise UserError(
@@ -62,7 +62,9 @@ def read_run(run: Path) -> Recorded:
         raise UserError(f"{run} has no metrics.jsonl with steps in it; name the directory of a run with finished steps")
     try:
         return _of_events(run, events, metrics, apart) if events else _of_metrics(run, metrics)
-    except (KeyError, TypeError, ValueError) as error:
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         name = "placement.jsonl" if events else "metrics.jsonl"
         raise UserError(f"{run / name} has a line with an unexpected format ({error!r}); delete it") from None
 
@@ -167,7 +169,7 @@ def _after(rows: Sequence[Row], metrics: Row | None) -> float:
 def _of_metrics(run: Path, metrics: Mapping[int, Row]) -> Recorded:
     """Every micro-batch has the mean duration of its step. The time of judging is only the wait for it, which is less
     than its duration if it overlapped with sampling."""
-    settings = json.loads((run / "resolved.json").read_text(encoding="utf-8"))
+    settings = read_object(run / "resolved.json")
     train, sampling = settings["train"], settings["sampling"]
     controllers = settings.get("controllers", 1)
     prompts = -(-train["prompts_per_step"] // controllers)

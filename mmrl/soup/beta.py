@@ -17,15 +17,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import as_list, as_number, as_object, as_text
 from mmrl.planner.plan import changed
 from mmrl.soup.backbones import begun, planned, train_backbones, train_rest
 from mmrl.soup.evaluation import measuring
 from mmrl.soup.formulas import Point, hypervolume, merging_weights
 from mmrl.soup.record import AUTO, NAME, Soup, read_soup
+from mmrl.stored import Number, Text, read_as
 
 BETAS = (0.6, 0.7, 0.8, 1.0)
 """The paper tries the first three. The last one is Rewarded Soup."""
@@ -36,6 +38,13 @@ SHARE = 5
 POINTS = 5
 """Preferences for which a merge of each trial is measured."""
 _MERGES = "merges.json"
+
+
+class _Kept(BaseModel):
+    """The schema of ``merges.json``: what the merges were made of, and their rewards, in units."""
+
+    of: list[Text]
+    rewards: list[tuple[Number, Number]]
 
 
 def train_with_best_beta(
@@ -115,10 +124,9 @@ def _merges(soup: Soup) -> list[Point]:
     """The held-out rewards, in units, of the trial's merges for ``POINTS`` preferences; measured once and kept."""
     kept, made_of = soup.path / _MERGES, [*soup.recipe, *soup.overrides]
     if kept.exists():
-        said = as_object(json.loads(kept.read_text(encoding="utf-8")))
-        if [as_text(text) for text in as_list(said["of"])] == made_of:
-            pairs = [as_list(point) for point in as_list(said["rewards"])]
-            return [(as_number(a), as_number(b)) for a, b in pairs]
+        said = read_as(_Kept, kept)
+        if said.of == made_of:
+            return said.rewards
     grid = [(k / (POINTS - 1), 1 - k / (POINTS - 1)) for k in range(POINTS)]
     with measuring(soup) as measure:
         rewards = [measure(mu, merging_weights(soup.matrix, mu)).rewards for mu in grid]

@@ -6,17 +6,37 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.json_types import JsonObject
 from mmrl.soup.formulas import combination
+from mmrl.stored import BadFileError, Layers, Number, Text, read_as
 
 NAME = "soup.json"
 AUTO = "auto"
 """What ``--beta`` is called where it is to be chosen."""
+
+
+class _Trial(BaseModel):
+    beta: Number
+    hypervolume: Number
+
+
+class _Said(BaseModel):
+    """The schema of ``soup.json``."""
+
+    rewards: Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]
+    units: tuple[Number, ...]
+    beta: Number
+    recipe: tuple[Text, ...]
+    overrides: tuple[Text, ...]
+    finished: tuple[Layers, ...]
+    trials: tuple[_Trial, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,19 +102,10 @@ class Soup:
 def read_soup(path: Path) -> Soup:
     """The soup in the folder ``path``. Raises ``UserError`` where there is none, or its file is damaged."""
     try:
-        said = as_object(json.loads((path / NAME).read_text(encoding="utf-8")))
-        trials = [as_object(one) for one in as_list(said.get("trials", []))]
-        return Soup(
-            path,
-            tuple(map(as_text, as_list(said["rewards"]))),
-            tuple(map(as_number, as_list(said["units"]))),
-            as_number(said["beta"]),
-            tuple(map(as_text, as_list(said["recipe"]))),
-            tuple(map(as_text, as_list(said["overrides"]))),
-            tuple(map(as_integer, as_list(said["finished"]))),
-            tuple((as_number(one["beta"]), as_number(one["hypervolume"])) for one in trials),
-        )
+        said = read_as(_Said, path / NAME)
     except FileNotFoundError:
         raise UserError(f"{path} is no soup: it has no {NAME}; name a folder that mmrl soup train made") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / NAME} cannot be read ({error!r}); put it back from a copy") from error
+    if len(said.units) != len(said.rewards):
+        raise BadFileError(f"{path / NAME}, units: one for each of rewards is needed; put it back from a copy")
+    trials = tuple((one.beta, one.hypervolume) for one in said.trials)
+    return Soup(path, said.rewards, said.units, said.beta, said.recipe, said.overrides, said.finished, trials)

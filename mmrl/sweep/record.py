@@ -8,12 +8,42 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import Json, JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.json_types import JsonObject
+from mmrl.stored import Number, Text, read_as
 
 NAME = "sweep.json"
+
+
+_Place = Annotated[int, Field(ge=1, le=10**6, strict=True)]
+
+
+_Seed = Annotated[int, Field(ge=0, strict=True)]
+
+
+class _Row(BaseModel):
+    round: _Place
+    trial: _Place
+    seed: _Seed | None = None
+    value: Number | None
+    cpu_seconds: Number
+    failed: Text
+
+
+class _Said(BaseModel):
+    """The schema of ``sweep.json``."""
+
+    recipe: tuple[Text, ...]
+    overrides: tuple[Text, ...]
+    trials: tuple[tuple[Text, ...], ...]
+    factor: _Place
+    seeds: Annotated[tuple[_Seed, ...], Field(min_length=1)] = (0,)
+    results: list[_Row]
 
 
 @dataclass(frozen=True)
@@ -95,21 +125,13 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """The search in the folder ``path``. Raises ``UserError`` where there is none, or its file is damaged."""
     try:
-        said = as_object(json.loads((path / NAME).read_text(encoding="utf-8")))
-        seeds = tuple(map(as_integer, as_list(said.get("seeds", [0]))))
-        results: dict[tuple[int, int, int], Result] = {}
-        for row in map(as_object, as_list(said["results"])):
-            value = None if row["value"] is None else as_number(row["value"])
-            result = Result(value, as_number(row["cpu_seconds"]), as_text(row["failed"]))
-            results[as_integer(row["round"]), as_integer(row["trial"]), as_integer(row.get("seed", seeds[0]))] = result
-        trials = tuple(_texts(one) for one in as_list(said["trials"]))
-        given = _texts(said["recipe"]), _texts(said["overrides"])
-        return Sweep(path, *given, trials, as_integer(said["factor"]), seeds, results)
+        said = read_as(_Said, path / NAME)
     except FileNotFoundError:
         raise UserError(f"{path} holds no search: it has no {NAME}; leave out --resume, or correct --out") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path / NAME} cannot be read ({error!r}); put it back from a copy") from error
-
-
-def _texts(found: Json) -> tuple[str, ...]:
-    return tuple(map(as_text, as_list(found)))
+    results = {
+        (row.round, row.trial, said.seeds[0] if row.seed is None else row.seed): Result(
+            row.value, row.cpu_seconds, row.failed
+        )
+        for row in said.results
+    }
+    return Sweep(path, said.recipe, said.overrides, said.trials, said.factor, said.seeds, results)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.pipelines.lora import adapted, saved_adapter, targets_of
+from mmrl.pipelines.lora import adapted, check_rank, saved_adapter, targets_of
 from mmrl.text.conditioner import Tokenizer
 from mmrl.text.row_loading import load_rows
 
@@ -170,6 +170,7 @@ def _adapted(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     task = "CAUSAL_LM" if model.can_generate() else None
     if saved := saved_adapter(lora):
         return adapted(model, saved, recipe.model.path, task=task)
+    check_rank(model, lora.rank)
     torch.manual_seed(recipe.seed)
     sees = any(re.fullmatch(_VISION, name) for name, _ in model.named_modules())
     config = LoraConfig(

@@ -21,6 +21,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import JsonObject
 from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
+from mmrl.stored import read_object
 from mmrl.text.answered import answer_tokens
 from mmrl.text.base_model import base_model, peft_model
 from mmrl.text.conditioner import Conditioner
@@ -227,10 +228,9 @@ def settings_at(path: str) -> JsonObject:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return read_object(file)
     except (OSError, ValueError) as error:
         raise UserError(f"path: {file} cannot be read ({error}); export the reward model again") from error
-    return found if isinstance(found, dict) else {}
 
 
 def refuse_others(recipe: Recipe, chat: str) -> None:

@@ -15,7 +15,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.judge.replay import Recorded, within
 from mmrl.report.durations import duration
-from mmrl.report.metrics import read
+from mmrl.report.metrics import read_numbers
 from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Verified
 from mmrl.run import open_run
@@ -31,7 +31,7 @@ def verify(path: Path, step: int | None = None) -> Verified:
     """
     recipe, directory = open_run(path)
     check_one_device(recipe, path)
-    rows, evaluated = ({row["step"]: row for row in read(f)} for f in (directory.metrics, directory.heldout))
+    rows, evaluated = ({row["step"]: row for row in read_numbers(f)} for f in (directory.metrics, directory.heldout))
     span = span_of(directory, rows, recipe.checkpoint.every, step)
     took = sum(rows[n].get("time/step") or 0.0 for n in span.steps)
     several = f"steps {span.first} to {span.last}" if len(span.steps) > 1 else f"step {span.last}"

@@ -13,10 +13,11 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.judge.replay import Recorded
-from mmrl.report.environment import environment
+from mmrl.report.environment import environment, read_environment
 from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Part
 from mmrl.secrets import hidden
+from mmrl.stored import BadFileError
 from mmrl.verify.span import Rows
 
 
@@ -44,8 +45,8 @@ def of_servers(recipe: Recipe, *, evaluated: bool) -> list[str]:
 def of_environment(directory: RunDir) -> list[str]:
     """The differences between this machine and the one on which the run was last started."""
     try:
-        before = json.loads(directory.env.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        before = read_environment(directory.env)
+    except (OSError, BadFileError):
         return [f"What the run was made with is not known: {directory.env.name} cannot be read."]
     before, now = (flatten(_that_counts(env)) for env in (before, environment()))
     changed = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.checkpoint.manifest import entries
-from mmrl.checkpoint.reader import Saved
+from mmrl.checkpoint.reader import whole
 from mmrl.checkpoint.run_state import of_run, restore
 from mmrl.config.schema import Recipe
 from mmrl.datasets.loading import load_prompts
@@ -139,7 +139,11 @@ class Replay:
                 return None
             self.notes.append(f"Checkpoint {entry.directory.name} is not whole: {why}.")
             return Part("tensors", of, [Compared(entry.directory.name, False, ("not whole",))])
-        saved = Saved(step, {}, entry.directory).tensors
+        try:
+            saved = whole(entry).tensors
+        except UserError as error:
+            self.notes.append(f"The checkpoint of step {step} is not compared: {error}.")
+            return Part("tensors", of, [Compared(entry.directory.name, False, ("not whole",))])
         theirs = {f"{part}/{name}": t for part, tensors in saved.items() for name, t in tensors.items()}
         ours = of_run(self.run, step).flat
         found = [_tensor(name, theirs.get(name), ours.get(name)) for name in {**theirs, **ours}]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmrl.checkpoint.manifest import STATE, Entry, entries, fault_of
-from mmrl.checkpoint.reader import Saved
+from mmrl.checkpoint.manifest import Entry, entries, fault_of
+from mmrl.checkpoint.reader import Saved, whole
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.report.progress import Progress
@@ -53,9 +52,7 @@ def span_of(directory: RunDir, rows: Rows, every: int, step: int | None) -> Span
     for entry in sorted(before, key=lambda e: (-e.step, e.renamed)):
         why = fault(entry)
         if why is None:
-            state = json.loads((entry.directory / STATE).read_text(encoding="utf-8"))
-            found = Saved(entry.step, state, entry.directory)
-            return _with_rows(Span(found, step or entry.step + 1), rows, directory)
+            return _with_rows(Span(whole(entry), step or entry.step + 1), rows, directory)
         faults.append(f"checkpoint {entry.directory.name} is not whole: {why}")
         print(f"warning: {faults[-1]}; an older one is taken", file=sys.stderr)
         usable.remove(entry)

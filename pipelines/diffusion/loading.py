@@ -13,7 +13,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_list, as_text
 from mmrl.pipelines.description import Component, Description, Phase
-from mmrl.pipelines.lora import adapted, saved_adapter, targets_of
+from mmrl.pipelines.lora import adapted, check_rank, saved_adapter, targets_of
 
 from .adapter import Adapter
 from .caching import cache_of
@@ -164,6 +164,7 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
     if saved := saved_adapter(lora):
         policy: nn.Module = adapted(adapter.model, saved, recipe.model.path, reader(adapter))
     else:
+        check_rank(adapter.model, lora.rank)
         torch.manual_seed(recipe.seed)
         config = LoraConfig(
             r=lora.rank,

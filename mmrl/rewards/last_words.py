@@ -1,0 +1,92 @@
+"""Name the reward in whose call a process ends without a word: by ``os._exit``, a crash or a kill.
+
+``os._exit`` says before it ends whose call it is in. For what leaves no time to speak, a file in the run's directory
+names the calls that are under way; it is gone after them, and ``--resume`` tells what it finds there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mmrl import torch_state
+from mmrl.untrusted import parse_json, read_file
+
+CALLING = "calling.json"
+"""The file in a run's directory that names the rewards that are being called."""
+_LENGTH = 1024
+_turn = threading.Lock()
+_threads: dict[tuple[int, int], list[str]] = {}
+"""By process and thread: the rewards whose code runs there."""
+_calls: dict[Path, list[str]] = {}
+_files: dict[Path, int] = {}
+_exit = os._exit
+
+
+@contextmanager
+def watched(name: str, *, here: bool = True, folder: Path | None = None) -> Generator[None]:
+    """Code of the reward ``name`` runs inside: torch's settings are kept (``torch_state``), and an end of the process
+    is an end of the reward. ``folder``: the run's directory, for calls."""
+    os._exit = _end
+    place = os.getpid(), threading.get_ident()
+    with _turn:
+        _threads.setdefault(place, []).append(name)
+        _note(folder, name, begins=True)
+    try:
+        with torch_state.kept(name, here=here):
+            yield
+    finally:
+        with _turn:
+            _threads[place].remove(name)
+            _note(folder, name, begins=False)
+
+
+def left_by_last(folder: Path) -> list[str]:
+    """The rewards that were being called when the last process of the run in ``folder`` ended; removes the note."""
+    file = folder / CALLING
+    try:
+        found = parse_json(read_file(file, most=_LENGTH))
+        file.unlink()
+    except (OSError, ValueError):
+        return []
+    return [str(name)[:200] for name in found] if isinstance(found, list) else []
+
+
+def _end(status: int) -> None:
+    names = _threads.get((os.getpid(), threading.get_ident()))
+    if names:
+        who = " or ".join(dict.fromkeys(names))
+        with suppress(OSError, ValueError):
+            print(
+                f"error: the reward {who} ended the process by os._exit({status!r}); raise an exception there in its "
+                "place: then the samples of that call have no score, and the run goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+    _exit(status)
+
+
+def _note(folder: Path | None, name: str, *, begins: bool) -> None:
+    if folder is None:
+        return
+    calls = _calls.setdefault(folder, [])
+    calls.append(name) if begins else calls.remove(name)
+    with suppress(OSError):  # a full or lost disk is found by what the run itself writes
+        if folder not in _files:
+            _files[folder] = os.open(folder / CALLING, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            atexit.register(_remove, folder, os.getpid())
+        text = json.dumps(list(dict.fromkeys(calls))[:8])[:_LENGTH]
+        os.pwrite(_files[folder], text.encode().ljust(_LENGTH), 0)
+
+
+def _remove(folder: Path, process: int) -> None:
+    """At a regular end of the process."""
+    if os.getpid() == process:
+        with suppress(OSError):
+            (folder / CALLING).unlink()

@@ -1,0 +1,68 @@
+"""A reward that ends the process is named: by the process itself, or by the next one of the run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mmrl.rewards import last_words
+from tests.recipes import train
+
+ENDS = {
+    "exit": ("os._exit(7)", 7, "ended the process by os._exit(7)"),
+    "kill": ("os.kill(os.getpid(), 9)", -9, ""),
+    "crash": ("ctypes.string_at(0)", -11, ""),
+    "abort": ("os.abort()", -6, ""),
+}
+REWARD = """
+import ctypes, os, resource
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def score(samples, *, context):
+    if context.step >= 0 and not os.path.exists({mended!r}):
+        {how}
+    return [0.0] * len(samples)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+def test_a_reward_that_ends_the_process_is_named(how, tmp_path):
+    code, status, said = ENDS[how]
+    file, mended = tmp_path / "mine.py", tmp_path / "mended"
+    file.write_text(REWARD.format(how=code, mended=str(mended)))
+    words = ["train.steps=1", "eval.every=null", f"rewards=[{{name: shapes}}, {{name: '{file}', weight: 0}}]"]
+    ended = train(tmp_path / "run", *words)
+    assert ended.returncode == status
+    assert said in ended.stderr
+    if said:
+        assert f"the reward {file} ended" in ended.stderr
+    mended.touch()
+    again = train(tmp_path / "run", *words, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "the last process of this run ended in a call of the reward" in again.stderr
+    assert str(file) in again.stderr.partition("ended in a call")[2].splitlines()[0]
+    assert not (tmp_path / "run" / last_words.CALLING).exists()
+    assert "ended in a call" not in train(tmp_path / "run", *words, "--resume").stderr
+
+
+def test_a_child_of_a_reward_ends_in_silence():
+    code = (
+        "import os\nfrom mmrl.rewards.last_words import watched\nwith watched('mine'):\n"
+        "    child = os.fork()\n    if not child:\n        os._exit(0)\n    os.waitpid(child, 0)\n"
+        "    print('alive', flush=True)\n    os._exit(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "alive\n")
+    assert ended.stderr.count("the reward mine ended the process") == 1
+
+
+def test_what_is_no_note_says_nothing(tmp_path):
+    file = tmp_path / last_words.CALLING
+    for content in (b"", b"[" * 10**6, b"\xff", b"{}", b"3", b" " * 1024):
+        file.write_bytes(content)
+        assert last_words.left_by_last(tmp_path) == []
+    os.mkfifo(tmp_path / "pipe")
+    file.unlink(missing_ok=True)
+    file.symlink_to(tmp_path / "pipe")
+    assert last_words.left_by_last(tmp_path) == []

@@ -1,0 +1,166 @@
+"""A reward changes no setting of torch for training: not at import, not when it is built, not when it is called."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmrl import torch_state
+from mmrl.rewards.calling import Caller
+from mmrl.rewards.contract import Context
+from mmrl.rewards.loading import build, find
+
+OF_PROCESS = {
+    "dtype": "torch.set_default_dtype(torch.float64)",
+    "tensor type": "torch.set_default_tensor_type(torch.DoubleTensor)",
+    "deterministic": "torch.use_deterministic_algorithms(True)",
+    "debug mode": "torch.set_deterministic_debug_mode('warn')",
+    "matmul precision": "torch.set_float32_matmul_precision('medium')",
+    "any precision": "torch.backends.fp32_precision = 'tf32'",
+    "mkldnn precision": "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "tf32": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "cudnn": "torch.backends.cudnn.benchmark = True",
+    "cudnn tf32": "torch.backends.cudnn.allow_tf32 = False",
+    "reduced": "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False",
+    "flash": "torch.backends.cuda.enable_flash_sdp(False)",
+    "efficient": "torch.backends.cuda.enable_mem_efficient_sdp(False)",
+    "math": "torch.backends.cuda.enable_math_sdp(False)",
+    "order": (
+        "global held; from torch.nn.attention import SDPBackend as s, sdpa_kernel; "
+        "held = sdpa_kernel([s.MATH, s.FLASH_ATTENTION], set_priority=True); held.__enter__()"
+    ),
+    "mkldnn": "torch.backends.mkldnn.set_flags(False)",
+    "nnpack": "torch.backends.nnpack.set_flags(False)",
+    "encoders": "torch.backends.mha.set_fastpath_enabled(False)",
+    "anomaly": "torch.autograd.set_detect_anomaly(True)",
+    "hook": "torch.nn.modules.module.register_module_forward_hook(lambda m, i, o: o * 2 if torch.is_tensor(o) else o)",
+}
+OF_THREAD = {
+    "device": "torch.set_default_device('meta')",
+    "gradients": "torch.set_grad_enabled(False)",
+    "inference": "global guard; guard = torch.inference_mode(); guard.__enter__()",
+    "autocast": "torch.autocast('cpu', dtype=torch.bfloat16).__enter__()",
+    "autocast cache": "torch.set_autocast_cache_enabled(False)",
+    "tiny numbers": "torch.set_flush_denormal(True)",
+    "threads": "torch.set_num_threads(3)",
+    "numpy": "import numpy; numpy.seterr(all='raise')",
+    "mode": "from torch.utils._device import DeviceContext; DeviceContext('meta').__enter__()",
+}
+ALL = {**OF_PROCESS, **OF_THREAD}
+
+
+def state():
+    tables = torch_state._table("process", torch_state._of_process) + torch_state._table(
+        "thread", torch_state._of_thread
+    )
+    return {one.name: one.get() for one in tables}
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch):
+    monkeypatch.setattr(torch_state, "_told", set())
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("setter", ALL.values(), ids=ALL)
+def test_what_a_reward_sets_is_set_back_and_named_once(setter, capfd):
+    before = state()
+    names = {"torch": torch}
+    for _ in range(2):
+        with torch_state.kept("mine.py"):
+            exec(setter, names)
+    assert state() == before
+    said = capfd.readouterr().err
+    lines = [line for line in said.splitlines() if "the reward mine.py changed" in line]
+    assert lines
+    assert len(lines) == len(set(lines))
+    assert (torch.ones(2, requires_grad=True) * 0.5).sum().requires_grad
+    assert torch.zeros(1).dtype == torch.float32
+    assert np.geterr()["over"] != "raise"
+
+
+@pytest.mark.parametrize("setter", OF_PROCESS.values(), ids=OF_PROCESS)
+def test_a_call_in_its_thread_is_watched_too(setter, tmp_path, capfd):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import torch\ndef score(samples, *, context):\n    {setter}\n    return [1.0] * len(samples)\n")
+    before = state()
+    caller = Caller(build(find(str(file)), {}), timeout=60)
+    try:
+        assert caller.submit([], Context(0)).result().error is None
+        assert state() == before
+        assert torch_state.changes_settings(str(file))
+        assert caller.submit([], Context(0)).done()  # nothing else computes during its later calls
+    finally:
+        caller.close()
+    assert str(file) in capfd.readouterr().err
+
+
+def test_of_calls_at_once_both_are_named_and_a_moment_counts_as_none(capfd):
+    before, inside, leave = state(), threading.Event(), threading.Event()
+
+    def first():
+        with torch_state.kept("a", here=False):
+            torch.set_default_dtype(torch.float64)
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait(60)
+    with torch_state.kept("b", here=False):
+        leave.set()
+        thread.join()
+    assert state() == before
+    assert "the reward a or b changed the default dtype" in capfd.readouterr().err
+    with torch_state.kept("c"):
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(torch.float32)
+    assert not capfd.readouterr().err
+
+
+REWARD = """
+import torch
+SETS = {setter!r}
+def switch(place):
+    if place == {place!r}:
+        exec(SETS, globals())
+switch("import")
+class Switch:
+    def __init__(self):
+        switch("construction")
+    def score(self, samples, *, context):
+        switch("call")
+        return [0.0] * len(samples)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sweep("rewards that change torch's settings, the weights after training")
+def test_the_weights_are_those_without_the_reward(tmp_path, sweep):
+    from mmrl.cli import app
+    from tests.test_hostile_runs import RECIPE
+
+    def weights(name, *more):
+        out = tmp_path / name
+        rewards = ", ".join(["{name: shapes}", *more])
+        app(
+            ["train", *RECIPE, "train.steps=2", "eval.every=2", f"rewards=[{rewards}]", "--out", str(out)],
+            standalone_mode=False,
+        )
+        return load_file(out / "checkpoints" / "step_000002" / "weights.safetensors")
+
+    plain = weights("plain")
+    cases = [*itertools.product(ALL, ("import", "construction", "call"))]
+    every = max(1, len(cases) // sweep.size(3, len(cases)))
+    for number, (name, place) in enumerate(cases[::every]):
+        file = tmp_path / f"reward_{number}.py"
+        file.write_text(REWARD.format(setter=ALL[name], place=place))
+        found = weights(f"run{number}", f"{{name: '{file}:Switch', label: switch, weight: 0}}")
+        same = found.keys() == plain.keys() and all(torch.equal(found[key], plain[key]) for key in plain)
+        sweep.check(same, f"{name} at {place}")
+    sweep.done()
