@@ -14,9 +14,11 @@ from mmrl._torchvision import allow_cpu_only
 allow_cpu_only()  # before transformers imports torchvision
 
 import diffusers  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
+from pydantic import ValidationError  # noqa: E402
 
 from mmrl.config.schema import Recipe  # noqa: E402
+from mmrl.errors import UserError  # noqa: E402
 from tests.tiny_diffusion import SHAPES, save  # noqa: E402
 
 FAMILIES = ["sd", "sdxl", "sd3", "flux", "qwen_image", "wan", "z_image", "flux2_klein", "sana"]
@@ -52,7 +54,11 @@ def recipe(family, folder, lora):
 
 
 def built(family, folder, path):
-    made = recipe(family, folder, {"path": str(path)})
+    return built_with(family, folder, {"path": str(path)})
+
+
+def built_with(family, folder, lora):
+    made = recipe(family, folder, lora)
     kind = mmrl.load("pipelines", f"diffusion/{family}")
     return kind.build(made, made.model.path, torch.device("cpu"))
 
@@ -320,3 +326,96 @@ def test_kohyas_alphas_are_of_their_modules(folders, stock, tmp_path, family):
     pipeline = built(family, folders[family], tmp_path / "several.safetensors")
     expected, found = velocity(pipeline.adapter, base), velocity(pipeline.adapter, pipeline.policy)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def kohya(key="lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"):
+    a, b = torch.randn(4, 32), torch.randn(32, 4)
+    return {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b, f"{key}.alpha": torch.tensor(2.0)}
+
+
+BESIDE = {
+    "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": "a part for a text encoder",
+    "lora_te2_text_model_encoder_layers_0_mlp_fc1.alpha": "a part for a text encoder",
+    "text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_A.weight": "a part for a text encoder",
+    "text_encoder_2.text_projection.lora.down.weight": "a part for a text encoder",
+    "lora_unet_x.dora_scale": "DoRA",
+    "unet.x.lora_magnitude_vector": "DoRA",
+    "lora_unet_x.lokr_w1": "LoKr of LyCORIS",
+    "lora_unet_x.hada_w1_a": "LoHa of LyCORIS",
+    "lora_unet_x.oft_blocks": "OFT",
+    "lora_unet_x.lora_mid.weight": "a LoRA with a middle matrix",
+    "lora_unet_x.diff": "whole differences of weights",
+    "diffusion_model.blocks.0.norm.diff_b": "whole differences of weights",
+    "lora_unet_x.on_input": r"\(IA\)3",
+    "unet.x.lora_B.bias": "biases",
+    "bundle_emb.me.string_to_param.*": "an embedding of textual inversion",
+    "lora_unet_x.a1.weight": "GLoRA",
+    "unet.conv_in.weight": "no weight of a LoRA",
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_part_that_is_no_plain_lora_is_named_before_a_model_is_loaded(tmp_path, name):
+    save_file(kohya() | {name: torch.ones(4, 4)}, tmp_path / "one.safetensors")
+    for path in (tmp_path, tmp_path / "one.safetensors"):
+        with pytest.raises(
+            ValidationError, match=f"which is {BESIDE[name]}.*remove lora.path, and a new adapter"
+        ) as said:
+            recipe("sd", "nowhere", {"path": str(path)})
+        assert name in str(said.value)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -2.0, float("nan"), float("inf")])
+def test_an_alpha_that_does_nothing_is_refused(tmp_path, alpha):
+    save_file(kohya() | {f"{next(iter(kohya()))[:-17]}.alpha": torch.tensor(alpha)}, tmp_path / "one.safetensors")
+    with pytest.raises(ValidationError, match=r"has an alpha of .*remove lora\.path"):
+        recipe("sd", "nowhere", {"path": str(tmp_path / "one.safetensors")})
+
+
+def test_what_a_message_says_of_files_can_be_done(tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file(kohya(), tmp_path / name)
+    with pytest.raises(ValidationError, match=r"give one of its files \(a\.safetensors, b\.safetensors\)"):
+        recipe("sd", "nowhere", {"path": str(tmp_path)})
+    assert recipe("sd", "nowhere", {"path": str(tmp_path / "a.safetensors")}).model.lora.alpha == 2
+    (tmp_path / "old").mkdir()
+    torch.save(kohya(), tmp_path / "old" / "one.pt")
+    with pytest.raises(ValidationError, match=r"no safetensors file.*safetensors\.torch\.save_file, or remove"):
+        recipe("sd", "nowhere", {"path": str(tmp_path / "old" / "one.pt")})
+    save_file(torch.load(tmp_path / "old" / "one.pt", weights_only=True), tmp_path / "old" / "one.safetensors")
+    lora = recipe("sd", "nowhere", {"path": str(tmp_path / "old")}).model.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (4, 2.0, None)
+    (tmp_path / "old" / "one.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ValidationError, match="cannot be read"):
+        recipe("sd", "nowhere", {"path": str(tmp_path / "old" / "one.safetensors")})
+
+
+def test_a_lora_of_another_family_is_refused(folders, tmp_path):
+    save_file(kohya("lora_unet_double_blocks_0_img_attn_proj"), tmp_path / "flux.safetensors")
+    for family in ("sd", "sd3", "wan"):
+        with pytest.raises(UserError, match=r"Give a LoRA of this family|Set model\.path to the model") as said:
+            built(family, folders[family], tmp_path / "flux.safetensors")
+        assert len(str(said.value)) < 800
+
+
+def test_merging_into_the_base_works_as_the_message_says(folders, tmp_path):
+    """For what is refused: a LoRA whose settings of diffusers ask for DoRA."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folders["sd"])
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, lora_alpha=6, use_dora=True, target_modules=["to_q", "to_v"])
+    pipe.unet.add_adapter(config)
+    for p in pipe.unet.parameters():
+        p.data += 0.2 * torch.randn_like(p) if p.requires_grad else 0
+    state = get_peft_model_state_dict(pipe.unet)
+    about = json.loads(json.dumps(config.to_dict(), default=list))
+    pipe.save_lora_weights(tmp_path / "dora", unet_lora_layers=state, unet_lora_adapter_metadata=about)
+    with pytest.raises(ValidationError, match=r"DoRA|use_dora"):
+        recipe("sd", folders["sd"], {"path": str(tmp_path / "dora")})
+    fresh = diffusers.DiffusionPipeline.from_pretrained(folders["sd"])
+    fresh.load_lora_weights(str(tmp_path / "dora"))
+    fresh.fuse_lora()
+    fresh.unload_lora_weights()
+    fresh.save_pretrained(tmp_path / "merged")
+    pipeline = built_with("sd", tmp_path / "merged", {"rank": 2})
+    found = velocity(pipeline.adapter, pipeline.policy)
+    torch.testing.assert_close(found, velocity(pipeline.adapter, pipe.unet.eval()), atol=1e-4, rtol=1e-4)

@@ -205,7 +205,7 @@ def _of_file(file: Path) -> SavedAdapter:
             f"path: {file} has the names of peft and not its settings; copy the {CONFIG} that peft wrote beside it, "
             f"as {file.with_name(CONFIG)}, and give {WEIGHTS} in that folder"
         )
-    ranks = _ranks({name: entry for name, entry in names.items() if not name.endswith(".alpha")}, file)
+    ranks = _ranks(names, file)
     alphas = [_number(file, entry) for name, entry in names.items() if name.endswith(".alpha")]
     if wrong := [a for a in alphas if not (math.isfinite(a) and a > 0)]:
         raise ValueError(f"path: {file} has an alpha of {wrong[0]}, with which it does nothing; {_NEW}")
@@ -248,13 +248,14 @@ def _ranks(names: Mapping[str, JsonObject], file: Path) -> dict[str, int]:
     ranks: dict[str, int] = {}
     sides: dict[str, set[bool]] = {}
     for name, entry in names.items():
-        found = _PAIR.search(name)
-        if reason := _other(name) or (None if found else "no weight of a LoRA"):
+        found, alpha = _PAIR.search(name), name.endswith(".alpha")
+        if reason := _other(name) or (None if found or alpha else "no weight of a LoRA"):
             raise ValueError(
                 f"path: {file} has {name}, which is {reason}; merge the file into its base model with the program that "
                 f"made it and set model.path to that, {_ITS_OWN}"
             )
-        assert found is not None
+        if found is None:
+            continue
         shape = entry["shape"]
         assert isinstance(shape, list)
         first = any(found.group(key) for key in _FIRST)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
-
-if TYPE_CHECKING:  # slow to import
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 def merged_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -16,12 +10,11 @@ def merged_weights(module: nn.Module) -> dict[str, Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     state = module.state_dict()
-    inner: set[nn.Module] = set()
-    for name, layer in module.named_modules():
-        if not isinstance(layer, BaseTunerLayer) or layer in inner:
-            continue
-        wrappers = list(_wrappers(layer))
-        inner.update(wrappers)
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
+    for name, layer in layers.items():
+        if name.removesuffix(".base_layer") in layers and name.endswith(".base_layer"):
+            continue  # peft wraps a layer of experts once for each of its parameters
+        wrappers = [layer, *(inner for other, inner in layers.items() if _is_within(other, name))]
         for key in [k for k in state if k.startswith(f"{name}.")]:
             del state[key]
         for key, value in layer.get_base_layer().state_dict().items():
@@ -34,10 +27,7 @@ def merged_weights(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _wrappers(layer: nn.Module) -> Iterator[BaseTunerLayer]:
-    """The layer and those that it wraps: peft adds one for each parameter of a layer of experts."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    while isinstance(layer, BaseTunerLayer):
-        yield layer
-        layer = layer.base_layer
+def _is_within(name: str, outer: str) -> bool:
+    """Whether a wrapper called ``name`` is inside the one called ``outer``."""
+    rest = name.removeprefix(outer)
+    return rest != "" and rest == ".base_layer" * rest.count(".base_layer") and name.startswith(outer)
