@@ -6,11 +6,13 @@ import random
 
 import pytest
 import torch
+from PIL import Image
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import BadPromptError, UserError
+from mmrl.media import Media
 from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
@@ -19,6 +21,7 @@ from mmrl.text.conversation import check_template
 from mmrl.training import loop
 from mmrl.trajectory import Prompt, Turn
 from tests import tiny
+from tests.sweeps import Sweep
 
 allow_cpu_only()
 
@@ -283,6 +286,55 @@ def test_a_thought_of_an_earlier_turn_is_the_templates_to_show(tmp_path):
     assert "<think>\nx\n</think>" in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+def test_variables_of_the_template_hold_for_answers_too(thinks):
+    tokenizer = tokenizers()["merges"]
+    chat = chat_of(tokenizer, TEMPLATES["empty thoughts"], enable_thinking=thinks)
+    for prompt, text in itertools.product(
+        conversations(Sweep("", long=False)), ("4", "<think>\nx\n</think>\n\n4", "\n4")
+    ):
+        whole = [*said(prompt), {"role": "assistant", "content": text}]
+        assert row_of(chat, prompt, {"content": text}) in list(library(tokenizer, whole, enable_thinking=thinks))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm"])
+def test_answers_to_pictures_have_the_processors_tokens(tmp_path, kind):
+    pytest.importorskip("torchvision")
+    tiny.vision_model(tmp_path / "model", kind)
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "a.png")
+    (tmp_path / "tiny.yaml").write_text(RECIPE.replace("llm/chat", "vlm/chat"))
+    write(tmp_path, [{"prompt": "What?", "image": "a.png", "answer": "red"}] * 2)
+    begins = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    for template in (None, begins):  # the second begins to think
+        made = loaded(tmp_path)
+        chat = (
+            mmrl.load("pipelines", "vlm/chat")
+            .build(made.recipe, str(tmp_path / "model"), torch.device("cpu"))
+            .conditioner
+        )
+        if template:
+            assert template in chat.saved.chat_template
+            chat.saved.chat_template = chat.saved.chat_template.replace(template, template + "<think>\n")
+        picture = Media("image", path=str(tmp_path / "a.png"))
+        prompt = Prompt("p", "What is <image>?", media=(picture,), system="Look.")
+        for text in ("red", "<think>\nx\n</think>\n\nred"):
+            found = row_of(chat, prompt, {"content": text})
+            messages = [
+                {"role": "system", "content": [{"type": "text", "text": "Look."}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "What is "},
+                        {"type": "image", "image": Image.open(tmp_path / "a.png")},
+                        {"type": "text", "text": "?"},
+                    ],
+                },
+                {"role": "assistant", "content": [{"type": "text", "text": text}]},
+            ]
+            right = chat.saved.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+            assert found == right["input_ids"][0].tolist()
+
+
 # -- what templates do to messages ---
 
 
@@ -472,13 +524,17 @@ def test_the_plan_names_answers_and_reasoning_that_the_template_does_not_show(fo
         {"role": "assistant", "content": "4", "reasoning_content": "y"},
     ]
     write(folder, [*rows, {"messages": turns}])
-    made = plan(loaded(folder, *SFT))
+    (problem,) = plan(loaded(folder, *SFT)).problems
+    assert "2 of 8 prompts looked at cannot be used (q:4, q:4)" in problem
+    assert "raise data.max_bad_fraction" in problem
+    made = plan(loaded(folder, *SFT, "data.max_bad_fraction=0.5"))
     assert made.problems == []
     said = "\n".join(made.notes)
     assert "2 of 8 prompts looked at cannot be used (q:4, q:4)" in said
     assert "does not show reasoning_content of message 4 (assistant)" in said
     assert "never reads thinking, which earlier turns of 2 of 8 prompts have" in said
     reads = plan(loaded(folder, template("begins to think"), *SFT))
+    assert reads.problems == []
     assert not any("cannot be used" in note for note in reads.notes)
 
 

@@ -333,7 +333,9 @@ def _rows(
         prompt, row_tokens, said = description.longest(looked_at)
         made.notes += said
         if isinstance(description.pipeline, LanguagePipeline):
-            made.notes += unreadable(description.pipeline, looked_at)
+            problems, notes = unreadable(description.pipeline, looked_at)
+            made.problems += problems
+            made.notes += notes
         return prompt, row_tokens, []
     sampling = recipe.sampling
     if description.too_long is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError
 from mmrl.text.pipeline import LanguagePipeline
-from mmrl.text.template_probe import reads_key
+from mmrl.text.template_probe import TemplateFaultError, reads_key
 from mmrl.trajectory import Prompt
 
 _NAMED = 5
@@ -34,14 +34,14 @@ def lacking_truths(recipe: Recipe, train: Sequence[Prompt], heldout: Sequence[Pr
             )
 
 
-def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Notes: prompts that the chat template does not show, or whose given texts it does not; and reasoning of earlier
-    turns that it never reads."""
+def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> tuple[list[str], list[str]]:
+    """Problems and notes: prompts that the chat template does not show, or whose given texts it does not, a problem
+    where they are more than ``data.max_bad_fraction``; and reasoning of earlier turns that it never reads."""
     step = max(1, -(-len(prompts) // MOST))
     looked_at, bad, unread = prompts[::step], list[BadPromptError](), dict[str, int]()
     for prompt in looked_at:
         try:
-            pipeline.conditioner.render(prompt)
+            _render(pipeline, prompt)
             if pipeline.pairs is not None:
                 for column in pipeline.pairs.columns.values():
                     pipeline.pairs.behind(prompt, column)
@@ -51,16 +51,29 @@ def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> Iterato
         for key in keys:
             if not reads_key(pipeline.conditioner.saved, key):
                 unread[key] = unread.get(key, 0) + 1
+    notes = [
+        f"the chat template never reads {key}, which earlier turns of {times} of {len(looked_at)} prompts have: that "
+        "reasoning is left out"
+        for key, times in unread.items()
+    ]
+    named = f"{len(bad)} of {len(looked_at)} prompts looked at cannot be used ({_listed([e.prompt for e in bad])})"
+    if len(bad) > pipeline.recipe.data.max_bad_fraction * len(looked_at):
+        return [
+            f"data: {named}; of the first, {bad[0].reason}; or raise data.max_bad_fraction to leave them out"
+        ], notes
     if bad:
-        yield (
-            f"{len(bad)} of {len(looked_at)} prompts looked at cannot be used ({_listed([e.prompt for e in bad])}): "
-            f"they are left out and named in failures.jsonl; of the first, {bad[0].reason}"
-        )
-    for key, times in unread.items():
-        yield (
-            f"the chat template never reads {key}, which earlier turns of {times} of {len(looked_at)} prompts have: "
-            "that reasoning is left out"
-        )
+        notes.append(f"{named}: they are left out and named in failures.jsonl; of the first, {bad[0].reason}")
+    return [], notes
+
+
+def _render(pipeline: LanguagePipeline, prompt: Prompt) -> None:
+    """Raises ``BadPromptError`` where the template does not show the prompt. What else is wrong with it, such as its
+    media, is found when it is encoded."""
+    try:
+        pipeline.conditioner.render(prompt)
+    except BadPromptError as error:
+        if isinstance(error.__cause__, TemplateFaultError):
+            raise
 
 
 def unread_systems(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[str]:
