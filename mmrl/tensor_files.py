@@ -145,7 +145,7 @@ def _checked(found: object, size: int, path: Path | str) -> tuple[dict[str, Stor
     for name, one in sorted(tensors.items(), key=lambda pair: pair[1].data_offsets):
         begin, stop = one.data_offsets
         bits = _BITS.get(one.dtype)
-        fits = bits is None or math.prod(one.shape) * bits == (stop - begin) * 8
+        fits = bits is not None and math.prod(one.shape) * bits == (stop - begin) * 8
         if begin != end or stop < begin or not fits:
             raise BadFileError(f"the header of {path}: {name[:80]} has a shape, a type and a place that do not agree")
         end = stop

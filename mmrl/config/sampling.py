@@ -76,7 +76,7 @@ class Sampling(Section):
     ``width``."""
     frames: Count | None = None
     """Frames of a clip; None if the pipeline makes pictures."""
-    max_sequence_length: Count = 256
+    max_sequence_length: Annotated[int, Field(gt=0, le=8192)] = 256
     """Tokens of a prompt for the text encoders that take a limit (T5)."""
     shift: PositiveFloat | None = None
     """A fixed shift of the noise levels, s to shift s / (1 + (shift - 1) s); None takes the checkpoint's own, which may

@@ -114,8 +114,16 @@ def read_samples(path: Path) -> Samples:
         step, prompts, values = row.get("step"), row.get("prompts"), row.get("values")
         if not (isinstance(step, int) and isinstance(prompts, list) and isinstance(values, dict)):
             continue
-        weights = row.get("weights") or [1.0] * len(prompts)
-        columns = {str(key): of for key, of in values.items() if isinstance(of, list) and len(of) == len(prompts)}
+        given = row.get("weights")
+        fits = isinstance(given, list) and len(given) == len(prompts)
+        numbers = fits and all(isinstance(weight, int | float) for weight in given)
+        weights = given if numbers else [1.0] * len(prompts)
+        columns = {
+            str(key): [value if isinstance(value, int | float) else None for value in of]
+            for key, of in values.items()
+            if isinstance(of, list) and len(of) == len(prompts)
+        }
+        prompts = [str(prompt) for prompt in prompts]
         halved = {key: _ties(key, columns) for key in columns}
         found.setdefault(step, {}).update({key: _sums(prompts, of, weights) for key, of in halved.items()})
     return found

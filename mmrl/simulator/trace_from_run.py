@@ -34,6 +34,10 @@ ROLLOUT, JUDGE, WAKE, CALL = "rollout", "judge", "wake", "call"
 Row = Mapping[str, Any]
 
 
+_MOST, _MOST_STEPS = 1 << 16, 10**6
+"""Controllers and devices, and steps, of a run."""
+
+
 @dataclass(frozen=True)
 class Recorded:
     """The trace of a run with ``controllers`` controllers of ``devices`` devices each."""
@@ -89,6 +93,11 @@ def fitted(recorded: Recorded, controllers: int, devices: int, micro_batches: in
 
 
 def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row], apart: bool) -> Recorded:
+    for row in events:
+        if not (0 <= int(row["controller"]) < _MOST and -1 <= int(row.get("device", -1)) < _MOST):
+            raise ValueError(f"controller {row['controller']}, device {row.get('device')}")
+        if not 0 <= int(row["step"]) < _MOST_STEPS:
+            raise ValueError(f"step {row['step']}")
     controllers = 1 + max(int(row["controller"]) for row in events)
     devices = 1 + max(int(row["device"]) for row in events if row["role"] != CALL)
     by_step: defaultdict[int, list[Row]] = defaultdict(list)
