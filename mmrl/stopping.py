@@ -27,11 +27,9 @@ class Stop:
 
     @property
     def why(self) -> str:
-        """Why a stop was asked for, in a few words."""
-        if self.reason:
-            return self.reason
-        if self.signal is None:
-            return "whoever took its steps went no further"
+        """Why a stop was asked for, in a few words; empty where this process does not know."""
+        if self.reason or self.signal is None:
+            return self.reason or ""
         return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
 
     @property

@@ -124,6 +124,13 @@ def test_the_runs_changed_the_model_so_that_equal_pixels_mean_something(root: Pa
         assert difference(of_run(root / name), current) > 0.01, "the average and the weights must differ here"
 
 
+def test_exported_files_have_the_permissions_of_new_files(exported: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    wanted = (tmp_path / "new").stat().st_mode
+    for folder in (exported.merged, exported.lora):
+        assert {file.stat().st_mode for file in folder.rglob("*") if file.is_file()} == {wanted}
+
+
 def test_merged_lora_draws_what_the_policy_draws(root: Path, exported: SimpleNamespace) -> None:
     pipe = fresh(exported.merged)
     assert type(pipe) is StableDiffusion3Pipeline

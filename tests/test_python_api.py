@@ -162,6 +162,12 @@ def test_a_callback_stops_the_run_and_it_resumes(small, tmp_path, capsys):
     assert run.steps == 1
     assert not run.finished
     assert "stopped after step 1 (enough); continue with: the same call" in capsys.readouterr().err
+    assert run.status == "stopped at step 1: enough"
+    assert "stopped at step 1: enough" in repr(run)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "stopped at step 1: enough" in page
+    assert "is short" not in page
+    assert mmrl.continue_run(run, rewards=[red]).status == "finished"
 
 
 def test_a_run_in_another_thread_leaves_the_signals_alone(small, tmp_path):

@@ -45,6 +45,7 @@ def language_model(folder: Path, kind: str = "qwen3", sharp: float = 0.3, seed: 
 
     ``words``: single tokens beside the bytes; ``config``: what differs in the model's configuration.
     """
+    allow_cpu_only()  # before transformers imports torchvision
     import transformers as t
 
     made, model = {

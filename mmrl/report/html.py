@@ -130,9 +130,14 @@ def _remarks(run: RecordedRun) -> list[str]:
 def _continued(run: RecordedRun) -> Iterator[str]:
     """What ``mmrl continue`` changed, each time."""
     for row in run.continued:
-        changes, notes = (found if isinstance(found := row.get(key), list) else [] for key in ("changes", "notes"))
-        said = [_changed(of) for of in changes if isinstance(of, dict)]
-        yield f"Continued after step {row.get('after')}: {'; '.join([*said, *map(str, notes)])}."
+        notes = row.get("notes")
+        said = [_changed(of) for of in _listed(row.get("changes"))]
+        said += map(str, notes if isinstance(notes, list) else [])
+        yield f"Continued after step {row.get('after')}: {'; '.join(said)}."
+
+
+def _listed(found: Any) -> list[dict[str, Any]]:
+    return [of for of in found if isinstance(of, dict)] if isinstance(found, list) else []
 
 
 def _changed(of: Mapping[str, Any]) -> str:
@@ -248,7 +253,11 @@ def _example(row: Row) -> str:
 def _config(run: RecordedRun) -> list[dict[str, Any]]:
     """Every setting with where it came from: the command line, the recipe, or a default."""
 
+    continued = {str(of.get("key")) for row in run.continued for of in _listed(row.get("changes"))}
+
     def source(key: str) -> str:
+        if key in continued:
+            return "mmrl continue"
         if any(key == k or key.startswith((f"{k}.", f"{k}[")) for k in run.overridden):
             return "command line"
         return "recipe" if key in run.given else "default"
