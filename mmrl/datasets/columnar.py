@@ -118,8 +118,8 @@ def _expanded(column: Any) -> int:
     import pyarrow.compute as pc
 
     if pa.types.is_dictionary(column.type):
-        lengths = pc.binary_length(column.dictionary)
-        return pc.sum(pc.take(lengths, column.indices)).as_py() or 0
+        lengths = pc.call_function("binary_length", [column.dictionary])
+        return pc.call_function("sum", [lengths.take(column.indices)]).as_py() or 0
     if pa.types.is_struct(column.type):
         return sum(map(_expanded, column.flatten()))
     return _expanded(column.flatten()) if column.type.num_fields and hasattr(column, "flatten") else 0

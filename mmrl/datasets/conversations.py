@@ -90,8 +90,9 @@ def _of_text(text: str) -> list[Cell] | None:
                 "has a conversation as Python prints it, in place of JSON; write it with json.dumps, or store a list"
             ) from None
         return None
-    listed = isinstance(found, list) and found and all(isinstance(m, Mapping) and _is_message(m) for m in found)
-    return found if listed else None
+    if not isinstance(found, list) or not found or not all(isinstance(m, Mapping) and _is_message(m) for m in found):
+        return None
+    return [*found]
 
 
 def _is_message(found: Mapping[str, Cell]) -> bool:

@@ -76,7 +76,7 @@ def upright_rgb(image: Image.Image) -> tuple[Image.Image, str | None]:
     The orientation is read before the conversion, which loses it in some modes. Pillow has turned a TIFF already when
     it was loaded.
     """
-    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     rgb, note = _to_rgb(image)
     if turn is None:
         return rgb, note
