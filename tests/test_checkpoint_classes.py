@@ -174,3 +174,47 @@ def test_the_advice_for_a_model_of_the_same_weights_works(folders, tmp_path):  #
     saved = tmp_path / "made-as-text-to-image"
     described("sd", saved)
     built("sd", saved)
+
+
+@pytest.mark.parametrize("parts", [("unet",), ("unet", "vae", "text_encoder")])
+def test_a_folder_of_a_variant_is_planned_and_trained(folders, tmp_path, parts):  # noqa: F811
+    folder = of_class(folders["sd"], tmp_path / "made")
+    for part in parts:
+        (file,) = (folder / part).glob("*.safetensors")
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    described("sd", folder)
+    ours, plain = built("sd", folder), built("sd", folders["sd"])
+    for name in ("unet", "vae", "text_encoder"):
+        for a, b in zip(
+            getattr(ours.adapter.pipe, name).parameters(),
+            getattr(plain.adapter.pipe, name).parameters(),
+            strict=True,
+        ):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("family", "reads"), [("sd", True), ("sdxl", True), ("flux", True), ("wan", False)])
+def test_a_single_file_is_refused_with_a_command(folders, tmp_path, monkeypatch, family, reads):  # noqa: F811
+    """The command runs as it is printed; what diffusers makes of a real file is diffusers' own matter, for which it
+    needs the hub, so that a stored pipeline stands for it."""
+    import diffusers
+
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    for how in (described, built):
+        with pytest.raises(UserError, match="is a single file") as error:
+            how(family, file)
+    if not reads:
+        assert "diffusers reads no single file of a WanPipeline" in str(error.value)
+        return
+    command = shlex.split(str(error.value).splitlines()[-1])
+    kind = getattr(
+        diffusers, {"sd": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}.get(family, "FluxPipeline")
+    )
+    asked = []
+    monkeypatch.setattr(
+        kind, "from_single_file", lambda path: asked.append(path) or kind.from_pretrained(folders[family])
+    )
+    exec(command[2], {})
+    assert asked == [str(file)]
+    described(family, tmp_path / "model")

@@ -23,6 +23,8 @@ from torch import Tensor
 from mmrl.algorithms import sde
 
 Solver = Literal["euler", "dpmsolver++"]
+LOWER_FINAL = 15
+"""With fewer steps the last one is Euler's, as diffusers' ``lower_order_final`` has it."""
 
 
 def corrections(sigmas: Tensor) -> Tensor:
@@ -32,6 +34,7 @@ def corrections(sigmas: Tensor) -> Tensor:
     h = log_ratio.diff()
     ratio = torch.cat([torch.zeros(1, dtype=h.dtype), h[1:] / (2 * h[:-1])])
     usable = ratio.isfinite() & h.isfinite()
+    usable[-1] &= len(h) >= LOWER_FINAL
     gain = (1 - s[1:]) - (1 - s[:-1]) * s[1:] / s[:-1]
     return torch.where(usable, gain * ratio.nan_to_num(0, 0, 0), torch.zeros_like(gain))
 

@@ -17,7 +17,7 @@ from mmrl.hub_files import file_of, unreadable
 
 from .adapter import Adapter
 from .prompt_lengths import tokenizer_of
-from .refusals import check_classes
+from .refusals import check_classes, check_path
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
@@ -36,6 +36,7 @@ def empty_pipeline(
     ``path`` is a directory or a hub name; where its configuration files cannot be read, the ``architecture`` file is.
     ``dtypes`` by component, with a ``default``. Raises ``UserError``.
     """
+    check_path(family, path)
     configs, source = _configurations(family, path, architecture)
     try:
         return _assemble(family, configs, dtypes), source

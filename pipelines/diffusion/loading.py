@@ -21,7 +21,7 @@ from .compiling import compile_for_all
 from .describe import empty_pipeline
 from .flow import FlowPipeline
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
-from .refusals import check_classes, check_fields
+from .refusals import check_classes, check_fields, check_path, variant_of
 from .row_loading import load_rows
 from .saved_lora import reader
 from .sizes import Sizes
@@ -120,6 +120,7 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()  # one for each of nine components
+    check_path(family, path)
     kind: type[DiffusionPipeline] = getattr(diffusers, family.pipeline)
     try:
         index = kind.load_config(path)
@@ -130,7 +131,8 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
         given: dict[str, nn.Module | None] = dict.fromkeys([*family.unused, *absent])
         if (model := _rows(family, recipe, path, kind, index)) is not None:
             given[family.trains] = model
-        return kind.from_pretrained(path, dtype=_dtypes(family, recipe), **family.options, **given)
+        variant = variant_of(family, path)
+        return kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
     except (OSError, ValueError, TypeError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         raise UserError(

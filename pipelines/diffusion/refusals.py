@@ -7,9 +7,11 @@ A field is used, is without effect, or is refused by name, before a weight is re
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mmrl
@@ -28,6 +30,40 @@ _SAME_WEIGHTS = ("Img2Img", "PAG")
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------
+
+
+def check_path(family: type[Adapter], path: str) -> None:
+    """Raises ``UserError`` where ``path`` is one file, with the command that makes a folder of it."""
+    if not Path(path).is_file():
+        return
+    said = f"model.path: {path} is a single file, and a diffusers folder (with model_index.json) is what is read"
+    if not hasattr(getattr(import_module("diffusers"), family.pipeline), "from_single_file"):
+        raise UserError(f"{said}; diffusers reads no single file of a {family.pipeline}: download its folder")
+    folder = Path(path).with_suffix("")
+    raise UserError(
+        f"{said}: make one, and set model.path={folder}\n"
+        f"  python -c \"import diffusers; diffusers.{family.pipeline}.from_single_file('{path}')"
+        f".save_pretrained('{folder}')\""
+    )
+
+
+def variant_of(family: type[Adapter], path: str) -> str | None:
+    """The variant of the weights in the folder ``path`` (``fp16``) where some component has no others; None where all
+    have plain ones, or where ``path`` is no folder here."""
+    needed = set[str]()
+    for name in (family.trains, "vae", *family.encoders):
+        found = [_WEIGHTS.fullmatch(file.name) for file in Path(path, name).glob("*")]
+        variants = {match["variant"] for match in found if match}
+        if variants and None not in variants:
+            needed |= {str(one) for one in variants}
+    return min(needed, default=None)
+
+
+_WEIGHTS = re.compile(
+    r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(?P<variant>(?!safetensors|bin)[\w-]+?))?"
+    r"(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
+)
+"""Names of files with weights, whole or in parts: ``model.fp16-00001-of-00002.safetensors``."""
 
 
 def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
