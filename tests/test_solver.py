@@ -182,3 +182,10 @@ def test_what_follows_eulers_gradients_refuses_it():
 def test_another_name_is_refused():
     with pytest.raises(RecipeError, match=r"sampling\.solver"):
         load_recipe(["shapes-lora"], ["sampling.solver=heun"])
+
+
+@pytest.mark.parametrize(("steps", "first"), [(2, True), (14, True), (15, False), (30, False)])
+def test_fewer_than_fifteen_steps_end_at_first_order(steps, first):
+    """diffusers' lower_order_final, which shows where the last level is above 0, as Stable Diffusion's is."""
+    last = corrections(torch.linspace(0.95, 0.03, steps + 1))[-1].item()
+    assert (last == 0) == first

@@ -28,7 +28,7 @@ class SDXLAdapter(UNetAdapter):
     family = "Stable Diffusion XL"
     pipeline = "StableDiffusionXLPipeline"
     encoders = ("text_encoder", "text_encoder_2")
-    fixed = UNetAdapter.fixed | {"addition_embed_type": ("text_time",)}
+    fixed = {**UNetAdapter.fixed, "addition_embed_type": ("text_time",)}  # noqa: RUF012
     may_lack = ("text_encoder",)
     unused = ("feature_extractor", "image_encoder")
     options = {"add_watermarker": False}  # noqa: RUF012
