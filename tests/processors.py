@@ -230,7 +230,7 @@ def _llama4():
 
     images = t.Llama4ImageProcessor(size={"height": 28, "width": 28}, max_patches=4)
     return t.Llama4Processor(
-        images, _tokenizer(*_LLAMA4), patch_size=14, pixel_shuffle_ratio=1.0, chat_template=_template("<|image|>")
+        images, _tokenizer(*_LLAMA4), patch_size=14, pixel_shuffle_ratio=0.5, chat_template=_template("<|image|>")
     )
 
 
@@ -243,3 +243,10 @@ def _glm4v():
     size = {"shortest_edge": 28 * 28, "longest_edge": 9 * 28 * 28}
     images, clips = t.Glm4vImageProcessor(size=size), t.Glm4vVideoProcessor(size=size)
     return t.Glm4vProcessor(images, _tokenizer(*others, **named), clips, chat_template=_template(*media))
+
+
+def copied(part):
+    """A copy of a part of a processor, to be changed."""
+    import copy
+
+    return copy.copy(part)

@@ -292,3 +292,51 @@ def test_a_copy_encodes_with_its_own_weights_and_other_batches_are_left_alone(pi
     for a, b in zip(mine, alone, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-5)
         assert a.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_pixels_have_the_dtype_of_the_weights(tmp_path):
+    """Llama 4's processor makes pixels in bfloat16."""
+    import transformers as t
+
+    from tests import processors
+
+    processor = processors.processor("llama4")
+    tok = processor.tokenizer
+    find = tok.convert_tokens_to_ids
+    text = {
+        "vocab_size": len(tok),
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "attention_chunk_size": 512,
+        "pad_token_id": tok.pad_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "bos_token_id": tok.bos_token_id,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "pixel_shuffle_ratio": 0.5,
+    }
+    config = t.Llama4Config(text_config=text, vision_config=vision, image_token_index=find("<|patch|>"))
+    torch.manual_seed(0)
+    t.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    made = chat.build(recipe(tmp_path), str(tmp_path), torch.device("cpu"))
+    trajectory = drawn(made, [Prompt("p", "What is <image>?", media=(picture(40, 40, 1),))])
+    assert trajectory.clean.shape[0] == 2
+    assert made.features.get(trajectory.features[0])["pixel_values"].dtype == torch.float32
+    assert replayed(made, trajectory).isfinite().all()

@@ -145,6 +145,9 @@ def _text(recipe: Recipe) -> Iterator[str]:
         yield "performance.compile: shapes change with every token while text is sampled; remove it"
     if recipe.train.steps_per_forward != 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
+    for key in ("fps", "max_frames"):
+        if getattr(recipe.data, key) is not None and recipe.pipeline.startswith("llm/"):
+            yield f"data.{key}: {recipe.pipeline} reads no clips; remove it, or set a pipeline of vlm/"
     if recipe.features.cache is not None:
         yield "features.cache: prompts of text are not encoded by a model of their own; remove it"
 
@@ -281,6 +284,9 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
             f"algorithm.type: {recipe.algorithm.type} trains tokens, and this recipe samples pictures "
             "(sampling.height, sampling.width); use flow_grpo, or a text pipeline and sampling.max_new_tokens"
         )
+    for key in ("fps", "max_frames"):
+        if getattr(recipe.data, key) is not None:
+            yield f"data.{key}: it is for clips in prompts of vision-language models; remove it"
     for key in ("chat_template", "min_pixels", "max_pixels"):
         if getattr(recipe.model, key) is not None:
             yield f"model.{key}: a model that makes pictures has no chat; remove it"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from mmrl.config.section import Fraction, Options, OwnClass, Section
 from mmrl.json_types import JsonObject
+from mmrl.media import LIMITS
 
 MOST_SOURCES = 64
 
@@ -62,6 +63,12 @@ class Data(Section):
     one that reads most. ``skip``: the prompt is left out, named and replaced; ``cut``: the text loses its beginning
     (text), or its end (pictures); ``error``: the run does not start, and the prompts are named. None is ``skip`` for
     text and ``cut`` for pictures."""
+    fps: PositiveFloat | None = None
+    """Clips in prompts: frames that are shown per second; None takes the checkpoint's rate, or 2 where it has none. A
+    record's own ``fps`` or ``nframes`` comes first."""
+    max_frames: Annotated[PositiveInt, Field(le=LIMITS.frames)] | None = None
+    """Clips in prompts: the most frames that are shown of one, spread evenly; None takes the checkpoint's limit. A
+    record's own ``max_frames`` comes first."""
 
     @property
     def names(self) -> list[str]:

@@ -86,6 +86,10 @@ class Rollout(Section):
     names; ``auto`` takes memory where it has room for all weights in float32. To vLLM's server also without a file:
     ``gloo`` over the loopback, ``ipc`` by handles of the GPU's memory where trainer and engine share a GPU, ``nccl``
     where the engine has other GPUs than the trainer. The last two have not run."""
+    max_gap: PositiveFloat | None = 0.1
+    """Where the training process samples: a run stops if log-probs of sampling and training are further apart than this
+    with the same weights (a token's in float32, their mean in half precision). Then the model's forward with a cache
+    disagrees with the one without. null trains all the same."""
     partial: Partial | None = None
     """None waits for the longest response of every step."""
 

@@ -12,7 +12,7 @@ import mmrl
 from mmrl.contracts.running import CannotRun, Check, expect, refused
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
-from mmrl.media import BadMediaError, open_clip, open_image
+from mmrl.media import BadMediaError, open_image, probe_clip
 from mmrl.trajectory import Prompt
 from mmrl.user_code import describe
 
@@ -119,7 +119,7 @@ def media_can_be_opened(case: Case) -> str:
         raise CannotRun("its prompts carry no pictures or clips")
     for prompt, media in shown:
         try:
-            open_clip(media) if media.kind == "video" else open_image(media)
+            probe_clip(media) if media.kind == "video" else open_image(media)
         except BadMediaError as error:
             raise AssertionError(f"{media.kind} of {prompt.id}: {error}") from error
     return f"{len(shown)} of the first five prompts"

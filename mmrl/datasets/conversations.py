@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from mmrl.datasets.record_media import SHOWN
 from mmrl.json_types import Cell
 from mmrl.trajectory import REASONING
 from mmrl.untrusted import parse_json
@@ -64,6 +65,13 @@ def keys_inside(said: Cell) -> Iterator[str]:
             )
         reads = {*_READ, *(REASONING if message.get("role") == "assistant" else ())}
         yield from (INSIDE + str(key) for key, value in message.items() if key not in reads and value is not None)
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(part, Mapping) and isinstance(kind, str) and kind != "text":
+                reads = {"type", "text", kind, "url", "path", *SHOWN}
+                unread = [str(key) for key, value in part.items() if key not in reads and value is not None]
+                yield from (f"{INSIDE}{kind}: {key}" for key in unread)
 
 
 def reasoning_of(message: Mapping[str, Cell]) -> tuple[tuple[str, str], ...]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from mmrl.datasets.conversations import INSIDE, as_messages, keys_inside, reasoning_of, roles_of
 from mmrl.datasets.limits import LIMITS
-from mmrl.datasets.record_media import PLACEHOLDERS, Kind, arranged
+from mmrl.datasets.record_media import PLACEHOLDERS, SHOWN, Kind, arranged
 from mmrl.errors import UserError
 from mmrl.json_types import Cell
 from mmrl.media import Media
@@ -402,8 +402,21 @@ def _read_content(content: Cell) -> tuple[str, list[tuple[Kind, Cell]], int]:
             text += PLACEHOLDERS[kind]
             shown += 1
             source = keys.get(name) or keys.get("url") or keys.get("path")
+            said = {key: keys[key] for key in SHOWN if keys.get(key) is not None}
+            if source is None and said:
+                raise ValueError(
+                    f"has {', '.join(said)} in a part without a source; give the {kind} there, or both in the column: "
+                    f'{{"{kind}": "FILE", "{next(iter(said))}": ...}}'
+                )
             if source is not None:
-                media.append((kind, source))
+                media.append((kind, _with(source, said, kind)))
         else:
             raise ValueError(f"has a part of a message that is no text, image or video: {str(part)[:60]}")
     return text, media, shown
+
+
+def _with(source: Cell, said: Mapping[str, Cell], kind: str) -> Cell:
+    """``source`` with what its part says of how it is shown."""
+    if not said:
+        return source
+    return {**source, **said} if isinstance(source, Mapping) else {kind: source, **said}

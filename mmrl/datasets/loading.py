@@ -110,7 +110,11 @@ def _made(name: str, root: Path, split: str, both: Mapping[str, Mapping[str, Any
         made = call(split, **options)
         prompts = made if isinstance(made, Sequence) else list(made)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: {name} cannot be called with {options}: {error}; change {where}") from error
+        shown = [key for key in ("fps", "max_frames") if key in options]
+        edit = (
+            f"set data.{shown[0]}, which all prompts share, and remove it from {where}" if shown else f"change {where}"
+        )
+        raise UserError(f"{where}: {name} cannot be called with {options}: {error}; {edit}") from error
     if not prompts:
         raise UserError(f"{where}: {name} gave no prompts for {options or 'its defaults'}; change {where}")
     return prompts

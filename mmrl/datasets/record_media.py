@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from mmrl.json_types import Cell
-from mmrl.media import KINDS, LIMITS, Media
+from mmrl.media import KINDS, LIMITS, Media, Show
 from mmrl.media.decoder import container_of
 from mmrl.untrusted import resolved
 
 Kind = Literal["image", "video"]
 PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
 """The placeholder of a picture or clip in a prompt's text."""
+SHOWN = {
+    "fps": "fps",
+    "nframes": "count",
+    "num_frames": "count",
+    "min_frames": "min_frames",
+    "max_frames": "max_frames",
+    "video_start": "start",
+    "video_end": "end",
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_pixels",
+}
+"""What a part of a message calls the fields of ``Show``."""
 _PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 """How the formats of pictures begin; WEBP has its name at byte 8."""
 
@@ -43,8 +57,10 @@ def media_from(kind: Kind, source: Cell, root: str) -> Media:
     Raises ``ValueError`` for everything else: an address on the network, and a path outside ``root`` (by ``..``, from
     ``/`` or through a link).
     """
-    if isinstance(source, Mapping):  # as Hugging Face tables hold media that are not decoded
-        source = source.get("bytes") or source.get("path") or source.get("url")
+    if isinstance(source, Mapping):  # as Hugging Face tables hold media that are not decoded, or a part of a message
+        found = next((value for key in ("bytes", "path", "url", kind) if (value := source.get(key))), None)
+        made = media_from(kind, None if isinstance(found, Mapping) else found, root)
+        return replace(made, show=show_of(source))
     if isinstance(source, bytes | bytearray):
         return Media(kind, data=bytes(source))
     if not isinstance(source, str) or not source:
@@ -63,6 +79,27 @@ def media_from(kind: Kind, source: Cell, root: str) -> Media:
     if named not in (None, kind):
         raise ValueError(f"its {kind} {source!r} has the name of a {named}")
     return Media(kind, path=path)
+
+
+def show_of(part: Mapping[str, Cell]) -> Show | None:
+    """What a part of a message says of how its medium is shown, by the names of Qwen's tools; None where it says
+    nothing. Raises ``ValueError``."""
+    said: dict[str, float] = {}
+    for key, name in SHOWN.items():
+        value = part.get(key)
+        if value is None:
+            continue
+        whole = name not in ("fps", "start", "end")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and name != "start") or (whole and value != int(value)):
+            raise ValueError(f"its {key} is {value!r}; write a {'whole ' if whole else ''}number above 0")
+        said[name] = int(value) if whole else float(value)
+    if "fps" in said and "count" in said:
+        raise ValueError("has fps and nframes for one clip; keep one of them")
+    low, high = said.get("min_pixels"), said.get("max_pixels")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"its min_pixels, {low}, are above its max_pixels, {high}")
+    return Show(**said) if said else None  # pyright: ignore[reportArgumentType]
 
 
 def _from_data_url(url: str) -> bytes:

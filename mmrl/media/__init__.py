@@ -36,6 +36,24 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Show:
+    """How a record shows a medium; None takes the recipe's value, then the checkpoint's."""
+
+    fps: float | None = None
+    """Frames of a clip per second."""
+    count: int | None = None
+    """Frames of a clip."""
+    min_frames: int | None = None
+    max_frames: int | None = None
+    start: float | None = None
+    """Seconds of a clip."""
+    end: float | None = None
+    min_pixels: int | None = None
+    """Pixels of a picture, or of a frame."""
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True)
 class Media:
     """One picture or clip of a prompt, in the order of its ``<image>`` and ``<video>`` placeholders.
 
@@ -49,6 +67,8 @@ class Media:
     size: int | None = None
     data: bytes | None = None
     frames: tuple[int, ...] | None = None
+    show: Show | None = None
+    """What its record says of how models see it."""
     pixels: int | None = field(default=None, compare=False)
     """Pixels of all its shown frames, from an index: an estimate of the work before decoding."""
 

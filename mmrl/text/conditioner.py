@@ -60,18 +60,16 @@ class Tokenizer(Protocol):
     def save_pretrained(self, folder: str | PathLike[str], /) -> object: ...
 
 
-class Videos(TypedDict, total=False):
-    """Arguments of a processor for the clips of one text."""
+class Given(TypedDict, total=False):
+    """Further arguments of a processor for one text."""
 
     videos: list[list[np.ndarray]]
     video_metadata: list[VideoMetadata]
     do_sample_frames: bool
-
-
-class Special(TypedDict, total=False):
-    """An argument of a processor for a text that begins with its first token already."""
-
     add_special_tokens: bool
+    """False for a text that begins with its first token already."""
+    images_kwargs: dict[str, bool]
+    videos_kwargs: dict[str, bool]
 
 
 @runtime_checkable
@@ -90,6 +88,8 @@ class Processor(Protocol):
         video_metadata: list[VideoMetadata] = ...,
         do_sample_frames: bool = ...,
         add_special_tokens: bool = ...,
+        images_kwargs: dict[str, bool] = ...,
+        videos_kwargs: dict[str, bool] = ...,
     ) -> Mapping[str, Tensor]: ...
 
     def apply_chat_template(

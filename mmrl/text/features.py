@@ -20,7 +20,7 @@ _WITHOUT = "/without/"
 
 def key_of(prompt: Prompt) -> str:
     """Names a prompt's features: equal for equal content, whatever the prompt is called."""
-    media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames) for m in prompt.media]
+    media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames, m.show) for m in prompt.media]
     said = (prompt.system, prompt.text, media, *prompt.turns)
     return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
 

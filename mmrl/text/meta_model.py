@@ -39,6 +39,8 @@ CONFIGURED = 512 * 2**20
 """Bytes of vLLM's key-value cache on a CPU (``mmrl.engines.vllm``)."""
 LOOKED_AT = 16
 """Prompts that are encoded with their media to find the longest: those whose texts have the most tokens."""
+WITH_CLIPS = 16
+"""Prompts whose clips are opened to say how many frames are shown."""
 MOST_COUNTED = 4000
 """Prompts whose texts are tokenised for that; of a larger data set, those with the most characters."""
 PIXELS = 28 * 28
@@ -143,9 +145,20 @@ def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Long
             first = [*map(str, overlong[:1]), *why[:1]][0]
             raise UserError(f"data: none of {len(prompts)} prompts can be used; {first}")
         notes = [f"{_named(overlong, len(prompts))}: they are left out (data.overlong)"] if overlong else []
+        notes += _of_clips(pipeline, [prompt for prompt, _ in good])
         return Longest(*max(good, key=lambda found: found[1]), notes)
 
     return longest
+
+
+def _of_clips(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[str]:
+    """How many frames of clips the model is shown, as a note."""
+    having = [prompt for prompt in prompts if any(medium.kind == "video" for medium in prompt.media)][:WITH_CLIPS]
+    frames = [len(clip.indices) for prompt in having for clip in pipeline.conditioner.media(prompt)[1]]
+    if not frames:
+        return []
+    shown = f"{min(frames)}" if min(frames) == max(frames) else f"{min(frames)} to {max(frames)}"
+    return [f"{shown} frames are shown of a clip, of the {len(frames)} looked at (data.fps, data.max_frames)"]
 
 
 def _named(overlong: Sequence[OverlongError], of: int) -> str:

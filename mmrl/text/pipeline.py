@@ -115,8 +115,11 @@ class LanguagePipeline:
         return keys
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
-        made = self.fitter.encode(prompt, self.limit)[1]
-        return {name: to_device(tensor, self.device) for name, tensor in made.items()}
+        made = {
+            name: to_device(tensor, self.device) for name, tensor in self.fitter.encode(prompt, self.limit)[1].items()
+        }
+        dtype = next((p.dtype for p in self.policy.parameters() if p.is_floating_point()), torch.float32)
+        return {name: t.to(dtype) if name.startswith("pixel_values") else t for name, t in made.items()}  # as weights
 
     @property
     def limit(self) -> Limit | None:

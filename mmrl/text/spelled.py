@@ -22,7 +22,7 @@ from mmrl.text.conditioner import Processor, Tokenizer, tokenizer_of
 from mmrl.text.control_tokens import ControlTokens
 from mmrl.text.conversation import PLACEHOLDER
 from mmrl.text.features import PER_TOKEN
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import Prompt, Turn
 
 Saved = TypeVar("Saved", Tokenizer, Processor)
 SEAM = "\U000f5ea3\U000f5ea4"
@@ -109,7 +109,10 @@ class Spelled(Generic[Saved]):
             return self.tokens.broken(text, seam)
 
         whole = render(_changed(prompt, broken))
-        if not any(turn.role == "assistant" and self.tokens.found(turn.text) for turn in prompt.turns):
+        said = [
+            text for turn in prompt.turns if turn.role == "assistant" for text in (turn.text, *dict(turn.more).values())
+        ]
+        if not any(map(self.tokens.found, said)):
             return whole
         by_template = render(_changed(prompt, broken, assistant=False))
         same = Counter(self.tokens.found(by_template)) == Counter(self.tokens.found(whole))
@@ -128,9 +131,12 @@ def _changed(prompt: Prompt, change: Callable[[str], str], *, assistant: bool = 
     def said(role: str, text: str) -> str:
         return asked(text) if role == "user" else change(text) if assistant else text
 
+    def turned(turn: Turn) -> Turn:
+        return Turn(turn.role, said(turn.role, turn.text), tuple((key, said(turn.role, of)) for key, of in turn.more))
+
     return replace(
         prompt,
         system=None if prompt.system is None else change(prompt.system),
-        turns=tuple(turn._replace(text=said(turn.role, turn.text)) for turn in prompt.turns),
+        turns=tuple(map(turned, prompt.turns)),
         text=asked(prompt.text),
     )

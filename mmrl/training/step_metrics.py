@@ -115,6 +115,23 @@ class StepMetrics:
                 "on both sides or neither."
             )
 
+    def check_gap(self, limit: float, *, exact: bool) -> None:
+        """Raise ``UserError`` if log-probs of sampling and training are further apart than ``limit``, for the same
+        weights: a token's in float32 (``exact``), else their mean."""
+        if exact:
+            found = _largest(one["maxima"].get("mismatch/log_prob_gap_max", 0.0) for one in self._merged)
+        else:
+            pairs = [one["pairs"].get("mismatch/log_prob_gap", (0.0, 0.0)) for one in self._merged]
+            found = sum(total for total, _ in pairs) / max(1.0, sum(count for _, count in pairs))
+        if not found <= limit:
+            raise UserError(
+                f"rollout.max_gap: {'a token has' if exact else 'tokens have on average'} log-probs {found:.3g} apart "
+                f"in sampling and in training, with the same weights; at most {limit:g} is allowed. The forward "
+                "with a key-value cache computes something else than the one without: the run would train on noise. "
+                "Use another release of transformers, or an engine (rollout.engine: vllm), or set rollout.max_gap to "
+                "null to train all the same"
+            )
+
     def check_finite(self) -> None:
         """Raise ``NotFiniteError`` if a metric of the update's slices is not finite."""
         maxima, means = [one["maxima"] for one in self._merged], [one["means"] for one in self._merged]

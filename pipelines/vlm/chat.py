@@ -7,6 +7,7 @@ come first. The processor encodes each prompt once, for all its samples, in samp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,17 +18,21 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
+from mmrl.config.data import Data
 from mmrl.config.schema import Model, Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.installing import install
 from mmrl.json_types import JsonObject
-from mmrl.media import BadMediaError, Clip, open_clip, open_image
+from mmrl.media import BadMediaError, Clip, Media, open_clip, open_image, probe_clip
+from mmrl.media import describe as describe_media
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
-from mmrl.text.conditioner import Processor, Special, Videos
+from mmrl.text.clip_frames import limit_frames, shown_frames
+from mmrl.text.conditioner import Given, Processor
 from mmrl.text.conversation import messages_with_media, rendered
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
+from mmrl.text.own_pixels import own_pixels, resized
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.spelled import Spelled
 from mmrl.trajectory import Prompt
@@ -62,17 +67,16 @@ class Chat:
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         (text, reader), (images, clips) = self._spelled.read(prompt), self.media(prompt)
-        videos: Videos = {}
+        given = self._special(text)
         if clips:
-            videos = {
-                "videos": [[np.stack([np.asarray(frame) for frame in clip.frames]) for clip in clips]],  # per text
-                "video_metadata": [_metadata(clip) for clip in clips],
-                "do_sample_frames": False,
-            }
+            given["videos"] = [[np.stack([np.asarray(frame) for frame in clip.frames]) for clip in clips]]  # per text
+            given["video_metadata"] = [_metadata(clip) for clip in clips]
+            given["do_sample_frames"] = False
+        for kind in ("image", "video"):
+            if own_pixels(prompt.media, kind, getattr(self.saved, f"{kind}_processor", None)):
+                given["images_kwargs" if kind == "image" else "videos_kwargs"] = {"do_resize": False}
         try:
-            made = reader(
-                text=[text], images=[images] if images else None, return_tensors="pt", **videos, **self._special(text)
-            )
+            made = reader(text=[text], images=[images] if images else None, return_tensors="pt", **given)
         except Exception as error:  # processors raise anything
             raise BadPromptError(
                 prompt.id, f"the processor cannot read it, with {len(images)} pictures and {len(clips)} clips: {error}"
@@ -94,7 +98,7 @@ class Chat:
     def spelled(self, prompt: Prompt) -> dict[str, int]:
         return self._spelled.found(prompt)
 
-    def _special(self, text: str) -> Special:
+    def _special(self, text: str) -> Given:
         """What transformers' ``apply_chat_template(tokenize=True)`` does: a template that writes the first token itself
         needs none from the tokenizer."""
         first = self.saved.tokenizer.bos_token
@@ -106,10 +110,33 @@ class Chat:
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips. Raises ``BadPromptError``, which names the broken file."""
         try:
-            images = [open_image(m) for m in prompt.media if m.kind == "image"]
-            return images, [open_clip(m) for m in prompt.media if m.kind == "video"]
+            shown = [m for m in prompt.media if m.kind == "image"], [m for m in prompt.media if m.kind == "video"]
+            images, clips = [open_image(m) for m in shown[0]], [self._clip(m) for m in shown[1]]
         except BadMediaError as error:
             raise BadPromptError(prompt.id, f"{error}; mend the file or take the prompt out of the data") from error
+        try:
+            if own_pixels(prompt.media, "image", pictures := getattr(self.saved, "image_processor", None)):
+                images = [resized([i], pictures, m.show)[0] for i, m in zip(images, shown[0], strict=True)]
+            if own_pixels(prompt.media, "video", videos := getattr(self.saved, "video_processor", None)):
+                made = [resized(clip.frames, videos, m.show) for clip, m in zip(clips, shown[1], strict=True)]
+                clips = [replace(clip, frames=frames) for clip, frames in zip(clips, made, strict=True)]
+        except ValueError as error:
+            raise BadPromptError(prompt.id, f"min_pixels, max_pixels of a part: {error}") from error
+        return images, clips
+
+    def _clip(self, media: Media) -> Clip:
+        """Raises ``BadMediaError``."""
+        if media.frames is not None:
+            return open_clip(media)
+        try:
+            frames = shown_frames(
+                getattr(self.saved, "video_processor", None), probe_clip(media, decode=False), media.show
+            )
+        except BadMediaError:
+            raise
+        except ValueError as error:
+            raise BadMediaError(f"{describe_media(media)} {error}") from None
+        return open_clip(media, frames=frames)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.saved.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -130,7 +157,7 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
 
 def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel]:
     """The conditioner, and the model as ``load`` makes it."""
-    processor = load_processor(path, recipe.model)
+    processor = load_processor(path, recipe.model, recipe.data)
     from transformers import AutoModelForImageTextToText
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
@@ -145,9 +172,9 @@ def placeholders(config: PretrainedConfig) -> list[int]:
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def load_processor(path: str, settings: Model | None = None) -> Processor:
-    """The processor at ``path``, with the chat template and the limits of pixels of ``settings``. Raises ``UserError``
-    if it cannot see or chat, or if torchvision is missing."""
+def load_processor(path: str, settings: Model | None = None, data: Data | None = None) -> Processor:
+    """The processor at ``path``, with the chat template and the limits of pixels of ``settings``, and the frames that
+    ``data`` shows of clips. Raises ``UserError`` if it cannot see or chat, or if torchvision is missing."""
     allow_cpu_only()
     try:
         import torchvision  # type: ignore[import-not-found]  # noqa: F401  transformers reports its absence much later, in other words
@@ -164,6 +191,8 @@ def load_processor(path: str, settings: Model | None = None) -> Processor:
         raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
     if settings is not None:
         _limit_pixels(processor.image_processor, settings)
+    if data is not None:
+        limit_frames(getattr(processor, "video_processor", None), data.fps, data.max_frames)
     if settings is not None and settings.chat_template is not None:
         processor.chat_template = settings.chat_template
     if not processor.chat_template:

@@ -5,10 +5,12 @@ transformers has no such class for these families; ``mmrl.text.scoring`` makes i
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from mmrl.config.data import Data
 from mmrl.config.schema import Model, Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
@@ -24,13 +26,13 @@ def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """Load the model and processor at ``path``. Raises ``UserError`` if they cannot see, or if the recipe
     trains no scores."""
     refuse_others(recipe, "vlm/chat")
-    return build_scorer(_chat, recipe, path, device)
+    return build_scorer(partial(_chat, data=recipe.data), recipe, path, device)
 
 
 def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
     """The pipeline that ``build`` would make, on the meta device. Raises ``UserError`` as ``build`` does."""
     refuse_others(recipe, "vlm/chat")
-    return describe_scorer(_chat, recipe, path, architecture)
+    return describe_scorer(partial(_chat, data=recipe.data), recipe, path, architecture)
 
 
 def scorer(path: str, variables: JsonObject, dtype: torch.dtype = torch.float32) -> Scorer:
@@ -39,10 +41,10 @@ def scorer(path: str, variables: JsonObject, dtype: torch.dtype = torch.float32)
     return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
 
 
-def _chat(path: str, variables: JsonObject, settings: Model | None = None) -> Chat:
+def _chat(path: str, variables: JsonObject, settings: Model | None = None, data: Data | None = None) -> Chat:
     from transformers import AutoConfig
 
-    processor = load_processor(path, settings)
+    processor = load_processor(path, settings, data)
     end = processor.tokenizer.eos_token_id
     if end is None:
         raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
