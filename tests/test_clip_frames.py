@@ -211,6 +211,12 @@ def test_what_a_part_cannot_say_is_named(part, why, tmp_path):
         media_from("video", {"video": "a.mp4", **part}, str(tmp_path))
 
 
+def test_keys_of_a_part_that_nothing_reads_are_named():
+    content = [{"type": "video", "video": "a.mp4", "fps": 2, "total_pixels": 9, "resized_width": None}]
+    found = read_fields({"messages": [{"role": "user", "content": [*content, {"type": "text", "text": "Why?"}]}]})
+    assert [key for key in found.keys if "video" in key] == ["messages: video: total_pixels"]
+
+
 def test_a_part_without_a_source_says_nothing():
     content = [{"type": "video", "fps": 2}, {"type": "text", "text": "Why?"}]
     with pytest.raises(ValueError, match="has fps in a part without a source"):
@@ -288,9 +294,12 @@ def test_the_plan_says_it_and_training_sees_the_same_frames(folder, capsys):
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_the_edit(folder, edits, why):
-    with pytest.raises(UserError, match=re.escape(why)):
+    def prompts():
         loaded = load_recipe([folder / "recipe.yaml"], edits)
-        load_prompts(loaded.recipe, loaded.root, "train")
+        return load_prompts(loaded.recipe, loaded.root, "train")
+
+    with pytest.raises(UserError, match=re.escape(why)):
+        prompts()
 
 
 def test_a_processor_without_clips_takes_no_frame_rate():

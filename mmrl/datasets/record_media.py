@@ -90,10 +90,10 @@ def show_of(part: Mapping[str, Cell]) -> Show | None:
         if value is None:
             continue
         whole = name not in ("fps", "start", "end")
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (value == 0 and name != "start") or (whole and value != int(value)):
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if not (number > 0 or (number == 0 and name == "start")) or math.isinf(number) or (whole and number % 1):
             raise ValueError(f"its {key} is {value!r}; write a {'whole ' if whole else ''}number above 0")
-        said[name] = int(value) if whole else float(value)
+        said[name] = int(number) if whole else number
     if "fps" in said and "count" in said:
         raise ValueError("has fps and nframes for one clip; keep one of them")
     low, high = said.get("min_pixels"), said.get("max_pixels")

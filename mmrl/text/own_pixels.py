@@ -44,11 +44,12 @@ def own_pixels(media: Sequence[Media], kind: str, processor: PixelProcessor | No
     return True
 
 
-def resized(frames: Sequence[Image.Image], processor: PixelProcessor, show: Show | None) -> list[Image.Image]:
+def resized(frames: Sequence[Image.Image], processor: PixelProcessor | None, show: Show | None) -> list[Image.Image]:
     """``frames`` with as many pixels as ``show`` allows, or ``processor`` where it says nothing. Raises ``ValueError``
     for pictures that are far too narrow."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+    assert processor is not None
     show = show or Show()
     low = show.min_pixels or min(int(processor.size.shortest_edge), show.max_pixels or 2**62)
     high = show.max_pixels or max(int(processor.size.longest_edge), low)
