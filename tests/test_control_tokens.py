@@ -187,7 +187,7 @@ def test_a_template_takes_thoughts_out_of_turns_itself():
     thought = Turn("assistant", "<think>two and two</think>4")
     prompt = Prompt("p", "And 3?", turns=(Turn("user", "2 + 2?"), thought))
     own = chat.saved.apply_chat_template(
-        [{"role": role, "content": text} for role, text in (*prompt.turns, Turn("user", "And 3?"))],
+        [{"role": role, "content": text} for role, text, _ in (*prompt.turns, Turn("user", "And 3?"))],
         tokenize=True,
         add_generation_prompt=True,
     )
