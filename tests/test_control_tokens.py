@@ -246,3 +246,16 @@ def test_a_run_says_it_once():
         "the prompt p0 spells <|im_end|>, a control token of the model: it is read as plain text, in this and every "
         "other prompt (mmrl data check counts them)"
     ]
+
+
+def test_given_answers_have_no_special_token():
+    from mmrl.text.answered import response_tokens
+
+    chat = reads()
+    special = {token.content for token in chat.saved.added_tokens_decoder.values() if token.special}
+    assert {"<|im_start|>", "<|fim_prefix|>"} <= special
+    for token in special:
+        with pytest.raises(ValueError, match="contains the control token"):
+            response_tokens(chat, f"a {token}b")
+    thought = "<think>2</think>4"  # which answers may have
+    assert chat.saved.decode(response_tokens(chat, thought)) == thought

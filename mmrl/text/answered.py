@@ -61,7 +61,10 @@ def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
     """The tokens of ``text`` as a response. Raises ``ValueError`` where it has tokens that no response can have."""
     tokenizer = tokenizer_of(conditioner.saved)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    control = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    special = (n for n, token in tokenizer.added_tokens_decoder.items() if token.special)
+    control = {*tokenizer.all_special_ids, *special}
+    if tokenizer.unk_token_id is not None and tokenizer.decode([tokenizer.unk_token_id]) not in text:
+        control.discard(tokenizer.unk_token_id)  # it stands for a character that the tokenizer does not know
     wrong = sorted({*tokens} & {*conditioner.stop_tokens, *conditioner.forbidden, *control})
     if wrong:
         raise ValueError(f"contains the control token {tokenizer.decode(wrong[:1])!r}")

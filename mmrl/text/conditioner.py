@@ -37,6 +37,7 @@ class Tokenizer(Protocol):
     unk_token_id: int | None
     all_special_ids: list[int]
     all_special_tokens: list[str]
+    added_tokens_decoder: Mapping[int, AddedToken]
     bos_token: str | None
 
     @overload

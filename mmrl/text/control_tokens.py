@@ -49,7 +49,8 @@ class ControlTokens:
         tokenizer = getattr(saved, "tokenizer", saved)
         added: Mapping[int, Added] = getattr(tokenizer, "added_tokens_decoder", {})
         control = {n: of for n, of in added.items() if of.special or re.search(r"[^\w\s]", of.content)}
-        marks = {str(mark) for name, mark in vars(saved).items() if re.search(r"_(?:token|tag)$", name) and mark}
+        own: Mapping[str, object] = getattr(saved, "__dict__", {})
+        marks = {str(mark) for name, mark in own.items() if re.search(r"_(?:token|tag)$", name) and mark}
         texts = {of.content for of in control.values()} | {*getattr(tokenizer, "all_special_tokens", ())} | marks
         self.texts = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")

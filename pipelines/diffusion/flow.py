@@ -32,6 +32,7 @@ from mmrl.transfer import picked, to_device
 
 from . import export, pictures
 from .adapter import Adapter, Schedule
+from .captions import Captions
 from .denoiser import Denoiser
 from .negative import Negatives
 from .pairs import PicturePairs
@@ -50,7 +51,7 @@ class FlowPipeline:
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self.cache: FeatureCache | None = None
         self.lengths_of_prompts: PromptLengths | None = None
-        self.sizes = Sizes(adapter)
+        self.sizes, self.captions = Sizes(adapter), Captions(adapter)
         self.shape = self.sizes.shapes[recipe.denoising.size]
         self.guided = adapter.guided
         self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
@@ -128,16 +129,16 @@ class FlowPipeline:
 
     def _negative(self, text: str | None, adapter: Adapter) -> dict[str, Tensor]:
         """Features of a negative prompt alone, which is beside every picture; None: that of the family."""
-        return adapter.encode(adapter.negative) if text is None else adapter.encode_negative(text)
+        return adapter.encode(adapter.negative) if text is None else adapter.encode_negative(self.captions.plain(text))
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
         size = self.sizes.of(prompt)
         adapter = self.adapter.at(size)
         if not adapter.edits:
-            return adapter.encode(prompt.text)
+            return adapter.encode(self.captions.plain(prompt.text))
         pixels = pictures.pixels(prompt, pictures.source_of(prompt), size)
         source = adapter.encode_image(pixels.unsqueeze(0).to(self.device))[0]
-        return adapter.encode(prompt.text) | {"source": source.float()}
+        return adapter.encode(self.captions.plain(prompt.text)) | {"source": source.float()}
 
     def _kept(self, key: str) -> bool:
         """Whether the features of ``key`` were on disk from before; then they are in the store."""
