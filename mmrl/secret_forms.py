@@ -86,8 +86,10 @@ _PLACES: dict[str, tuple[str, ...]] = {
     r"(?P<name>https?://api\.telegram\.org/bot)(?P<of>[^\s/\"'<>]+)": ("telegram",),
 }
 """What stands in a place where secrets are: after ``name``, or all of it."""
-_FORMS = [(needles, re.compile(_EDGE + f"(?:{form})")) for form, needles in _TOKENS.items()]
-_FORMS += [(needles, re.compile(form, re.DOTALL)) for form, needles in _PLACES.items()]
+_FORMS = [
+    *((needles, re.compile(_EDGE + f"(?:{form})")) for form, needles in _TOKENS.items()),
+    *((needles, re.compile(form, re.DOTALL)) for form, needles in _PLACES.items()),
+]
 
 
 def found_in(text: str) -> Iterator[tuple[int, int]]:

@@ -25,11 +25,13 @@ _LARGEST_HEADER = 100_000_000
 _MOST = 5_000_000
 """Values of a header: a tensor has some six."""
 _SHARDS = "DCP_SHARDING_INFO"
-_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | dict.fromkeys(
-    ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
-)
-_BITS |= dict.fromkeys(("U16", "I16", "F16", "BF16"), 16) | dict.fromkeys(("U32", "I32", "F32"), 32)
-_BITS |= dict.fromkeys(("U64", "I64", "F64", "C64"), 64)
+_BITS = {
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
 M = TypeVar("M", bound="nn.Module")
 _Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 

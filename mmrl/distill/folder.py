@@ -106,7 +106,7 @@ def _read(folder: Path) -> tuple[Record, str]:
             raise UserError(f"{folder / NAME} has format {given.get('format')}, and this version reads {FORMATS}")
         said = fitted(_Said, given, NAME)
         kind = Shape if said.backbone is None else ReadShape
-        lines = {name: said.calibration[name] for name in STUDENTS}
+        lines: dict[Student, tuple[float, float]] = {name: said.calibration[name] for name in STUDENTS}
         found = Record(
             kind.of(said.shape),
             said.answers,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import scipy  # its parts are loaded when they are first used
@@ -115,9 +115,9 @@ def read_samples(path: Path) -> Samples:
         if not (isinstance(step, int) and isinstance(prompts, list) and isinstance(values, dict)):
             continue
         given = row.get("weights")
-        fits = isinstance(given, list) and len(given) == len(prompts)
-        numbers = fits and all(isinstance(weight, int | float) for weight in given)
-        weights = given if numbers else [1.0] * len(prompts)
+        listed: list[Any] = given if isinstance(given, list) and len(given) == len(prompts) else [None]
+        numbers = all(isinstance(weight, int | float) for weight in listed)
+        weights: list[float] = listed if numbers else [1.0] * len(prompts)
         columns = {
             str(key): [value if isinstance(value, int | float) else None for value in of]
             for key, of in values.items()

@@ -266,7 +266,7 @@ def read_numbers(path: Path | str) -> list[dict[str, Any]]:
         if "step" not in row:
             raise UserError(f"{path} line {number} has no step; delete that line")
         named = row.get("nonfinite")
-        values = {key: _finite(value) for key, value in row.items() if key != "nonfinite"}
+        values: dict[str, Any] = {key: _finite(value) for key, value in row.items() if key != "nonfinite"}
         if isinstance(named, list):
             values["nonfinite"] = [str(key) for key in named]
         found.append(values)

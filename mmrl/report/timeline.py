@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from markupsafe import Markup
 
-from mmrl.json_types import Json, JsonObject
+from mmrl.json_types import JsonObject
 from mmrl.report.charts import short, ticks
 from mmrl.stored import BadFileError, parsed
 
@@ -102,7 +102,7 @@ class _Index:
     """Where the lines of each step lie in the file (begin and end in bytes), and the decisions by step."""
 
     places: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    decisions: dict[int, dict[str, Json]] = field(default_factory=dict)
+    decisions: dict[int, JsonObject] = field(default_factory=dict)
     bad: int = 0
 
 
@@ -221,7 +221,7 @@ def _span(row: JsonObject) -> tuple[Place, Span] | None:
     return (controller, device), Span(role[:40], float(began), float(ended), of=of)
 
 
-def _parse(line: bytes) -> dict[str, Json] | None:
+def _parse(line: bytes) -> JsonObject | None:
     try:
         row = parsed(line, "")
     except BadFileError:
