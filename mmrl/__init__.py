@@ -8,6 +8,7 @@ their types.
 import importlib
 
 from mmrl._load import load as load
+from mmrl.rewards.contract import before_loading as before_loading
 from mmrl.rewards.contract import reward as reward
 
 _LAZY = {

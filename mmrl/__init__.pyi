@@ -11,6 +11,7 @@ from mmrl.api.training import train as train
 from mmrl.callbacks import Callback as Callback
 from mmrl.config.schema import Recipe as Recipe
 from mmrl.errors import UserError as UserError
+from mmrl.rewards.contract import before_loading as before_loading
 from mmrl.rewards.contract import reward as reward
 from mmrl.trajectory import Prompt as Prompt
 from mmrl.trajectory import Sample as Sample

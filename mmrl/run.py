@@ -33,6 +33,7 @@ from mmrl.engines import performance
 from mmrl.engines.context import InContext
 from mmrl.engines.policy import Policy, snapshot_name
 from mmrl.engines.sharded import Sharded
+from mmrl.engines.this_machine import check_features, choose_device
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.out_of_memory import in_phase
@@ -126,8 +127,7 @@ def _settled_device(recipe: Recipe) -> torch.device:
     performance.settle(recipe.performance, device)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    if recipe.features.folder and not Path(recipe.features.folder).is_dir():
-        raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
+    check_features(recipe)
     return device
 
 
@@ -210,18 +210,6 @@ def _sharded_over(recipe: Recipe, controller: Controller) -> Ranks | None:
     if recipe.train.backend == "replicated" or every is None or controller.size * recipe.devices_per_controller == 1:
         return None
     return (every, None) if size is None or size == every.size() else controller.peers.divided(size)
-
-
-def choose_device(name: str) -> torch.device:
-    """``auto`` takes an accelerator where torch sees one. Raises ``UserError`` for one that is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device: {name!r} is not to be had here ({error}); use device=auto or device=cpu") from error
-    return device
 
 
 def open_run(path: Path) -> tuple[Recipe, RunDir]:

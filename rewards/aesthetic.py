@@ -30,7 +30,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options.get("clip", CLIP))), Weights(str(options["path"]), "float32")]
 
 
-@mmrl.reward(device=True, paths=("path", "clip"), models=_models)
+@mmrl.reward(device=True, paths=("path", "clip"), models=_models, checks=True)
 class Aesthetic(Sleeping):
     """The aesthetic score of each picture."""
 
@@ -45,7 +45,7 @@ class Aesthetic(Sleeping):
         return _rate(self.model, pixels, context)
 
 
-@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "clip"))
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "clip"), checks=True)
 class PathwiseAesthetic(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
@@ -78,6 +78,7 @@ def _load(path: str, clip: str) -> tuple[Any, Any]:
     """The image half of a CLIP model with the head (frozen, float32, on the CPU), and its image processor."""
     from torch import nn
 
+    mmrl.before_loading()
     tensors = {name.removeprefix("layers."): tensor for name, tensor in read_tensors(path).items()}
     whole, processor = load_clip(clip, clip, "clip")
     width, first = whole.config.projection_dim, tensors.get("0.weight")

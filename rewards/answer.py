@@ -31,7 +31,7 @@ from mmrl.trajectory import Sample
 Rows = dict[str, Sequence[Value]]
 
 
-@mmrl.reward(inputs=("text",))
+@mmrl.reward(inputs=("text",), checks=True)
 class Exact:
     """The answer is the truth, word for word: the whole response, or what follows the last ``after`` in it.
 
@@ -63,7 +63,7 @@ class Exact:
         return plain(response, ignore_case=self._ignore_case) == plain(truth, ignore_case=self._ignore_case)
 
 
-@mmrl.reward(inputs=("text",))
+@mmrl.reward(inputs=("text",), checks=True)
 class Number:
     r"""The last number of the response (of what follows the last ``after``) equals the truth.
 
@@ -98,7 +98,7 @@ class Number:
         return _same_number(response, _number(truth), self._tolerance)
 
 
-@mmrl.reward(inputs=("text",))
+@mmrl.reward(inputs=("text",), checks=True)
 class Boxed:
     r"""The last ``\boxed{...}`` of the response holds the truth: the same text, number, or list of such. No algebra.
 
@@ -128,7 +128,7 @@ class Boxed:
         return found is not None and same(found, _held(truth))
 
 
-@mmrl.reward(inputs=("text",), own_deadline=True)
+@mmrl.reward(inputs=("text",), own_deadline=True, checks=True)
 class Math:
     r"""The answer equals the truth as mathematics: by ``answer:boxed``'s rules, else by math-verify's algebra.
 

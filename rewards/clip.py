@@ -26,7 +26,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options.get("path", DEFAULT)))]
 
 
-@mmrl.reward(device=True, paths=("path",), models=_models)
+@mmrl.reward(device=True, paths=("path",), models=_models, checks=True)
 class ClipScore(Sleeping):
     """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
 
@@ -41,7 +41,7 @@ class ClipScore(Sleeping):
         return WEIGHT * cosine(self.model, self.processor, samples, pixels, context).clamp(min=0)
 
 
-@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path",))
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path",), checks=True)
 class PathwiseClip(Sleeping):
     """2.5 * cosine, with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
@@ -64,6 +64,7 @@ def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any
     """A CLIP model (frozen, float32, on the CPU) and its processor. Raises ``UserError``, which names ``option``."""
     from transformers import CLIPModel, CLIPProcessor
 
+    mmrl.before_loading()
     try:
         model = CLIPModel.from_pretrained(path, use_safetensors=True)
         return model.eval().requires_grad_(False), CLIPProcessor.from_pretrained(processor)

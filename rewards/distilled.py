@@ -54,7 +54,7 @@ def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
     return tuple(dict.fromkeys((said.answers, *loading.find(name).reads(given))))
 
 
-@mmrl.reward(device=True, paths=("path", "judge.model", "judge.rubric"), models=_models, reads=_reads)
+@mmrl.reward(device=True, paths=("path", "judge.model", "judge.rubric"), models=_models, reads=_reads, checks=True)
 class Distilled(Sleeping):
     """The verdict, in [0, 1], that a student expects of the judge.
 
@@ -79,6 +79,7 @@ class Distilled(Sleeping):
         if isinstance(judge_below, bool) or not 0 <= judge_below <= 1:
             raise UserError(f"options.judge_below is {judge_below}; give a number from 0 (never ask) to 1 (always ask)")
         self.below = float(judge_below)
+        mmrl.before_loading()
         self.students = self.frozen(students, lambda: load_students(folder)[1])
         self.encoder = load_encoder(folder)
         if isinstance(self.encoder, Backbone):

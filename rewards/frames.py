@@ -27,7 +27,7 @@ def _models(options: Mapping[str, Any]) -> Sequence[Weights]:
     return inner(options.get("options", {})) if inner else []
 
 
-@mmrl.reward(inputs=("video",), device=True, paths=("options.path", "options.processor"), models=_models)
+@mmrl.reward(inputs=("video",), device=True, paths=("options.path", "options.processor"), models=_models, checks=True)
 class Frames:
     """The mean score of ``count`` frames at even distances, first and last among them.
 
@@ -42,6 +42,9 @@ class Frames:
             raise UserError(f"options.name: frames asks a reward that reads pictures one by one, and {name} is another")
         if count < 1:
             raise UserError(f"options.count is {count}; set it to 1 or more")
+        if wrong := loading.problems(found, dict(options or {})) or loading.refused(found, dict(options or {})):
+            raise UserError("\n".join(wrong))
+        mmrl.before_loading()
         self.count, self.inner = count, loading.build(found, options or {})
         if self.inner.is_async:
             self.score = self._score_awaited

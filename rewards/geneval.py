@@ -71,7 +71,7 @@ class Verdict:
     matched: list[Sequence[Found] | None] = field(default_factory=list)
 
 
-@mmrl.reward(device=True, paths=("path", "clip"), models=_models)
+@mmrl.reward(device=True, paths=("path", "clip"), models=_models, checks=True)
 class GenEval(Sleeping):
     """GenEval's verdicts on each picture. ``clip`` classifies colours.
 
@@ -82,6 +82,7 @@ class GenEval(Sleeping):
         if reward not in VERDICTS:
             raise UserError(f"options.reward is {reward!r}; set it to partial, correct or strict")
         self.names = {name: "score" if name == reward else name for name in VERDICTS}
+        mmrl.before_loading()
         self.detector = Detector(path, THRESHOLD)
         self.colours = Colours(clip)
         self.frozen(self.detector.model, lambda: Detector(path, THRESHOLD).model)

@@ -58,7 +58,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options.get("path", DEFAULT)), "float32")]
 
 
-@mmrl.reward(device=True, paths=("path", "base"), models=_models)
+@mmrl.reward(device=True, paths=("path", "base"), models=_models, checks=True)
 class HPSv2(Sleeping):
     """HPS v2.1 of each picture with its prompt. Prompts are cut at the text encoder's length."""
 
@@ -73,7 +73,7 @@ class HPSv2(Sleeping):
         return cosine(self.model, self.processor, samples, _prepared(self.model, self.processor, pictures), context)
 
 
-@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "base"))
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "base"), checks=True)
 class PathwiseHPSv2(Sleeping):
     """The same with the gradient to ``sample.tensor``."""
 
@@ -132,6 +132,7 @@ def _load(path: str, base: str) -> tuple[Any, Any]:
     """The model (frozen, float32, on the CPU) and the processor of its base. Raises ``UserError``."""
     from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 
+    mmrl.before_loading()
     tensors = from_open_clip(read_tensors(path))
     try:
         config, processor = CLIPConfig.from_pretrained(base), CLIPProcessor.from_pretrained(base)

@@ -39,7 +39,7 @@ def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
     return options.get("inputs", ("image",))
 
 
-@mmrl.reward(reads=_reads)
+@mmrl.reward(reads=_reads, checks=True)
 class Http:
     """Scores by a remote reward.
 

@@ -51,7 +51,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options.get("path", DEFAULT)), "float32")]
 
 
-@mmrl.reward(device=True, paths=("path", "tokenizer"), models=_models)
+@mmrl.reward(device=True, paths=("path", "tokenizer"), models=_models, checks=True)
 class ImageReward(Sleeping):
     """ImageReward of each picture with its prompt."""
 
@@ -66,7 +66,7 @@ class ImageReward(Sleeping):
         return _rate(self.model, self.tokenizer, samples, pixels, context)
 
 
-@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "tokenizer"))
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "tokenizer"), checks=True)
 class PathwiseImageReward(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
@@ -101,6 +101,7 @@ def _load(path: str, tokenizer: str) -> tuple[Any, Any, Any]:
     """The model (vision, text, head; frozen, float32, on the CPU), the tokenizer and the image processor."""
     from transformers import AutoTokenizer, CLIPImageProcessor
 
+    mmrl.before_loading()
     tensors = from_blip(read_tensors(path))
     try:
         vision, text = _configs(tensors)

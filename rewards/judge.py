@@ -68,7 +68,7 @@ def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
     return Rubric(str(options["rubric"]), mode, options.get("meta", ())).inputs
 
 
-@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric", "cache"), models=_models, reads=_reads)
+@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric", "cache"), models=_models, reads=_reads, checks=True)
 class Judge:
     """Scores by a model's verdict.
 

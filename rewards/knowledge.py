@@ -53,7 +53,7 @@ def _stands(name: str, text: str) -> bool:
     return bool(name) and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
 
 
-@mmrl.reward(inputs=("text",), paths=("path",), reads=_reads)
+@mmrl.reward(inputs=("text",), paths=("path",), reads=_reads, checks=True)
 class Knowledge:
     """The mean plausibility of the different facts that a response states, in [0, 1]; 0 where it states none.
 

@@ -26,12 +26,13 @@ def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
     return (read(Path(str(options.get("path")))).encoders.kind,)
 
 
-@mmrl.reward(paths=("path",), reads=_reads)
+@mmrl.reward(paths=("path",), reads=_reads, checks=True)
 class Labels:
     """The calibrated score of each sample. Raises ``UserError``."""
 
     def __init__(self, path: str) -> None:
         self.known = load_known(Path(path))
+        mmrl.before_loading()
         self.embedder = Embedder(self.known.record.encoders)
         kind: Input = self.known.record.encoders.kind
         self.__mmrl_reward__ = Declaration(inputs=(kind,), paths=("path",), reads=_reads)

@@ -35,7 +35,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options.get("path", DEFAULT)), str(options.get("dtype", "float32")))]
 
 
-@mmrl.reward(device=True, paths=("path",), models=_models)
+@mmrl.reward(device=True, paths=("path",), models=_models, checks=True)
 class OCR(Sleeping):
     """How much of the words a picture shows, 0 to 1.
 
@@ -141,6 +141,7 @@ def _rapid(side: int) -> Any:
         from rapidocr import RapidOCR  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"options.engine: rapidocr is not installed ({error}); run: mmrl fetch rapidocr") from error
+    mmrl.before_loading()
     threads = torch.get_num_threads()
     return RapidOCR(
         params={
@@ -165,6 +166,7 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoProcessor, GotOcr2ForConditionalGeneration
 
+    mmrl.before_loading()
     try:
         processor = AutoProcessor.from_pretrained(path)
         model = GotOcr2ForConditionalGeneration.from_pretrained(path, use_safetensors=True, dtype=getattr(torch, dtype))

@@ -28,7 +28,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options.get("path", DEFAULT)))]
 
 
-@mmrl.reward(device=True, paths=("path", "processor"), models=_models)
+@mmrl.reward(device=True, paths=("path", "processor"), models=_models, checks=True)
 class PickScore(Sleeping):
     """PickScore of each picture with its prompt."""
 
@@ -43,7 +43,7 @@ class PickScore(Sleeping):
         return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
 
 
-@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "processor"))
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "processor"), checks=True)
 class PathwisePickScore(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 

@@ -25,7 +25,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(found(str(options.get("path", DEFAULT))), "float32")]
 
 
-@mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models)
+@mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models, checks=True)
 class Relevance(Sleeping):
     """``score``: the cosine, at least 0, over ``enough`` and at most 1. ``cosine``: itself.
 
@@ -82,6 +82,7 @@ def _load(path: str) -> tuple[Any, Any]:
     if unset := lacking(path):
         raise UserError(f"the reward's options.path: {unset}")
     path = found(path)
+    mmrl.before_loading()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)

@@ -28,7 +28,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options["path"]), str(options.get("dtype", "float32")))]
 
 
-@mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models)
+@mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models, checks=True)
 class RewardModel(Sleeping):
     """The reward model's number for each response.
 
@@ -56,6 +56,7 @@ class RewardModel(Sleeping):
         if name not in ("llm/score", "vlm/score"):
             raise UserError(f"options.pipeline is {name!r}; set it to llm/score, or vlm/score for a model that sees")
         self.batch_size = batch_size
+        mmrl.before_loading()
         load = partial(mmrl.load("pipelines", name).scorer, path, variables, getattr(torch, dtype))
         self._scorer = load()
         self.frozen(self._scorer.model, lambda: load().model)

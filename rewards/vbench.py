@@ -55,7 +55,7 @@ def _background_models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(options.get("path", CLIP)), "float32")]
 
 
-@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_subject_models)
+@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_subject_models, checks=True)
 class Subject(Sleeping):
     """Consistency by the class token of a ViT, 0 to 1. ``path``: a directory or hub name."""
 
@@ -70,7 +70,7 @@ class Subject(Sleeping):
         return _consistencies(self.model, self.images, samples, context)
 
 
-@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_background_models)
+@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_background_models, checks=True)
 class Background(Sleeping):
     """Consistency by a CLIP model's image features, 0 to 1. ``path``: a directory or hub name."""
 
@@ -95,6 +95,7 @@ def _load(path: str, what: str) -> tuple[Any, Any]:
     """The model, frozen and in float32 on the CPU, and its image processor. Raises ``UserError``."""
     from transformers import AutoImageProcessor, AutoModel
 
+    mmrl.before_loading()
     try:
         model = AutoModel.from_pretrained(path, use_safetensors=True)
         return model.float().eval().requires_grad_(False), AutoImageProcessor.from_pretrained(path)

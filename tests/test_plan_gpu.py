@@ -197,13 +197,21 @@ def test_tokens_take_as_long_as_reading_the_weights_where_memory_is_the_bound(te
 
 
 def test_what_a_token_leaves_in_the_cache_worked_out_by_hand():
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import Gemma3TextConfig, LlamaConfig, Mamba2Config, Qwen2Config, Qwen3NextConfig
 
-    from mmrl.text.meta_model import _cached
+    from mmrl.text.meta_model import cached
 
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
-    assert _cached(Qwen2Config(**small, num_key_value_heads=2)) == 2 * 3 * 2 * 8
-    assert _cached(LlamaConfig(**small, num_key_value_heads=1, head_dim=16)) == 2 * 3 * 1 * 16
+    assert cached(Qwen2Config(**small, num_key_value_heads=2))(7) == 7 * 2 * 3 * 2 * 8
+    assert cached(LlamaConfig(**small, num_key_value_heads=1, head_dim=16))(7) == 7 * 2 * 3 * 1 * 16
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    windows = Gemma3TextConfig(**small, num_key_value_heads=1, head_dim=16, sliding_window=5, layer_types=kinds)
+    assert cached(windows)(7) == (5 + 5 + 7) * 2 * 1 * 16
+    mixed = Qwen3NextConfig(
+        **small, num_key_value_heads=2, head_dim=8, layer_types=["linear_attention"] * 2 + kinds[2:]
+    )
+    assert cached(mixed)(7) == 7 * 2 * 1 * 2 * 8
+    assert cached(Mamba2Config(hidden_size=32, num_hidden_layers=3, num_heads=4, head_dim=16))(7) == 0
 
 
 def test_devices_that_share_rows_divide_the_operations_of_the_whole(text):

@@ -43,9 +43,9 @@ def judge(
     """Measure a judge's agreement with held-out truth."""
     chosen, root, device = _read(source, reward)
     chosen = chosen.model_copy(update={"options": chosen.options | reward_options(options)})
+    from mmrl.engines.this_machine import choose_device
     from mmrl.judge.agreement import as_json as plain
     from mmrl.judge.agreement import measure
-    from mmrl.run import choose_device
 
     def measured() -> Agreement:
         where = str(choose_device(device))

@@ -97,18 +97,14 @@ class SglangServer:
         self._private = private_folder("mmrl-sglang-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         if url is not None:
-            _check_url(url)
+            check_url(url)
             self._client = Client("the SGLang server", url, key, timeout_s=timeouts.request_s)
             if not self._client.healthy():
                 raise UserError(
                     f"no SGLang server answers at {url}/health; start it, or leave out url to have one started"
                 )
             return
-        if importlib.util.find_spec("sglang") is None:
-            raise UserError(
-                f"SGLang is not installed in {sys.prefix}: install it as docs.sglang.io says for this GPU, give the "
-                "url of a server that runs elsewhere, or leave out the engine to sample with transformers in process"
-            )
+        require_sglang()
         port, key = free_port(), new_key()
         command = _command(str(self._folder.resolve()), port, max_model_len, dtype, lora_rank, wanted)
         hidden = self._private / "config.yaml"
@@ -257,9 +253,22 @@ def _command(
     return [sys.executable, "-m", "sglang.launch_server", *flags({**arguments, **options}, off=None)]
 
 
-def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
+def require_sglang() -> None:
+    """Raise ``UserError`` if SGLang is not installed."""
+    if importlib.util.find_spec("sglang") is None:
+        raise UserError(
+            f"SGLang is not installed in {sys.prefix}: install it as docs.sglang.io says for this GPU, give the url of "
+            "a server that runs elsewhere, or leave out the engine to sample with transformers in process"
+        )
+
+
+def check_url(url: str) -> None:
+    """Raise ``UserError`` for an address that would send prompts and the key in the clear to another machine."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        raise UserError(f"rollout.options.url: {url!r} is no address; write it as https://host:port") from None
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

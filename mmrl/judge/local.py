@@ -23,6 +23,7 @@ from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
 from mmrl.judge.sampling import seeded
+from mmrl.rewards.contract import before_loading
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.text.control_tokens import ControlTokens
 from mmrl.text.token_sampling import Draw
@@ -55,6 +56,7 @@ class LocalModel(Sleeping):
         self.path, self.batch, self.dtype, self.template = path, batch, dtype, dict(template or {})
         if chat_template is not None:
             self.template["chat_template"] = _checked(chat_template)
+        before_loading()
         model, self.processor, self.tokenizer = _load(path, dtype)
         self.model = self.frozen(model, lambda: _load_model(path, dtype)[0])
         self.sees = self.processor is not None

@@ -35,6 +35,7 @@ from mmrl.judge.sampling import seeded
 from mmrl.judge.structured import FORMS, response_format
 from mmrl.judge.usage import request, used
 from mmrl.reply_bytes import ASK, ReplyBytes, ReplyError
+from mmrl.rewards.contract import before_loading
 from mmrl.rewards.serve import is_loopback
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
@@ -125,6 +126,7 @@ class Endpoint:
         self._state, self._socket_path = state, socket_path
         self._form = len(FORMS) if "response_format" in self.extra else 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        before_loading()
         if recorded_here() is None:
             self._check_health()
 

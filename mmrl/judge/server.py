@@ -28,7 +28,7 @@ from mmrl.judge.local import fingerprint
 from mmrl.judge.remote import Endpoint, Requests
 from mmrl.judge.replay import recorded_here
 from mmrl.report.notices import starting, tell
-from mmrl.rewards.contract import Weights
+from mmrl.rewards.contract import Weights, before_loading
 from mmrl.text.control_tokens import ControlTokens
 
 NAME = "judge"
@@ -123,6 +123,7 @@ class ServedJudge:
         start_s: float = START_S,
         requests: Requests | None = None,
     ) -> None:
+        before_loading()
         if python is None and recorded_here() is None:
             require_vllm()
         self.path, self._args, self._python, self._start_s = path, args, python, start_s

@@ -60,8 +60,8 @@ class Description:
     ``source`` says where the sizes come from. ``longest``, of a pipeline whose samples are of many lengths: given some
     prompts, the one that takes most; raises ``UserError`` where none can be used. ``pictures``: how many every prompt
     carries. ``too_long``: given prompts, notes on those that are longer than the text encoders read; raises
-    ``UserError`` where that may not be (``data.overlong``). ``cache_numbers``: how many numbers a token leaves in the
-    cache of keys and values. ``by_rows``: where the model is sharded, a rank reads only its part of the checkpoint.
+    ``UserError`` where that may not be (``data.overlong``). ``cache_numbers``: how many numbers a row of so many
+    tokens leaves in its caches. ``by_rows``: where the model is sharded, a rank reads only its part of the checkpoint.
     """
 
     pipeline: Pipeline
@@ -70,6 +70,6 @@ class Description:
     longest: Callable[[Sequence[Prompt]], Longest] | None = None
     beside: Sequence[Beside] = ()
     pictures: int = 0
-    cache_numbers: int = 0
+    cache_numbers: Callable[[float], float] = lambda _: 0.0
     by_rows: bool = False
     too_long: Callable[[Sequence[Prompt]], Sequence[str]] | None = None

@@ -105,7 +105,7 @@ def _tokens(step: Step, description: Description, rate: float, bandwidth: float)
     policy = next(one.module for one in description.components if one.role == "policy")
     width = {"float32": 4}.get(recipe.model.dtype, 2)
     weights = sum(p.numel() * (p.element_size() if own else width) for p in policy.parameters())
-    read = weights + rows * width * description.cache_numbers * (c.row_tokens - new / 2)
+    read = weights + rows * width * description.cache_numbers(c.row_tokens - new / 2)
     alone = mine * each * (c.row_tokens - new) / rate + ceil(mine / rows) * new * max(
         rows * each / rate, read / bandwidth
     )

@@ -160,11 +160,13 @@ def fake(modules: Iterable[nn.Module]) -> None:
         for name, p in module._parameters.items():
             if p is not None and not isinstance(p, FakeTensor):
                 if id(p) not in made:
-                    made[id(p)] = nn.Parameter(FakeTensor(mode, p.data, device), requires_grad=p.requires_grad)
+                    made[id(p)] = nn.Parameter(
+                        FakeTensor(mode, p.data.to("meta"), device), requires_grad=p.requires_grad
+                    )
                 module._parameters[name] = made[id(p)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, FakeTensor):
-                module._buffers[name] = made.setdefault(id(buffer), FakeTensor(mode, buffer, device))
+                module._buffers[name] = made.setdefault(id(buffer), FakeTensor(mode, buffer.to("meta"), device))
         for name, table in list(vars(module).items()):  # such as position tables that are not buffers
             if isinstance(table, Tensor) and table.is_meta and not isinstance(table, FakeTensor):
                 setattr(module, name, FakeTensor(mode, table, device))

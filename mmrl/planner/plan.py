@@ -20,7 +20,7 @@ from mmrl.config.sampling import Sampling, TextSampling, shares_steps
 from mmrl.config.schema import Recipe
 from mmrl.datasets.buckets import count_by_size
 from mmrl.datasets.loading import in_order, load_prompts
-from mmrl.engines import context, own_class, performance, sampling_options
+from mmrl.engines import context, own_class, performance, sampling_options, this_machine
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
@@ -63,6 +63,7 @@ def plan(
     made.notes += _about_dtype(made, loaded.chose_dtype)
     has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
     made.problems += performance.refusals(recipe, has)
+    made.problems += _on_this_machine(made)
     made.problems += (wrong := own_class.problems(recipe))
     made.problems += sampling_options.problems(recipe)
     if not wrong and own_class.ends_to_sleep(recipe):
@@ -161,6 +162,18 @@ def _device(name: str) -> tuple[str, int | None]:
     if name.startswith("cuda") and number < torch.cuda.device_count():
         return name, torch.cuda.get_device_properties(torch.device(name)).total_memory
     return name, _main_memory() if name == "cpu" else None
+
+
+def _on_this_machine(made: Plan) -> Iterator[str]:
+    """What this machine lacks, unless the plan is for another one: with ``gpu``, or for a device that is not here."""
+    if made.gpu is not None:
+        return
+    try:
+        this_machine.choose_device(made.recipe.device)
+    except UserError as error:
+        made.notes.append(f"training stops here: {error}")
+        return
+    yield from this_machine.refusals(made.recipe)
 
 
 def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:

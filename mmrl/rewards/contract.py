@@ -16,7 +16,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
@@ -97,8 +99,10 @@ class Declaration:
     model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
     process (such a class may be a ``Sleeper``, to free its memory meanwhile). ``paths``: its options that may name
     files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder. Spell
-    them out in the decorator: a recipe's paths are resolved without importing its rewards. Raises ``ValueError`` for
-    ``inputs`` and ``per`` that do not exist.
+    them out in the decorator: a recipe's paths are resolved without importing its rewards. ``checks``: the constructor
+    of a class calls ``before_loading`` between the checks of its options and the loading of a model or a connection, or
+    does neither; ``mmrl plan`` then runs it up to there. Raises ``ValueError`` for ``inputs`` and ``per`` that do not
+    exist.
     """
 
     inputs: tuple[Input, ...] = ("image",)
@@ -110,6 +114,7 @@ class Declaration:
     paths: tuple[str, ...] = ()
     models: Callable[[JsonObject], Sequence[Weights]] | None = None
     reads: Callable[[JsonObject], Sequence[Input]] | None = None
+    checks: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.inputs, str):
@@ -118,6 +123,34 @@ class Declaration:
         for name in self.inputs:
             _check_word("inputs", name, get_args(Input), "a sample has no such field")
         _check_word("per", self.per, get_args(Per), "a reward scores single samples or whole groups")
+
+
+class CheckedError(BaseException):
+    """The options of a reward are checked, and no more is wanted. Not an ``Exception``, so that no constructor takes it
+    for a failure of its own."""
+
+
+_ONLY_CHECKS: ContextVar[bool] = ContextVar("only_checks", default=False)
+
+
+@contextmanager
+def only_checks() -> Generator[None]:
+    """Inside the block a constructor ends where it calls ``before_loading``, by ``CheckedError``."""
+    token = _ONLY_CHECKS.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_CHECKS.reset(token)
+
+
+def before_loading() -> None:
+    """Mark the place in a reward's constructor where its options are checked, and loading or connecting begins.
+
+    ``mmrl plan`` runs the constructor of a reward that declares ``checks=True`` up to this place, so that it refuses
+    the options that training would refuse.
+    """
+    if _ONLY_CHECKS.get():
+        raise CheckedError
 
 
 def _check_word(key: str, word: object, known: tuple[str, ...], why: str) -> None:
@@ -210,12 +243,13 @@ def reward(
     paths: tuple[str, ...] = (),
     models: Callable[[JsonObject], Sequence[Weights]] | None = None,
     reads: Callable[[JsonObject], Sequence[Input]] | None = None,
+    checks: bool = False,
 ) -> Callable[[R], R]:
     """Declare a function or class as a reward that differs from the defaults (see ``Declaration``).
 
     Raises ``ValueError`` for ``inputs`` and ``per`` that do not exist.
     """
-    declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths, models, reads)
+    declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths, models, reads, checks)
     if differentiable and "tensor" not in inputs:
         declaration = replace(declaration, inputs=(*declaration.inputs, "tensor"))
 

@@ -20,7 +20,7 @@ from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.python_objects import in_this_process
 from mmrl.report.notices import tell
-from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
+from mmrl.rewards.contract import CheckedError, Declaration, Input, Sleeper, declaration_of, only_checks
 from mmrl.rewards.last_words import watched
 from mmrl.trajectory import Sample
 from mmrl.user_code import defined_at, describe, option_problems, peers_advice, place_of
@@ -189,6 +189,23 @@ def problems(found: Found, options: JsonObject) -> list[str]:
         found.name, target, options, set()
     )
     return wrong + _sleep_problems(found)
+
+
+def refused(found: Found, options: JsonObject) -> list[str]:
+    """What the constructor of a reward refuses of its resolved ``options`` before it loads or connects.
+
+    Empty for a function, and for a class that does not declare ``checks``: its constructor may load a model.
+    """
+    if not (inspect.isclass(found.target) and found.declaration.checks):
+        return []
+    try:
+        with only_checks():
+            build(found, options).close()
+    except CheckedError:
+        return []
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def build(found: Found, options: JsonObject) -> Loaded:

@@ -35,7 +35,7 @@ from mmrl.rewards.async_scoring import (
 from mmrl.rewards.calling import Caller, Calls
 from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.last_words import watched
-from mmrl.rewards.loading import Found, Loaded, build, find, problems
+from mmrl.rewards.loading import Found, Loaded, build, find, problems, refused
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.returned import Answer
 from mmrl.rewards.views import views
@@ -63,6 +63,7 @@ def check(
             wrong = problems(one, reward.options)
             if makes is not None and not wrong:
                 wrong = unmade(reads(one, reward, root), makes, one)
+            wrong = wrong or refused(one, resolve_options(root, reward.options, one.declaration.paths))
         except UserError as error:
             wrong = [str(error)]
         mistakes += [f"{key}[{i}] ({label}): {problem}" for problem in wrong]

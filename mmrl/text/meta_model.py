@@ -34,6 +34,7 @@ from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
 
 CONFIGURED = 512 * 2**20
 """Bytes of vLLM's key-value cache on a CPU (``mmrl.engines.vllm``)."""
@@ -109,17 +110,32 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         files.source,
         _longest_of(pipeline),
         beside,
-        cache_numbers=_cached(base_model(policy).config),
+        cache_numbers=cached(base_model(policy).config),
         by_rows=getattr(base_model(policy).config, "quantization_config", None) is None,
     )
 
 
-def _cached(config: PretrainedConfig) -> int:
-    """How many numbers the keys and values of a token are in all layers; 0 if the configuration does not tell."""
+def cached(config: PretrainedConfig) -> Callable[[float], float]:
+    """How many numbers a row of so many tokens leaves in the keys and values of all layers, by the kinds of layers that
+    transformers makes its cache of: a window holds its width at most, a linear attention nothing per token."""
+    from transformers import DynamicCache
+
     text = config.get_text_config()
-    queries = getattr(text, "num_attention_heads", None) or 1
-    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // queries
-    return 2 * getattr(text, "num_hidden_layers", 0) * (getattr(text, "num_key_value_heads", None) or queries) * width
+    layers = DynamicCache(config=text).layers
+    configs = getattr(text, "per_layer_config", None) or [text] * len(layers)  # heads may differ from layer to layer
+    sizes = [
+        (_heads(of_layer), getattr(layer, "sliding_window", None))
+        for layer, of_layer in zip(layers, configs, strict=False)
+        if hasattr(layer, "keys")
+    ]
+    return lambda tokens: float(sum(n * (tokens if most is None else min(tokens, most)) for n, most in sizes))
+
+
+def _heads(config: PretrainedConfig) -> int:
+    """How many numbers the keys and values of a token are in a layer; 0 if the configuration does not tell."""
+    queries = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // queries
+    return 2 * (getattr(config, "num_key_value_heads", None) or queries) * width
 
 
 def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Longest]:
@@ -242,21 +258,20 @@ def _two_forwards(policy: nn.Module) -> Callable[..., Tensor]:
         attention_mask[0, 0] = rows == 1  # as if this prompt were shorter
         out = policy(input_ids=input_ids, attention_mask=attention_mask, **given, use_cache=True, logits_to_keep=1)
         scores = logits_processor(input_ids, out.logits[:, -1].to(copy=True, dtype=torch.float32))
-        cache = out.past_key_values
+        caches = {name: out[name] for name in _CACHES if out.get(name) is not None}
         del out
         if max_new_tokens > 1:
-            for layer in cache.layers:  # of the tokens in between
-                layer.keys = pad(layer.keys, (0, 0, 0, max_new_tokens - 2))
-                layer.values = pad(layer.values, (0, 0, 0, max_new_tokens - 2))
+            for cache in caches.values():
+                _grow(cache, max_new_tokens - 2)
             draw.log_probs *= max_new_tokens - 1
             whole = pad(attention_mask, (0, max_new_tokens - 1), value=1)
-            last = policy(
-                input_ids=input_ids[:, -1:],
-                attention_mask=whole,
-                position_ids=whole.sum(1, keepdim=True) - 1,
-                past_key_values=cache,
-                use_cache=True,
-            )
+            if caches:
+                places = whole.sum(1, keepdim=True) - 1
+                last = policy(
+                    input_ids=input_ids[:, -1:], attention_mask=whole, position_ids=places, use_cache=True, **caches
+                )
+            else:  # it keeps nothing, and reads the whole row for each token
+                last = policy(input_ids=pad(input_ids, (0, max_new_tokens - 1)), attention_mask=whole)
             logits_processor(input_ids, last.logits[:, -1].to(copy=True, dtype=torch.float32))
         del scores  # transformers keeps the scores of a token until those of the next are computed
         token = next(n for n in range(len(ends) + 2) if n not in {*ends, padding})
@@ -266,6 +281,22 @@ def _two_forwards(policy: nn.Module) -> Callable[..., Tensor]:
         return torch.cat([input_ids, drawn], 1)
 
     return generate
+
+
+_CACHES = ("past_key_values", "cache_params")
+"""The names under which transformers' models return their cache and take it: of attention, and of Mamba."""
+
+
+def _grow(cache: Cache, tokens: int) -> None:
+    """Put so many tokens into every layer of a cache, by the layer's own rule: a window forgets what leaves it, a
+    sparse attention keeps what it chooses by too, and the state of a linear attention keeps its size."""
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is not None and values is not None:
+            layer.update(*(t.new_empty((*t.shape[:2], tokens, *t.shape[3:])) for t in (keys, values)))
+        chosen_by = getattr(layer, "indexer_keys", None)
+        if chosen_by is not None:
+            layer.update_indexer(chosen_by.new_empty((len(chosen_by), tokens, *chosen_by.shape[2:])))
 
 
 class _FullLength:
