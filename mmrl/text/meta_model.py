@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -290,7 +290,8 @@ _CACHES = ("past_key_values", "cache_params")
 def _grow(cache: Cache, tokens: int) -> None:
     """Put so many tokens into every layer of a cache, by the layer's own rule: a window forgets what leaves it, a
     sparse attention keeps what it chooses by too, and the state of a linear attention keeps its size."""
-    for layer in cache.layers:
+    layers: list[Any] = list(cache.layers)  # of many classes, which share no method
+    for layer in layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is not None and values is not None:
             layer.update(*(t.new_empty((*t.shape[:2], tokens, *t.shape[3:])) for t in (keys, values)))
