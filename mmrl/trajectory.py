@@ -104,7 +104,8 @@ class Sample:
     ``image`` is an RGB PIL image (of the size the pipeline made), ``video`` the frames of a clip, in order; ``tensor``
     is the same as float32 ``[3, H, W]`` or ``[F, 3, H, W]`` in [0, 1], and carries a graph when the reward was declared
     differentiable. ``text`` is a language model's response,
-    ``truncated`` where it was cut at the length limit.
+    ``truncated`` where it was cut at the length limit; ``begun``, what the chat template wrote of it: the mark of a
+    thought, ``<think>`` and a line break.
     """
 
     prompt: Prompt
@@ -114,6 +115,7 @@ class Sample:
     text: str | None = None
     truncated: bool = False
     video: tuple[Image, ...] | None = None
+    begun: str = ""
 
 
 _ROWS = ("clean", "states", "log_probs", "paused", "mask", "truncated", "under_way", "drawn_at")

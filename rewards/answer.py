@@ -3,9 +3,13 @@
     - name: answer:number          # the last number; or answer:exact, answer:boxed, answer:math
       options: {after: "answer:", pattern: '(.+\\n\\n)+answer: \\d+', pattern_weight: 0.1}
 
-The truth may be a list: any of its entries is right. Every reward here returns the parts ``correct`` (0 or 1), with a
-``pattern`` also ``format`` (1 where the whole response, without white space around it, matches that regular
-expression), and ``score``: ``pattern_weight * format`` plus the rest times ``correct``.
+The answer is in the response, where it has an ``<answer>`` in the last one, up to its ``</answer>``. A thought before
+``</think>`` counts for nothing. ``after`` and ``before`` name other marks: the answer follows the last ``after`` and
+ends at the next ``before``. The truth may be a list: any of its entries is right.
+
+Every reward here returns the parts ``correct`` (0 or 1), with a ``pattern`` also ``format`` (1 where the whole
+response, without white space around it, matches that regular expression; a ``<think>`` that the chat template wrote is
+part of it), and ``score``: ``pattern_weight * format`` plus the rest times ``correct``.
 
 A response cut at the length limit is not right, for its answer may be cut too. A prompt without a truth cannot be
 judged, and its samples fail. Responses are data: they are compared as text and numbers, and never evaluated.
@@ -14,19 +18,24 @@ judged, and its samples fail. Responses are data: they are compared as text and 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.judge.json_answer import without_thoughts
 from mmrl.rewards.answers import boxed as last_boxed
 from mmrl.rewards.answers import comparable, same, squeezed, stated
 from mmrl.rewards.contract import Context, Failed, Value
 from mmrl.rewards.mathverify import MathVerify
 from mmrl.rewards.numerals import Quantity, last_quantity, unfinished
+from mmrl.rewards.spelling import spelled
 from mmrl.trajectory import Sample
+
+_ANSWER = re.compile("<answer>", re.IGNORECASE)
+_ANSWER_ENDS = re.compile("</answer>", re.IGNORECASE)
+_TAG = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
 
 Rows = dict[str, Sequence[Value]]
 
@@ -35,8 +44,8 @@ Rows = dict[str, Sequence[Value]]
 class Exact:
     """The answer is the truth, word for word: the whole response, or what follows the last ``after`` in it.
 
-    White space is one space; Unicode is normalised (NFKC); quotes and full stops around the answer do not count, nor
-    does case unless ``ignore_case`` is false.
+    White space is one space; Unicode is normalised (NFKC), and there is one apostrophe, quotation mark and dash. Quotes
+    and full stops around the answer do not count, nor does case unless ``ignore_case`` is false.
     """
 
     def __init__(
@@ -45,10 +54,11 @@ class Exact:
         key: str = "answer",
         pattern: str | None = None,
         pattern_weight: float = 0.0,
+        before: str | None = None,
         *,
         ignore_case: bool = True,
     ) -> None:
-        self._verifier = _Verifier(after, key, pattern, pattern_weight)
+        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
         self._ignore_case = ignore_case
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
@@ -79,11 +89,12 @@ class Number:
         key: str = "answer",
         pattern: str | None = None,
         pattern_weight: float = 0.0,
+        before: str | None = None,
         tolerance: float = 0.0,
     ) -> None:
         if not 0 <= tolerance < 1:
             raise UserError(f"options.tolerance is {tolerance}; give a relative distance from 0 up to 1, as 0.001")
-        self._verifier = _Verifier(after, key, pattern, pattern_weight)
+        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
         self._tolerance = Fraction(tolerance)
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
@@ -112,8 +123,9 @@ class Boxed:
         key: str = "answer",
         pattern: str | None = None,
         pattern_weight: float = 0.0,
+        before: str | None = None,
     ) -> None:
-        self._verifier = _Verifier(after, key, pattern, pattern_weight)
+        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
         """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
@@ -121,10 +133,10 @@ class Boxed:
 
     def answer_of(self, sample: Sample) -> str | None:
         """What the last box holds: equal answers vote together."""
-        return self._verifier.answer_of(sample, lambda response: _voted(last_boxed(response)))
+        return self._verifier.answer_of(sample, lambda response: _voted(_in_a_box(response)))
 
     def _right(self, response: str, truth: str) -> bool:
-        found = last_boxed(response)
+        found = _in_a_box(response)
         return found is not None and same(found, _held(truth))
 
 
@@ -143,11 +155,12 @@ class Math:
         key: str = "answer",
         pattern: str | None = None,
         pattern_weight: float = 0.0,
+        before: str | None = None,
         deadline: float = 2.0,
     ) -> None:
         if not 0 < deadline <= 600:
             raise UserError(f"options.deadline is {deadline}; give seconds for one answer, from above 0 up to 600")
-        self._verifier = _Verifier(after, key, pattern, pattern_weight)
+        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
         self._verify = MathVerify(deadline)
         self._known: dict[tuple[str, str], bool] = {}
 
@@ -196,24 +209,28 @@ score = Exact
 class _Verifier:
     """What the rewards of this module share: where the answer stands, what the truth is, and the form."""
 
-    def __init__(self, after: str | None, key: str, pattern: str | None, pattern_weight: float) -> None:
+    def __init__(
+        self, after: str | None, key: str, pattern: str | None, pattern_weight: float, before: str | None
+    ) -> None:
         if not 0 <= pattern_weight <= 1:
             raise UserError(f"options.pattern_weight is {pattern_weight}; it is a share, from 0 to 1")
         if pattern_weight and pattern is None:
             raise UserError("options.pattern_weight needs options.pattern, the form it rewards; add it, or remove both")
-        if after == "":
-            raise UserError("options.after is empty; name the words before the answer ('answer:'), or leave it out")
+        for name, mark, words in (("after", after, "before the answer ('answer:')"), ("before", before, "behind it")):
+            if mark == "":
+                raise UserError(f"options.{name} is empty; name the words {words}, or leave it out")
         try:
             self._pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
             raise UserError(f"options.pattern is no regular expression: {error}; correct it") from error
         self._after, self._key, self._weight = after, key, pattern_weight
+        self._before = _closing_tag(after) if before is None and after is not None else before
 
     def rows(self, samples: Sequence[Sample], right: Callable[[str, str], bool]) -> Rows:
         correct = [self._correct(sample, right) for sample in samples]
         if self._pattern is None:
             return {"score": correct, "correct": correct}
-        form = [float(self._pattern.fullmatch((s.text or "").strip()) is not None) for s in samples]
+        form = [float(self._pattern.fullmatch((s.begun + (s.text or "")).strip()) is not None) for s in samples]
         total = [
             c if not isinstance(c, float) else self._weight * f + (1 - self._weight) * c
             for c, f in zip(correct, form, strict=True)
@@ -240,16 +257,48 @@ class _Verifier:
         return (read(response) or None) if response is not None else None
 
     def _answer(self, text: str) -> str | None:
-        if self._after is None:
-            return text
-        _, marker, answer = text.rpartition(self._after)
-        return answer if marker else None
+        """Where the answer stands in ``text``; None where the mark before it is not there, or a thought never ends."""
+        if self._after is None and self._before is None:
+            return _outside_thoughts(text)
+        mark, answer = True, text
+        if self._after is not None:
+            _, mark, answer = text.rpartition(self._after)
+        if self._before is not None:
+            answer = answer.partition(self._before)[0]
+        if self._before is not None and _closing_tag(self._after or "") == self._before:
+            answer = _Tagged(answer)
+        return answer if mark else None
+
+
+class _Tagged(str):
+    """What stands between ``<answer>`` and ``</answer>``: an answer, even without a box."""
+
+
+def _outside_thoughts(text: str) -> str | None:
+    """What ``text`` says behind its last thought, or in the last ``<answer>`` there; None for a thought without end."""
+    try:
+        said = without_thoughts(text)
+    except ValueError:
+        return None
+    opened = list(_ANSWER.finditer(said))
+    return _Tagged(_ANSWER_ENDS.split(said[opened[-1].end() :])[0]) if opened else said
+
+
+def _closing_tag(mark: str) -> str | None:
+    """``</answer>`` for ``<answer>``; None for a mark that ends in no tag."""
+    tag = _TAG.search(mark)
+    return None if tag is None else f"</{tag[1]}>"
+
+
+def _in_a_box(response: str) -> str | None:
+    """What the last box holds; all of an answer that stands in tags and has no box."""
+    found = last_boxed(response)
+    return str(response) if found is None and isinstance(response, _Tagged) and not unfinished(response) else found
 
 
 def plain(text: str, *, ignore_case: bool = True) -> str:
-    """``text`` normalised (NFKC), with single spaces, without quotes and full stops around it; casefolded if asked."""
-    text = " ".join(unicodedata.normalize("NFKC", text).split()).strip(" \"'`.")
-    return text.casefold() if ignore_case else text
+    """``text`` in one spelling, with single spaces, without quotes and full stops around it; casefolded if asked."""
+    return " ".join(spelled(text, ignore_case=ignore_case).split()).strip(" \"'.")
 
 
 def _number(truth: str) -> Quantity:
@@ -279,9 +328,12 @@ def _voted(answer: str | None) -> str | None:
 
 
 def _held(truth: str) -> str:
+    r"""The answer in a truth: what its last ``\boxed`` holds, else all of it."""
     found = last_boxed(truth)
     return truth if found is None else found
 
 
 def _truths(truth: Any) -> list[str]:
-    return [str(t) for t in (truth if isinstance(truth, list | tuple) else [truth]) if t is not None and str(t).strip()]
+    """The truths of a prompt: one, or a list; of a worked solution what stands in its ``<answer>``."""
+    said = [str(t) for t in (truth if isinstance(truth, list | tuple) else [truth]) if t is not None and str(t).strip()]
+    return [_outside_thoughts(t) or t if _ANSWER.search(t) else t for t in said]

@@ -1,10 +1,11 @@
 """Does the picture show the requested words? Read by GOT-OCR2 (Wei et al. 2024, arXiv 2409.01704), or by PP-OCR.
 
 The score is Flow-GRPO's (arXiv 2505.05470): 1 - edit distance / length of the words, without blanks and case; 1 where
-the words stand anywhere in what was read, 0 at worst. The words are ``prompt.meta[meta]`` where there are any, else
-what stands first in double quotes in the prompt. The part ``correct`` is 1 where these words alone were read: no more,
-no less. Departures: Flow-GRPO reads with PaddleOCR, of which ``engine:
-rapidocr`` has the networks in another version, and scores a picture that it fails to read 0.
+the words stand anywhere in what was read, 0 at worst. Accents, apostrophes, dashes and wide letters are compared as a
+reader sees them, however they are encoded. The words are ``prompt.meta[meta]`` where there are any, else what stands
+first in double quotes in the prompt. The part ``correct`` is 1 where these words alone were read: no more, no less.
+Departures: Flow-GRPO reads with PaddleOCR, of which ``engine: rapidocr`` has the networks in another version, scores a
+picture that it fails to read 0, and compares the characters as they are encoded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.spelling import spelled
 from mmrl.trajectory import Sample
 
 ENGINES = ("got-ocr2", "rapidocr")
@@ -127,7 +129,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def _bare(text: str) -> str:
-    return "".join(text.split()).lower()
+    return "".join(spelled(text).split())
 
 
 def _rapid(side: int) -> Any:

@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
+from mmrl.text.thoughts import BEGINS, ENDS, IS_OPEN
 
 if TYPE_CHECKING:
     from jsonschema import ValidationError
 
-_THOUGHT = r"(?:think|thinking|thought|reasoning|seed:think)"
-_THOUGHT_OPENS = rf"(?:<{_THOUGHT}>|\[THINK\]|\u25c1think\u25b7)"
-_THOUGHT_BEGINS = re.compile(rf"^[ \t]*{_THOUGHT_OPENS}", re.MULTILINE | re.IGNORECASE)
-_THOUGHT_IS_OPEN = re.compile(rf"{_THOUGHT_OPENS}\Z", re.IGNORECASE)
-_THOUGHT_ENDS = re.compile(rf"</{_THOUGHT}>|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE)
 _BRACE = re.compile("[{}]")
 _STARTS = ("{", "```")
 """How an answer begins that is an object, without a thought before it."""
@@ -75,13 +71,13 @@ def json_in(text: str) -> JsonObject:
     what stands inside a broken object may be quoted.
     """
     text = text.strip()
-    ends = _THOUGHT_ENDS.search(text)
+    ends = ENDS.search(text)
     found = None
     try:
-        if ends is None or not _THOUGHT_BEGINS.match(text):
+        if ends is None or not BEGINS.match(text):
             found = _objects(text)
     except ValueError:
-        if ends is None and _THOUGHT_BEGINS.search(text):
+        if ends is None and BEGINS.search(text):
             raise ValueError(_NEVER_ENDS) from None
         if ends is None or begins_as_object(text):
             raise
@@ -104,25 +100,25 @@ def without_thoughts(text: str) -> str:
 
     Raises ``ValueError`` where a thought begins, as the first thing of a line, and never ends.
     """
-    said = _THOUGHT_ENDS.split(text)[-1]
-    if _THOUGHT_BEGINS.search(said):
+    said = ENDS.split(text)[-1]
+    if BEGINS.search(said):
         raise ValueError(_NEVER_ENDS)
     return said.strip()
 
 
 def is_thought_mark(text: str) -> bool:
     """Whether ``text`` begins or ends a thought."""
-    return _THOUGHT_IS_OPEN.fullmatch(text) is not None or _THOUGHT_ENDS.fullmatch(text) is not None
+    return IS_OPEN.fullmatch(text) is not None or ENDS.fullmatch(text) is not None
 
 
 def ends_in_a_thought(text: str) -> bool:
     """Whether ``text``, a question as the chat template writes it, ends with the beginning of a thought."""
-    return _THOUGHT_IS_OPEN.search(text.rstrip()) is not None
+    return IS_OPEN.search(text.rstrip()) is not None
 
 
 def with_thought_closed(text: str) -> str:
     """``text``, a question as the chat template writes it, with an end for the thought that it may begin."""
-    found = _THOUGHT_IS_OPEN.search(text.rstrip())
+    found = IS_OPEN.search(text.rstrip())
     return text if found is None else f"{text.rstrip()}\n\n{found[0][0]}/{found[0][1:]}\n\n"
 
 
@@ -176,9 +172,9 @@ def _after_the_last_thought(text: str, found: list[tuple[int, int, JsonObject]])
     edges = [0, *(edge for start, end, _ in found for edge in (start, end)), len(text)]
     after = 0
     for start, end in zip(edges[::2], edges[1::2], strict=True):
-        for mark in _THOUGHT_ENDS.finditer(text, start, end):
+        for mark in ENDS.finditer(text, start, end):
             after = mark.end()
-    if _THOUGHT_BEGINS.search(text, after):
+    if BEGINS.search(text, after):
         raise ValueError(_NEVER_ENDS)
     return [value for start, _, value in found if start >= after]
 

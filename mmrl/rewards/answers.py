@@ -73,7 +73,7 @@ def comparable(found: str, wanted: str) -> tuple[str, str] | None:
     found, wanted = _bare(clean(found)), _bare(clean(wanted))
     if not found or not wanted or max(len(found), len(wanted)) > LONGEST or any(map(_MISREAD.search, (found, wanted))):
         return None
-    if (quantity(found) and quantity(wanted)) or _differ_in_case(found, wanted):
+    if (quantity(found) and quantity(wanted)) or _differ_in_case(found, wanted) or found.lower() == wanted.lower():
         return None
     one, other = _NAMED.fullmatch(found), _NAMED.fullmatch(wanted)
     if one and not other and "=" not in wanted:
@@ -108,11 +108,38 @@ def _degrees(text: str) -> str:
     return _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
 
 
+_CHOICE = re.compile(r"\(?([A-Z])(?:\)[.:]?|\.|:(?=\s))\s*(?![A-Z]\b)([^\s=:][^=:]*)", re.DOTALL)
+_ANOTHER = re.compile(r"(?:[,;/&]|\b(?:and|or)\b)\s*\(?[A-Z](?![A-Za-z])|^(?i:and|or|not)\b")
+_WORDS = re.compile(r"[A-Za-z]+(?:[\s-]+[A-Za-z]+)*")
+_SAID = frozenset(["yes", "no", "true", "false", "none"])
+
+
+def _letter(text: str) -> str:
+    """The letter of an option with its text (``B. Paris``, ``(B) Paris``), or a letter alone; else nothing."""
+    if re.fullmatch("[A-Z]", text):
+        return text
+    found = _CHOICE.fullmatch(text)
+    return found[1] if found and not _ANOTHER.search(found[2]) else ""
+
+
+def _same_choice(found: str, wanted: str) -> bool:
+    """Whether one is the letter of an option, and the other the same letter with the option's text."""
+    return 1 in (len(found), len(wanted)) and _letter(found) != "" and _letter(found) == _letter(wanted)
+
+
+def _same_words(found: str, wanted: str) -> bool:
+    """Whether both are the same words, of which case says nothing: ``No solution``, ``True``, but not ``ABC``."""
+    if not (_WORDS.fullmatch(found) and _WORDS.fullmatch(wanted)) or found.lower().split() != wanted.lower().split():
+        return False
+    said = found.lower() in _SAID
+    return said or not any(text.isupper() or len(text) < 3 for text in (found, wanted))
+
+
 def _same(found: str, wanted: str) -> bool:
     found, wanted = _bare(found), _bare(wanted)
     if not found or not wanted:
         return False
-    if _squeezed(found) == _squeezed(wanted):
+    if _squeezed(found) == _squeezed(wanted) or _same_choice(found, wanted) or _same_words(found, wanted):
         return True
     if max(len(found), len(wanted)) > LONGEST:
         return False

@@ -5,7 +5,7 @@
                   `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null,``
                   ``   "negative_prompt": null, "place": [7, 0, 0, 1],``
                   ``   "media": [{"kind": "video", "file": 0, "frames": null}],``
-                  ``   "image": PNG, "video": [PNG, ...], "text": null, "truncated": false}]}``
+                  ``   "image": PNG, "video": [PNG, ...], "text": null, "truncated": false, "begun": ""}]}``
                   -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"],``
                   ``    "spans": [[[0, 4, -1.0]], null]}``
 ``files`` are the encoded pictures and clips of the prompts, the bytes of their files; samples share an entry.
@@ -112,6 +112,8 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
             item["text"] = sample.text
         if sample.truncated:
             item["truncated"] = True
+        if sample.begun:
+            item["begun"] = sample.begun
         items.append(item)
     message: dict[str, Json] = {"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items}
     if files:
@@ -284,6 +286,7 @@ def _sample(item: JsonObject, index: int, files: list[bytes], max_pixels: int, t
     truncated = item.get("truncated", False)
     if not isinstance(truncated, bool):
         raise WireError(f"{where}.truncated: expected true or false")
+    begun = _typed(item.get("begun", ""), str, f"{where}.begun")
     prompt = Prompt(
         id=_typed(item.get("id", str(index)), str, f"{where}.id"),
         text=_typed(item.get("prompt", ""), str, f"{where}.prompt"),
@@ -297,7 +300,7 @@ def _sample(item: JsonObject, index: int, files: list[bytes], max_pixels: int, t
     image = None if still is None else _picture(still, f"{where}.image", max_pixels)
     video = None if clip is None else _clip(clip, f"{where}.video", max_pixels)
     pixels = _pixels(image, video) if tensor else None
-    return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated, video=video)
+    return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated, video=video, begun=begun)
 
 
 def _turn(turn: Json, where: str) -> Turn:

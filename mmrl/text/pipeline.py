@@ -37,6 +37,7 @@ from mmrl.text.pairs import Pairs
 from mmrl.text.responses import Responses
 from mmrl.text.shared_pictures import Shared
 from mmrl.text.stop_strings import stops_of
+from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
@@ -294,8 +295,9 @@ class LanguagePipeline:
         lengths = trajectory.responses
         texts = [self.stops.text(row[:n]) for row, n in zip(trajectory.clean.tolist(), lengths, strict=True)]
         cut = trajectory.truncated.tolist()
+        begun = left_open(self.conditioner.render(trajectory.slots[0].prompt)) if lengths else ""
         return [
-            Sample(slot.prompt, sample, text=text, truncated=was_cut)
+            Sample(slot.prompt, sample, text=text, truncated=was_cut, begun=begun)
             for slot, sample, text, was_cut in zip(trajectory.slots, trajectory.ids, texts, cut, strict=True)
         ]
 

@@ -21,7 +21,7 @@ from mmrl.pipelines.protocol import pairs_of
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.report.grids import write_samples
-from mmrl.report.metrics import MetricsLog
+from mmrl.report.metrics import MetricsLog, read_numbers
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
@@ -58,6 +58,8 @@ class Made:
     """For texts: the sum of the tokens' log-probs minus those of the base model, and the number of tokens."""
     kept: list[PerSample] = field(default_factory=list)
     """The figures of each sample and of each given record, of all controllers."""
+    alike: dict[str, float] = field(default_factory=dict)
+    """The rewards and parts that gave all samples of all controllers one value, with that value."""
 
 
 class Evaluator:
@@ -142,6 +144,7 @@ class Evaluator:
             )
             for name in names
         }
+        whole.alike = alike({name: [v for one in everyone for v in one.get(name, ())] for name in names})
         failed = Counter(f.reward for f in failures)
         counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(failed)))
         row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
@@ -333,6 +336,26 @@ def means_of_pairs(sums: Mapping[str, float], count: float) -> dict[str, float]:
     return found
 
 
+def alike(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of rewards and their parts, with the values of all samples: those with one and the same value for each of two or
+    more. A part is left out where the reward itself is there, and so are sources of a mixture."""
+    mine = {name: given for name, given in values.items() if not name.startswith(SOURCE)}
+    finite = {name: [v for v in given if math.isfinite(v)] for name, given in mine.items()}
+    found = {name: given[0] for name, given in finite.items() if len(given) > 1 and len(set(given)) == 1}
+    return {name: value for name, value in found.items() if "/" not in name or name.split("/")[0] not in found}
+
+
+def constant(found: Mapping[str, float], samples: int) -> str:
+    """A line that names what is constant (see ``alike``) and says what it means; empty where nothing is."""
+    if not found:
+        return ""
+    said = ", ".join(f"{name} is {value:.4g}" for name, value in found.items())
+    return (
+        f"\nnote: {said} for all {samples} held-out samples: a reward or a part that is the same everywhere teaches "
+        "nothing; read some samples beside what it looks for (its options, the answer's form)"
+    )
+
+
 def finite_mean(values: Tensor) -> float:
     return values[values.isfinite()].mean().item()
 
@@ -365,6 +388,7 @@ def measure(
     """Evaluate after ``step`` steps: write a row of heldout.jsonl and a grid of samples. Returns the row, and a summary
     for the terminal."""
     row, made, failures = heldout.score(samples)
+    said = "" if read_numbers(directory.heldout) else constant(made.alike, int(row["samples"]))
     if context.controller.count(len(made.samples)):
         row |= guarded(heldout.guards, row, made, base=step == 0)
     for f in failures:
@@ -379,7 +403,7 @@ def measure(
     elif shown:
         write_texts(directory, step, shown, scores)
     watched = [label_of(reward.name, reward.label) for reward in context.recipe.eval.rewards]
-    return row, "  ".join(filter(None, (summary(row, failures), guards.summary(row, watched))))
+    return row, "  ".join(filter(None, (summary(row, failures), guards.summary(row, watched)))) + said
 
 
 def guarded(measures: Measures, row: Mapping[str, float], made: Made, *, base: bool) -> dict[str, float]:
