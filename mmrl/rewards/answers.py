@@ -80,7 +80,7 @@ def comparable(found: str, wanted: str) -> tuple[str, str] | None:
         found = one[2].strip()
     elif other and not one and "=" not in found:
         wanted = other[2].strip()
-    if any(found.count(sign) != wanted.count(sign) for sign in "=%'"):
+    if any(found.count(sign) != wanted.count(sign) for sign in "='"):
         return None
     one_list, other_list = _parts(found), _parts(wanted)
     if (one_list[0] if one_list else "") != (other_list[0] if other_list else ""):

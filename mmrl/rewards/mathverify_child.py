@@ -18,7 +18,9 @@ from typing import Any
 
 MEMORY = 4 << 30
 """Bytes of address space, so that an answer like 9^9^9^9 cannot take the machine's memory before its time is up."""
-DIGITS = 50
+DIGITS = 1000
+"""Significant digits up to which a difference of two numbers is computed, to show that it is none: never to show that
+it is one."""
 
 
 def main() -> None:
@@ -58,9 +60,16 @@ def _comparison() -> Callable[[str, str], bool | None]:
 
     import sympy
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig  # pyright: ignore[reportMissingImports]
-    from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore[reportMissingImports]
+    from math_verify import (  # pyright: ignore[reportMissingImports]
+        LatexExtractionConfig,
+        grader,
+        parse,
+        verify,
+    )
 
     logging.disable(logging.CRITICAL)
+    sys.set_int_max_str_digits(0)
+    grader.sympy_numeric_eq = lambda one, other, *_: _equal_numbers(one, other, sympy)
     # Its rules for units drop letters behind a number (3m is 3), and its rules for boxes join them: ours did both.
     rules = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
@@ -75,7 +84,7 @@ def _comparison() -> Callable[[str, str], bool | None]:
         values = read(found), read(wanted)
         if None in values or any(_says_nothing(value, sympy) for value in values):
             return None
-        equal = verify(values[1], values[0], numeric_precision=DIGITS, float_rounding=DIGITS, timeout_seconds=None)
+        equal = verify(values[1], values[0], timeout_seconds=None)
         return equal and not _without_solutions(values[1], values[0], sympy)
 
     same("(x+1)^2", "x^2+2x+1")  # what is read and built at first use takes seconds: not out of the first answer's time
@@ -89,6 +98,22 @@ def _exact(value: Any, sympy: ModuleType) -> Any:
     floats = {number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)}
     units = {symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"}
     return value.xreplace({**floats, **units})
+
+
+def _equal_numbers(one: Any, other: Any, sympy: ModuleType) -> bool:
+    """Whether two numbers, or matrices of such, are equal, in place of math-verify's own comparison: that rounds."""
+    one, other = (value.doit() if hasattr(value, "doit") else value for value in (one, other))
+    if hasattr(one, "shape") or hasattr(other, "shape"):
+        if getattr(one, "shape", None) != getattr(other, "shape", None):
+            return False
+        return all(_equal_numbers(a, b, sympy) for a, b in zip(one.flat(), other.flat(), strict=True))
+    difference = one - other
+    if difference.is_Number or difference.free_symbols:
+        return difference == 0
+    digits = difference.evalf(2, maxn=DIGITS).as_real_imag()
+    if any(part.is_Float and part._prec > 1 and part != 0 for part in digits):
+        return False
+    return sympy.simplify(difference) == 0 or difference.equals(0) is True
 
 
 def _says_nothing(value: Any, sympy: ModuleType) -> bool:
