@@ -3,6 +3,7 @@ r"""Measure the accuracy of the verifiers of final answers on hand-labelled case
     python benchmarks/answers.py                      # answer:math only where math-verify is installed
     python benchmarks/answers.py --wrong              # the cases that each gets wrong, one a line
     python benchmarks/answers.py --json answers.json
+    python benchmarks/answers.py --tests Math-Verify/tests   # pairs of a checkout of Math-Verify, by its own labels
 
 A case is a reference, a response and whether it is right, whatever the question was. The labels' rules: an answer is
 exact, so 0.333 is not 1/3; a percentage is a hundredth; a unit counts where both have one; two answers where one is
@@ -14,6 +15,7 @@ nothing and refuses nothing. Exits with 1 where a wrong answer is paid.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import sys
@@ -36,6 +38,30 @@ def cases() -> list[dict[str, Any]]:
     return [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
 
 
+def pairs_of(folder: Path) -> list[dict[str, Any]]:
+    """The pairs in the tests of a checkout of Math-Verify (github.com/huggingface/Math-Verify, Apache-2.0), as cases.
+
+    They are read as text; nothing in them is run. Pairs that code computes are left out.
+    """
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("test_*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.parametrize"):
+                continue
+            names = ast.literal_eval(call.args[0])
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            label = next((name for name in ("expected", "result") if name in names), None)
+            if label is None or not {"gold", "pred"} <= set(names) or not isinstance(call.args[1], ast.List):
+                continue
+            for written in call.args[1].elts:
+                try:
+                    row = dict(zip(names, ast.literal_eval(written), strict=True))
+                except ValueError:
+                    continue
+                found.append({"kind": path.stem, "truth": row["gold"], "response": row["pred"], "right": row[label]})
+    return found
+
+
 def verdicts(name: str, table: list[dict[str, Any]]) -> list[str]:
     """Of each case, what ``answer:<name>`` made of it: one of ``VERDICTS``."""
     reward = getattr(mmrl.load("rewards", "answer"), name)()
@@ -54,7 +80,7 @@ def verdicts(name: str, table: list[dict[str, Any]]) -> list[str]:
 def _verdict(value: object, right: bool) -> str:
     if not isinstance(value, float):
         return "not judged"
-    if (value == 1.0) == right:
+    if (value == 1.0) == bool(right):
         return "right"
     return "falsely refused" if right else "falsely paid"
 
@@ -63,8 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wrong", action="store_true", help="print the cases that are judged wrongly")
     parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument("--tests", type=Path, help="judge the pairs in these tests of Math-Verify instead")
     asked = parser.parse_args(arguments)
-    table = cases()
+    table = cases() if asked.tests is None else pairs_of(asked.tests)
     names = [n for n in NAMES if n != "math" or importlib.util.find_spec("math_verify") is not None]
     found = {name: verdicts(name, table) for name in names}
     counts = {name: Counter(of) for name, of in found.items()}

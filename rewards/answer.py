@@ -181,8 +181,9 @@ class Math:
     def _right(self, response: str, truth: str) -> bool:
         if unfinished(response):
             return False
-        found, wanted = stated(response), _held(truth)
-        if same(found, wanted):
+        found, wanted = stated(response), stated(truth)
+        late = self._verify.late
+        if same(found, wanted, lambda one, other: self._verify.late == late and self._equal(one, other)):
             return True
         if last_boxed(response) is None:
             number = last_quantity(wanted)

@@ -79,7 +79,7 @@ def test_no_wrong_answer_of_the_table_is_paid(reward):
         sys.path.remove(str(ROOT / "benchmarks"))
     counts = Counter(benchmark.verdicts("math", benchmark.cases()))
     assert counts["falsely paid"] == counts["not judged"] == 0
-    assert counts["falsely refused"] <= 5
+    assert counts["falsely refused"] <= 3
 
 
 @pytest.mark.slow

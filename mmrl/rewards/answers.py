@@ -3,18 +3,34 @@ r"""Find the final answer of a response, and compare two answers. Text and numbe
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from mmrl.rewards.numerals import BOX, LONGEST, clean, closing, quantity
 
-_CONNECTED = re.compile(r"[\s$]*(?:,|;|/|&|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|,?\s*(?:and|or)\b)?[\s$]*")
-_STATED = re.compile(r"(?i:\b(?:answer|result|solution)\b[^.\n:=]{0,40}?(?:\bis\b:?|:|=))\s*([^\s:][^\n]*?)[\s.*]*\Z")
+_JOINED = r"[\s$,;/&]|\\q?quad(?![a-z])|\\text\s*\{[^{}]{0,40}\b(?:and|or)[\s,]*\}|\b(?:and|or)\b|\\[()\[\],;: ]"
+_CONNECTED = re.compile(
+    rf"(?:{_JOINED})*(?:[A-Za-z](?:_\{{?\w+\}}?)?\s*=\s*)?"
+    rf"|\s*(?:(?!\b(?:not|no|is|are|was|so|then|but|hence|thus|wrong|instead)\b)[a-z]+\s+|\([a-z]\)\s+){{1,4}}(?:and|or)\s+"
+)
+_STATED = re.compile(
+    r"(?:.*\b)?(?i:(?:answer|result|solution)\b[^.\n:=]{0,40}?(?:\bis\b:?|:|=))\s*([^\s:][^\n]*?)[\s.*]*"
+    r"(?:(?<=[.$\s])I hope it is correct[\s.]*)?\Z",
+    re.DOTALL,
+)
+_FINALLY = re.compile(r"(?i:final answer is):?\s*(\$[^$\n]+\$|\\\(.+?\\\))\.?\s*I hope it is correct")
+_SPAN = re.compile(r"\$\$(.+?)\$\$|(?<![\\0-9])\$((?:\\\$|[^$\n])+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BETWEEN = re.compile(r"\s*(?:,?\s*(?:and|or)|,)?\s*")
+_DENIED = re.compile(r"(?i:\b(?:not|n't|never|than|except|least|most|no|nor|neither)\b|n't)[^.\n]{0,12}\Z")
+_HUNDREDTHS = re.compile(r"[\s$]*(?:\\?%|(?i:percent(?:age)?|pct)\b)")
 _NAMED = re.compile(
     r"((?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z0-9,\s]*\))?"
-    r"|\([A-Za-z](?:,\s*[A-Za-z])+\)|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
+    r"|\([A-Za-z](?:,\s*[A-Za-z])+\)|\\frac\{[A-Z]+\}\{[A-Z]+\}|[A-Z](?:_\{?\w+\}?)?\s*:\s*[A-Z](?:_\{?\w+\}?)?|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
 )
 _LISTED = re.compile(r",?\s+(?:and|or)\s+|[,;]")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _MOSTBOXES = 20
+_MOST = 20
+"""Entries of a list that algebra compares: each with each."""
 
 
 def boxed(text: str) -> str | None:
@@ -27,7 +43,7 @@ def boxed(text: str) -> str | None:
     end = closing(text, start) if start >= 0 else None
     if end is None:
         return None
-    held = [text[start + len(BOX) : end]]
+    held = [text[start + len(BOX) : end] + ("\\%" if _HUNDREDTHS.match(text, end + 1) else "")]
     for _ in range(_MOSTBOXES):
         earlier = text.rfind(BOX, 0, start)
         closed = closing(text, earlier) if earlier >= 0 else None
@@ -45,18 +61,38 @@ def boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str:
-    """What ``text`` says is its answer: the last box, else what follows ``answer is`` at its end, else all of it."""
-    found = boxed(text)
+    """What ``text`` says is its answer: the last box, else what follows ``answer is`` at its end, else its last
+    formula between dollar signs or LaTeX's brackets (with those that a comma, ``and`` or ``or`` joins to it), else all.
+    """
+    found, concluded = boxed(text), list(_FINALLY.finditer(text, max(0, text.rfind(BOX))))
+    if concluded:
+        return concluded[-1][1]
     if found is not None:
         return found
     said = _STATED.search(text[-LONGEST:])
-    return said[1] if said else text
+    if said:
+        return said[1]
+    spans = list(_SPAN.finditer(text))
+    if not spans or re.search(r"[0-9]", text[spans[-1].end() :]) or _DENIED.search(text[: spans[-1].start()]):
+        return text
+    first = len(spans) - 1
+    while first and _BETWEEN.fullmatch(text, spans[first - 1].end(), spans[first].start()):
+        first -= 1
+    said = ", ".join(next(held for held in span.groups() if held) for span in spans[first:])
+    return said + ("\\%" if _HUNDREDTHS.match(text, spans[-1].end()) else "")
 
 
-def same(found: str, wanted: str) -> bool:
-    """Whether two answers are the same text, number or list of such. ``x = 3`` and ``3`` are; so are 5 and 5 cm."""
+Alike = Callable[[str, str], bool]
+"""Whether two answers that are no lists are equal in another way than as texts or numbers."""
+
+
+def same(found: str, wanted: str, alike: Alike = lambda found, wanted: False) -> bool:
+    """Whether two answers are the same text, number or list of such. ``x = 3`` and ``3`` are; so are 5 and 5 cm.
+
+    ``alike`` is asked about entries of lists that are not.
+    """
     found, wanted = clean(found).strip(), clean(wanted).strip()
-    return _same(found, wanted)
+    return _same(found, wanted, alike)
 
 
 def squeezed(answer: str) -> str:
@@ -75,6 +111,8 @@ def comparable(found: str, wanted: str) -> tuple[str, str] | None:
         return None
     if (quantity(found) and quantity(wanted)) or _differ_in_case(found, wanted) or found.lower() == wanted.lower():
         return None
+    if "=" in found and "=" in wanted:
+        found, wanted = _last_of_chain(found), _last_of_chain(wanted)
     one, other = _NAMED.fullmatch(found), _NAMED.fullmatch(wanted)
     if one and not other and "=" not in wanted:
         found = one[2].strip()
@@ -82,8 +120,11 @@ def comparable(found: str, wanted: str) -> tuple[str, str] | None:
         wanted = other[2].strip()
     if any(found.count(sign) != wanted.count(sign) for sign in "='"):
         return None
-    one_list, other_list = _parts(found), _parts(wanted)
-    if (one_list[0] if one_list else "") != (other_list[0] if other_list else ""):
+    kinds = [parts[0] if (parts := _parts(text)) else "" for text in (found, wanted)]
+    if kinds[0] != kinds[1] and not any(
+        kind in _INTERVALS and _RELATION.search(text) and _parts(text) is None
+        for kind, text in ((kinds[0], wanted), (kinds[1], found))
+    ):
         return None
     return _degrees(found), _degrees(wanted)
 
@@ -96,6 +137,19 @@ _MATRIX = re.compile(r"(?<=[{])[pb]matrix")
 _SINGLE = re.compile(r"(\^|_|\\sqrt)\{([A-Za-z0-9])\}")
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*degrees?\b")
+
+
+_INTERVALS = ("()", "[]", "[)", "(]")
+_RELATION = re.compile(r"[<>]|\\[lg]e(?![a-z])")
+_CHAIN = re.compile(
+    r"([A-Za-z](?:_\{?\w+\}?)?)\s*=((?:[^=,;A-Za-z{}]|\\frac|[{}][0-9])+=)+\s*([^=,;A-Z]+?)\s*(?:\\approx.*)?"
+)
+
+
+def _last_of_chain(text: str) -> str:
+    """``x = 11`` for ``x = 5 + 5 + 1 = 11``, and for ``x = 11 \\approx 11.0``."""
+    chain = _CHAIN.fullmatch(text)
+    return f"{chain[1]} = {chain[3]}" if chain and "\\approx" not in chain[3] else text
 
 
 def _differ_in_case(found: str, wanted: str) -> bool:
@@ -111,6 +165,7 @@ def _degrees(text: str) -> str:
 _CHOICE = re.compile(r"\(?([A-Z])(?:\)[.:]?|\.|:(?=\s))\s*(?![A-Z]\b)([^\s=:][^=:]*)", re.DOTALL)
 _ANOTHER = re.compile(r"(?:[,;/&]|\b(?:and|or)\b)\s*\(?[A-Z](?![A-Za-z])|^(?i:and|or|not)\b")
 _WORDS = re.compile(r"[A-Za-z]+(?:[\s-]+[A-Za-z]+)*")
+_COMMA = re.compile(r"-?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}\Z)[0-9]+)")
 _SAID = frozenset(["yes", "no", "true", "false", "none"])
 
 
@@ -135,7 +190,13 @@ def _same_words(found: str, wanted: str) -> bool:
     return said or not any(text.isupper() or len(text) < 3 for text in (found, wanted))
 
 
-def _same(found: str, wanted: str) -> bool:
+def _same_point(found: str, wanted: str) -> bool:
+    """Whether two decimals are the same, one written with a comma; a truth ``1,5`` is a list, and ``0,5`` is not."""
+    pairs = ((found, wanted), (wanted, found) if re.match("-?0", wanted) else ("", ""))
+    return any(_COMMA.fullmatch(one) and one.replace(",", ".") == other for one, other in pairs)
+
+
+def _same(found: str, wanted: str, alike: Alike) -> bool:
     found, wanted = _bare(found), _bare(wanted)
     if not found or not wanted:
         return False
@@ -143,25 +204,32 @@ def _same(found: str, wanted: str) -> bool:
         return True
     if max(len(found), len(wanted)) > LONGEST:
         return False
+    if _same_point(found, wanted):
+        return True
     numbers = quantity(found), quantity(wanted)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].value == numbers[1].value and numbers[0].agrees(numbers[1])
     one, other = _NAMED.fullmatch(found), _NAMED.fullmatch(wanted)
     if one and other:
-        return _squeezed(one[1]) == _squeezed(other[1]) and _same(one[2], other[2])
+        return _squeezed(one[1]) == _squeezed(other[1]) and _same(one[2], other[2], alike)
     if one or other:
-        return _same(one[2] if one else found, other[2] if other else wanted)
-    return _same_parts(_parts(found), _parts(wanted))
+        return _same(one[2] if one else found, other[2] if other else wanted, alike)
+    return _same_parts(_parts(found), _parts(wanted), alike)
 
 
-def _same_parts(found: tuple[str, list[str]] | None, wanted: tuple[str, list[str]] | None) -> bool:
-    if not found or not wanted or found[0] != wanted[0] or len(found[1]) != len(wanted[1]):
+def _same_parts(found: tuple[str, list[str]] | None, wanted: tuple[str, list[str]] | None, alike: Alike) -> bool:
+    if not found or not wanted or len(found[1]) != len(wanted[1]):
         return False
-    if found[0] not in ("", "{}"):
-        return all(map(_same, found[1], wanted[1]))
-    left = list(wanted[1])
+
+    def equal(one: str, other: str) -> bool:
+        return _same(one, other, alike) or (len(found[1]) <= _MOST and alike(one, other))
+
+    kinds = {found[0], wanted[0]}
+    if len(kinds) == 1 and not kinds <= {"", "{}"}:
+        return all(map(equal, found[1], wanted[1]))
+    left = list(wanted[1]) if kinds <= {"", "{}"} else []
     for part in found[1]:
-        match = next((i for i, other in enumerate(left) if _same(part, other)), None)
+        match = next((i for i, other in enumerate(left) if equal(part, other)), None)
         if match is None:
             return False
         del left[match]

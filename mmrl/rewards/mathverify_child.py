@@ -84,7 +84,8 @@ def _comparison() -> Callable[[str, str], bool | None]:
         values = read(found), read(wanted)
         if None in values or any(_says_nothing(value, sympy) for value in values):
             return None
-        equal = verify(values[1], values[0], timeout_seconds=None)
+        equal = verify(values[1], values[0], allow_set_relation_comp=True, timeout_seconds=None)
+        equal = equal or _same_solutions(*values)
         return equal and not _without_solutions(values[1], values[0], sympy)
 
     same("(x+1)^2", "x^2+2x+1")  # what is read and built at first use takes seconds: not out of the first answer's time
@@ -114,6 +115,16 @@ def _equal_numbers(one: Any, other: Any, sympy: ModuleType) -> bool:
     if any(part.is_Float and part._prec > 1 and part != 0 for part in digits):
         return False
     return sympy.simplify(difference) == 0 or difference.equals(0) is True
+
+
+def _same_solutions(one: Any, other: Any) -> bool:
+    """Whether two inequalities of one and the same variable have the same solutions: 1 > x > 0 and 0 < x < 1."""
+    kinds = {type(value).__name__ for value in (one, other)}
+    if not kinds <= {"And", "GreaterThan", "LessThan", "StrictGreaterThan", "StrictLessThan"}:
+        return False
+    if len(one.free_symbols) != 1 or one.free_symbols != other.free_symbols:
+        return False
+    return one.as_set() == other.as_set()
 
 
 def _says_nothing(value: Any, sympy: ModuleType) -> bool:

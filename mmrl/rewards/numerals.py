@@ -50,11 +50,16 @@ _LATEX = [
     (re.compile(r"\\varnothing(?![a-z])"), r"\\emptyset"),
     (re.compile(r"\\(le|ge|ne)q(?![a-z])"), r"\\\1"),
     (re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\}|\\degree)|\\degrees?(?![a-z])"), " degrees "),
-    (re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\\%|\bpercent\b"), "%"),
-    (re.compile(r"(?<!\\)\\[,;: ()\[\]]|\\\$|[$~]|\\q?quad(?![a-z])"), " "),
+    (re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf)|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\%|\b(?:percent(?:age)?|pct)\b"), "%"),
+    (re.compile(r"(?<!\\)\\[,;: ()\[\]]|\\\$|[$~]|\\q?quad"), " "),
+    (re.compile(r">=|\\ge(?:qslant)(?![a-z])"), r"\\ge "),
+    (re.compile(r"<=|\\le(?:qslant)(?![a-z])"), r"\\le "),
+    (re.compile(r"(?<=[\sA-Za-z0-9)])\s*!=(?!=)"), r"\\ne "),
+    (re.compile(r"\\lt(?![a-z])"), "<"),
+    (re.compile(r"\\gt(?![a-z])"), ">"),
 ]
-_INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:\x20[0-9]{3})+(?![0-9]|\s?/)|[0-9]+)"
+_INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:\x20[0-9]{3})+(?![0-9]|\s?/)|[0-9]+)"
 _BELOW = r"[0-9]*[1-9][0-9]*"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+])?(?:
@@ -87,6 +92,8 @@ _PROSE = re.compile(r"(?i:or|and|of|per|no|not|wrong|right|isn|maybe|but)")
 """Words that are no units; with those of the first kind, the number before them is not what the text says."""
 _UNIT = re.compile(r"(?:\x20*(?:(?:/|per\b)\x20*)?(?:[A-Za-z]+|\u00b0)(?:\s?\^\s?\{?[23]\}?|\b)){1,4}")
 _POWER = re.compile(r"(?<=[\x20/])((?:mm|cm|m|km|ft|yd|mi|inch|inches|feet|units?)\b)\s?\^\s?(?:\{([23])\}|([23]))")
+
+_GLUED = re.compile(r"(\.[0-9]+)(?=(?:mm|cm|m|km|ft)\s?\^)")
 
 
 class Quantity(NamedTuple):
@@ -123,10 +130,17 @@ def _plain_character(character: str) -> str:
 
 def clean(text: str) -> str:
     r"""``plain_symbols`` without LaTeX's spacing, ``\left``, ``\text`` and dollar signs; one form of ``\frac``."""
-    text = plain_symbols(text)
+    text = _once(plain_symbols(text))
     for pattern, new in _LATEX:
         text = pattern.sub(new, text)
     return text
+
+
+def _once(text: str) -> str:
+    r"""``text`` with one backslash where data that were escaped twice have two, before every command: ``\\\\frac``."""
+    runs = re.findall(r"\\+", text)
+    doubled = all(len(run) % 2 == 0 for run in runs) and re.search(r"\\[A-Za-z]{2}", text)
+    return text.replace("\\\\", "\\") if doubled else text
 
 
 def unfinished(text: str) -> bool:
@@ -215,7 +229,7 @@ _OPENERS = re.compile(r"(?:\\f?box(?:ed)?\s*\{|[\s({\[])*\Z")
 _JOINS = re.compile(
     r"""(?: [\^_/\u20ac\u00a3] | [0-9]\.
       | \\(?!therefore|Rightarrow|rightarrow|implies|approx|item|to\b)[A-Za-z]+
-      | [0-9]\s*[)}\]]*\s*(?:\\*[,;:&|]|\\+|\bor\b|\band\b|\bto\b|\bout\x20of\b|\bof\b)
+      | [0-9]\s*[)}\]]*\s*(?:\\*[,;:&|](?:\s*(?:and|or)\b)?|\\+|\bor\b|\band\b|\bto\b|\bout\x20of\b|\bof\b)
       | [(\[][^()\[\]]*[,;] | (?<![A-Za-z])[A-Za-z]\s*=[^,;=]+?(?:[,;]|\bor\b|\band\b)\s*[A-Za-z]\s*=
       | [0-9A-Za-z)}\]]\s*[-+*<>] | (?<![A-Za-z'\\])[b-zB-HJ-Z]
       | \b(?:base|mod|modulo|than|least|most|not|except|sqrt|root|log|sin|cos|tan|plus|minus|negative|times|over)
@@ -240,6 +254,7 @@ def last_quantity(text: str) -> Quantity | None:
     if unfinished(text):
         return None
     text = clean(_TAG.sub(" ", text))
+    text = _GLUED.sub(r"\1 ", text)
     text = _POWER.sub(lambda m: m[1] + ("\u00b2" if "2" in (m[2], m[3]) else "\u00b3"), text)
     text = _SIGNED.sub(" -", _POWER_SIGN.sub("^", text)).replace("**", " ").replace("__", " ")
     found = None

@@ -1,0 +1,125 @@
+"""answer:math reads what math-verify's own tests read: connectors, relations, intervals, chains; and pays no more."""
+
+import pytest
+
+import mmrl
+from mmrl.rewards.answers import boxed, stated
+from mmrl.rewards.contract import Context
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+answer = mmrl.load("rewards", "answer")
+
+
+@pytest.fixture(scope="module")
+def reward():
+    pytest.importorskip("math_verify")
+    reward = answer.math(deadline=10)
+    yield reward
+    reward.close()
+
+
+def correct(reward, text, truth):
+    sample = Sample(Prompt("p/1", "?", {"answer": truth}), SampleId(0, 0, 0, 0), text=text)
+    return reward.score([sample], context=Context())["correct"][0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        ("\\boxed{11,\\! 111,\\! 111,\\! 100}", "11111111100"),
+        ("\\boxed{2} \\quad \\text{and} \\quad \\boxed{3}", "2,3"),
+        ("$\\boxed{2}$, $\\boxed{3}$ and $\\boxed{5}$", "\\{5,3,2\\}"),
+        ("\\(\\boxed{2}\\) or \\(\\boxed{3}\\)", "3, 2"),
+        ("\\boxed{12} cats and \\boxed{7}", "12, 7"),
+        ("\\boxed{(-793,10)}", "-793 < a < 10"),
+        ("\\boxed{(-793,10)}", "$-793 < a < 10$"),
+        ("\\boxed{-793 < a < 10}", "(-793,10)"),
+        ("$x \\in [-2,7]$", "-2 \\le x \\le 7"),
+        ("\\boxed{[-2,7)}", "-2 \\leq x < 7"),
+        ("\\boxed{x \\geq 5}", "x >= 5"),
+        ("\\boxed{x \\lt 5}", "x < 5"),
+        ("\\boxed{x != 5}", "x \\neq 5"),
+        ("\\boxed{1>x>0}", "0<x<1"),
+        ("\\boxed{(5, \\infty)}", "x \\gt 5"),
+        ("\\boxed{125\\textnormal{ miles}}", "125"),
+        ("The final answer is $(1,2)$. I hope it is correct.", "(1,2)"),
+        ("Earlier \\boxed{3}. Final Answer: The final answer is $4$. I hope it is correct.", "4"),
+        ("Therefore $x \\geq 5$ is the solution.", "$x >= 5$"),
+        ("It is $ \\begin{pmatrix}1 & 0 \\\\ 0 & 1\\end{pmatrix} $.", "\\begin{bmatrix}1 & 0 \\\\ 0 & 1\\end{bmatrix}"),
+        ("$\\boxed{28}$ percent", "28\\%"),
+        ("\\boxed{28 pct}", "28%"),
+        ("$x = 4+4+3 = 11$", "$x = 11$"),
+        ("\\boxed{\\frac{1}{\\sqrt{6}}}", "\\frac{AB}{CD} = \\frac{\\sqrt{6}}{6}"),
+        ("\\boxed{7:32}", "S_{ABC}:S = 7:32"),
+        ("\\boxed{2(x+1)} \\text{ and } \\boxed{(x-1)^2}", "a_1 = x^2-2x+1, a_2 = 2x+2"),
+        ("\\boxed{(\\sqrt{8}, 1), (2, 3)}", "(2,3),(2\\sqrt2,1)"),
+        ("\\boxed{-2, -1}", "\\{-1,-2\\}"),
+        ("\\boxed{\\frac{3}{4}}", "\\\\frac{3}{4}"),
+        ("\\boxed{\\left(\\frac{1}{5},2\\right)}", "\\\\left(\\\\frac{1}{5},2\\\\right)"),
+        ("\\boxed{3,75}", "3.75"),
+        ("\\boxed{0,111}", "0.111"),
+        ("it covers 1,000.99m²", "1000.99"),
+    ],
+)
+def test_what_is_right_is_paid(reward, text, truth):
+    assert correct(reward, text, truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        ("$21, 36, and 82$", "$19, 46, and 82$"),
+        ("\\boxed{82}", "19, 46, and 82"),
+        ("$3$ or $4$", "4"),
+        ("The value is not $3$", "3"),
+        ("It is never $x+1$", "1+x"),
+        ("It is $3$, or rather 5", "3"),
+        ("\\boxed{1} \\quad \\text{and} \\quad \\boxed{2}", "2"),
+        ("\\boxed{1} is wrong and \\boxed{2}", "1,2"),
+        ("\\boxed{[-793,10]}", "-793 < a < 10"),
+        ("\\boxed{(-793,10)}", "-793 < a \\le 10"),
+        ("\\boxed{(1,2)}", "\\{1,2\\}"),
+        ("\\boxed{1 \\text{ and } 2}", "(1,2)"),
+        ("\\boxed{1,2}", "(1,2)"),
+        ("\\boxed{(2,1)}", "(1,2)"),
+        ("\\boxed{x > 5}", "x \\ge 5"),
+        ("\\boxed{0<y<1}", "0<x<1"),
+        ("\\boxed{x < 5}", "x > 5"),
+        ("\\boxed{2.3}", "2,3"),
+        ("\\boxed{1,234}", "1.234"),
+        ("\\boxed{0,111}", "111"),
+        ("\\boxed{28}", "28\\%"),
+        ("$x = 11 = 7$", "$x = 11$"),
+        ("\\boxed{x=5 or x=6}", "x=6"),
+        ("\\boxed{x = 1 = 3}", "3"),
+        ("\\boxed{7:33}", "S_{ABC}:S = 7:32"),
+        ("\\boxed{2(x+1)} and \\boxed{(x-1)^2}", "x^2-2x+1, 2x+3"),
+        ("\\boxed{x, x}", "x, y"),
+        ("\\boxed{\\frac{3}{5}}", "\\\\frac{3}{4}"),
+        ("The final answer is $3$. I hope it is correct. \\boxed{4}", "3"),
+        ("\\boxed{1 - \\frac1e}", "1 + \\frac1e"),
+        ("\\boxed{f(y)}", "f(x)"),
+        ("\\boxed{0.33}", "\\frac13"),
+    ],
+)
+def test_what_is_wrong_is_not(reward, text, truth):
+    assert not correct(reward, text, truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("So $x=2$ or $x=3$.", "x=2, x=3"),
+        ("We get \\(a\\), and then \\[b+1\\]", "b+1"),
+        ("costs \\$5 and \\$7", "costs \\$5 and \\$7"),
+        ("$28$ percent", "28\\%"),
+    ],
+)
+def test_where_a_formula_is_the_answer(text, held):
+    assert stated(text) == held
+
+
+def test_boxes_joined_by_words():
+    assert boxed("\\boxed{1} \\text{ for part (a) and } \\boxed{2}") == "1, 2"
+    assert boxed("$\\boxed{3}$ pct") == "3\\%"
+    assert boxed("\\boxed{1} is not it, so \\boxed{2}") == "2"
