@@ -3,6 +3,8 @@
     L = -A r,   0 where D >= max_divergence and (r > 1 and A > 0, or r < 1 and A < 0),   D = |mu - mu_old|^2 / (2 std^2)
 
 A ratio is a noisy estimate of the divergence from one sample; for two Gaussians of equal spread it is known exactly.
+
+Departs: advantages are limited to ``advantage_clip`` (5), as in Flow-GRPO; the authors do not limit them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     L = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) + kl_coef k3
 
 Departs: standard deviations are the population's, as everywhere here; TRL and verl take the sample's.
+With ``mask_truncated`` cut responses are left out of the loss's mean, too; TRL keeps them in it. The entropy bonus is
+averaged as the loss is, so by default over each response.
 """
 
 from __future__ import annotations

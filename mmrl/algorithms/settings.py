@@ -94,13 +94,15 @@ class TokenSettings(AlgorithmSettings):
     """Limit of the estimate of a token, in nats: it is clamped to [-kl_max, kl_max], and has no gradient beyond;
     ``k1+`` and ``k3+`` keep that of k2 (verl: 10 for k3, no limit for others)."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus, which is averaged as the loss is: with ``seq_mean_token_mean`` over each response,
+    so that a token of a long one counts less."""
     max_new_tokens: PositiveInt | None = None
     """The length limit, by which ``seq_mean_token_sum_norm`` divides and beyond which a response is overlong; None
     takes sampling.max_new_tokens."""
     mask_truncated: bool = False
     """Leave responses that were cut at the length limit out of the loss and its mean; their rewards still count in
-    their group's. TRL calls it ``mask_truncated_completions``."""
+    their group's. TRL's ``mask_truncated_completions`` keeps them in the mean: its gradient is smaller by the share
+    of the responses that is left."""
     drop_zero_std_groups: bool = False
     """Leave groups in which no sample has an advantage out of the loss's mean, to which they add 0 otherwise."""
     dynamic_sampling: bool = False
