@@ -1,5 +1,7 @@
 """answer:math reads what math-verify's own tests read: connectors, relations, intervals, chains; and pays no more."""
 
+import random
+
 import pytest
 
 import mmrl
@@ -123,3 +125,73 @@ def test_boxes_joined_by_words():
     assert boxed("\\boxed{1} \\text{ for part (a) and } \\boxed{2}") == "1, 2"
     assert boxed("$\\boxed{3}$ pct") == "3\\%"
     assert boxed("\\boxed{1} is not it, so \\boxed{2}") == "2"
+
+
+NUMBERS = ["-3", "0", "2", "\\frac{1}{2}", "7", "\\sqrt{2}", "x+1", "12"]
+ALSO = {"\\frac{1}{2}": "0.5", "\\sqrt{2}": "\\frac{2}{\\sqrt{2}}", "x+1": "1+x", "12": "12.0"}
+
+
+def listed(kind, entries, draw):
+    """A response with a list, a set or a tuple of these entries."""
+    entries = [ALSO.get(entry, entry) if draw.random() < 0.5 else entry for entry in entries]
+    if kind == "tuple":
+        return draw.choice(["\\boxed{(%s)}", "The answer is $(%s)$.", "So $\\left(%s\\right)$ it is."]) % ", ".join(
+            entries
+        )
+    joins = [", ", ",\\ ", " \\text{ and } ", ";", " \\text{ or } "]
+    held = draw.choice(joins).join(entries)
+    boxes = draw.choice([" and ", ", ", " \\quad \\text{and} \\quad ", "$ and $", "\\) or \\("]).join(
+        f"\\boxed{{{entry}}}" for entry in entries
+    )
+    return draw.choice([f"\\boxed{{{held}}}", f"\\boxed{{\\{{{held}\\}}}}", boxes, f"We get ${held}$"])
+
+
+@pytest.mark.sweep("lists, sets and tuples in two notations")
+def test_lists_are_equal_exactly_where_they_are(reward, sweep):
+    draw = random.Random(0)
+    for _ in range(sweep.size(100, 3_000)):
+        kind = draw.choice(["list", "tuple"])
+        wanted = draw.sample(NUMBERS, draw.randint(2, 4))
+        said = draw.choice([wanted, draw.sample(wanted, len(wanted)), wanted[1:], [*wanted[:-1], "5"], [*wanted, "9"]])
+        truth = (
+            "(" + ", ".join(wanted) + ")" if kind == "tuple" else draw.choice(["%s", "\\{%s\\}"]) % ", ".join(wanted)
+        )
+        if kind == "tuple" and len(said) == 1:
+            continue
+        right = said == wanted if kind == "tuple" else sorted(said) == sorted(wanted)
+        text = listed(kind, said, draw)
+        sweep.check(correct(reward, text, truth) == right, (text, truth, "refused" if right else "paid"))
+    sweep.done()
+
+
+def of_interval(low, high, closed, draw):
+    """The numbers between two, as an interval or as an inequality."""
+    signs = ["\\le" if end else "<" for end in closed]
+    turned = ["\\ge" if end else ">" for end in closed]
+    interval = ("[" if closed[0] else "(") + f"{low}, {high}" + ("]" if closed[1] else ")")
+    return draw.choice(
+        [
+            interval,
+            f"x \\in {interval}",
+            f"{low} {signs[0]} x {signs[1]} {high}",
+            f"{high} {turned[1]} x {turned[0]} {low}",
+            f"{low} {signs[0]}q x {signs[1]} {high}".replace("<q", "<"),
+        ]
+    )
+
+
+@pytest.mark.sweep("intervals and inequalities")
+def test_intervals_and_inequalities_are_equal_exactly_where_they_are(reward, sweep):
+    draw = random.Random(1)
+    ends = ["-5", "-\\frac{1}{2}", "0", "1", "\\sqrt{2}", "10"]
+    for _ in range(sweep.size(80, 2_000)):
+        pairs = [sorted(draw.sample(range(len(ends)), 2)) for _ in range(2)]
+        if draw.random() < 0.6:
+            pairs[1] = pairs[0]
+        closed = [(draw.random() < 0.5, draw.random() < 0.5) for _ in range(2)]
+        if draw.random() < 0.6:
+            closed[1] = closed[0]
+        one, other = (of_interval(*(ends[i] for i in p), c, draw) for p, c in zip(pairs, closed, strict=True))
+        right = pairs[0] == pairs[1] and closed[0] == closed[1]
+        sweep.check(correct(reward, f"\\boxed{{{one}}}", other) == right, (one, other, "refused" if right else "paid"))
+    sweep.done()
