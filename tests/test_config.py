@@ -118,7 +118,7 @@ IN_FILE = [
         "number as text",
         "name: t",
         "name: 12",
-        "recipe.yaml:1  name: expected text that matches ^[A-Za-z0-9][A-Za-z0-9_.-]*$, got 12",
+        "recipe.yaml:1  name: expected text that matches ^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$, got 12",
     ),
     (
         "choice",

@@ -37,7 +37,7 @@ RECIPES = {
         ["train.prompts_per_step=5", "algorithm={type: sft, completion: chosen}", "model.dtype=float32"],
     ),
     "kto": ("sums-dpo", ["train.prompts_per_step=5", "algorithm={type: kto, beta: 0.5}", "model.dtype=float32"]),
-    "normalized": ("sums", [*EQUAL_SHAPES, "rollout={importance: token, importance_normalize: batch}"]),
+    "normalized": ("sums", [*EQUAL_SHAPES, "rollout={importance: token, importance_normalize: batch, max_gap: null}"]),
     "resampled": ("sums", [*RESAMPLED, "rewards[0].normalize=batch", "sampling.temperature=0.3"]),
 }
 

@@ -30,6 +30,7 @@ allow_cpu_only()  # before transformers imports torchvision
 from mmrl.pipelines.diffusion import contract  # noqa: E402
 
 FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein", "flux2_klein_edit"]
+KOHYAS = ("module", "dim", "alpha")
 GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in FAMILIES if f != "flux")]
 UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
     "sd3": ["transformer_blocks.3.attn.add_q_proj"],
@@ -166,7 +167,7 @@ def test_the_names_in_a_lora_file_are_those_that_other_programs_read(folders, fa
     (file,) = tmp_path.iterdir()
     with safe_open(file, framework="pt") as opened:
         parts = {key.removeprefix(f"{name}."): opened.get_tensor(key) for key in opened.keys() if key.startswith(name)}  # noqa: SIM118
-        assert set(opened.metadata()) <= {"format", "ss_network_module", "ss_network_dim", "ss_network_alpha"}
+        assert set(opened.metadata()) <= {"format", "mmrl_lora", *(f"ss_network_{part}" for part in KOHYAS)}
     assert others | {"lora_up.weight" if family == "sdxl" else "lora_B.weight"} == set(parts)
     if family == "sdxl":
         assert parts["alpha"].item() == 8

@@ -19,7 +19,7 @@ data: {name: jsonl, train: {path: prompts.jsonl, heldout: 8}, heldout: {path: pr
 sampling: {max_new_tokens: 6}
 rewards: [{name: "even.py"}]
 algorithm: {type: grpo, aggregation: token_mean}
-rollout: {importance: token}
+rollout: {importance: token, max_gap: null}
 train: {steps: 2, prompts_per_step: 4, group_size: 4, micro_batch_size: 16}
 optim: {lr: 1.0e-3, max_grad_norm: 1.0e+9} # gradients are compared
 """

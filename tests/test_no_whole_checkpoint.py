@@ -170,8 +170,8 @@ FILE = {"bytes": 1, "sha256": "0" * 64}
         ({"step": -1, "files": {}}, "step: "),
         ({"files": {}}, "step: Field required"),
         ({"step": 2, "files": {}}, "state.json is missing"),
-        ([], "all of it: "),
-        (None, "all of it: "),
+        ([], "where mmrl writes a mapping"),
+        (None, "where mmrl writes a mapping"),
     ],
     ids=str,
 )

@@ -29,7 +29,7 @@ def test_keys_it_did_not_know_are_as_it_worked(older, capsys):
     same_run(older, load_recipe(["shapes-nft"], ["algorithm.guidance=sampling"]))
     assert capsys.readouterr().err == (
         'the run is older than these settings and continues with algorithm.guidance="sampling", '
-        'algorithm.last_level=false, data.overlong="skip"\n'
+        "algorithm.last_level=false\n"
     )
 
 

@@ -167,7 +167,7 @@ def png(colour, size=(32, 32)):
         ((), "it has 0 media"),
         ((Media("image", data=png("red")),), "it has 1 media"),
         ((Media("image", data=png("red")),) * 2, "two pictures are the same"),
-        ((Media("image", data=png("red")), Media("image", data=b"none")), "mend the picture or take the prompt out"),
+        ((Media("image", data=png("red")), Media("image", data=b"none")), "mend the picture or take the pair out"),
     ],
 )
 def test_what_is_no_pair_is_named(media, message):

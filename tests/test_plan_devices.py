@@ -20,6 +20,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.config.objectives import load_objective
 from mmrl.config.placement import Placement
+from mmrl.errors import UserError
 from mmrl.judge.server import CACHE
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import calls, idle, inside, refusals, rows, split_of
@@ -38,7 +39,7 @@ allow_cpu_only()  # before transformers imports torchvision
 JUDGE = Path(__file__).resolve().parents[1] / "pipelines" / "vlm" / "models" / "shapes-judge"
 SMALL = ["device=cpu", "train.prompts_per_step=6", "train.group_size=8", "train.micro_batch_size=8", "sampling.steps=3"]
 JUDGED = [*SMALL, "sampling.window=null", "rewards.0.batch_size=8", "eval.rewards=[]"]
-URL = "rewards=[{name: judge, options: {model: {url: 'http://127.0.0.1:9/v1', name: a}, rubric: '{{ prompt_text }}'}}]"
+URL = "rewards=[{name: judge, options: {model: {url: 'http://127.0.0.1:9/v1', name: a}, rubric: '{{ image }}'}}]"
 
 
 def planned(*changes, **more):
@@ -111,7 +112,8 @@ def test_what_cannot_be_counted_is_said_and_what_is_not_there_is_refused(tmp_pat
     assert asked_of("rewards.0.options.model=/not/there")[1] == [
         "rewards (judge): there is no model /not/there; correct its options"
     ]
-    assert "write a path" in asked_of("rewards.0.options.model=3")[1][0]
+    with pytest.raises(UserError, match="write a path"):
+        asked_of("rewards.0.options.model=3")
 
 
 PICTURES = """

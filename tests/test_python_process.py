@@ -159,4 +159,4 @@ def test_no_message_of_ours_keeps_an_option_outside_a_command(sweep):
 def test_the_package_says_that_it_has_types():
     assert (resources.files("mmrl") / "py.typed").is_file()
     stub = {line.rpartition(" as ")[2] for line in Path(mmrl.__file__).with_suffix(".pyi").read_text().splitlines()}
-    assert stub == {*mmrl._LAZY, "load", "reward"}
+    assert stub == {*mmrl._LAZY, "before_loading", "load", "reward"}

@@ -239,6 +239,7 @@ def test_a_judge_is_asked_about_the_samples_as_they_are(folder, tmp_path):
     """A model of random weights: any other question has another answer."""
     model = judging.text_model(tmp_path, words=["yes", "Yes", "no"])
     options = {"model": model, "rubric": "{{ response }} {{ meta.truth }}", "meta": ["truth"]}
+    options["answer"] = {"type": "yes_no", "floor": 0}
     judge = Reward(name="judge", batch_size=1, options=options)
     beside = [Reward(name="vandal.py:texts", label=label, weight=0.0, batch_size=1) for label in "ab"]
 

@@ -103,7 +103,9 @@ def elsewhere(setting, memory=None):
 def left_open():
     """A plan with one step in a forward (4 rows, 5 steps), and what each further one takes, before it settles."""
     made = elsewhere("auto")
-    assert made.notes == [
+    missing, *notes = made.notes
+    assert missing.startswith("training stops here: device: 'cuda:7' is not to be had here")
+    assert notes == [
         "train.steps_per_forward: auto is 1, because 3 would take more memory than the other phases do, and the "
         "device's memory is not known"
     ]

@@ -160,12 +160,14 @@ def test_a_torn_last_line_is_no_fault_and_odd_decisions_do_no_harm(tmp_path):
     odd = [
         {"step": 1, "decision": "no numbers"},
         {"step": 2, "decision": "w" * 9999, "rollout": "x", "judge": None, "numbers": [1]},
-        {"step": 3, "decision": "", "rollout": 1e99, "judge": -1, "numbers": {"a": "b", "c": 10**400, "d": None}},
+        {"step": 3, "decision": "", "rollout": 1e99, "judge": -1, "numbers": {"a": "b", "c": 10**9, "d": None}},
+        {"step": 4, "decision": "a number that is none", "rollout": 10**400},
     ]
     path = written(tmp_path / "odd.jsonl", [*step_of(1), *odd])
     found = timeline(path)
     assert [(row["split"], len(row["why"])) for row in found.decisions] == [("-", 10), ("-", 400), ("-", 0)]
-    assert found.decisions[2]["numbers"] == {"a": None, "c": None, "d": None}
+    assert found.decisions[2]["numbers"] == {"a": None, "c": 10**9, "d": None}
+    assert found.bad == 1  # no number of a record has four hundred digits
 
 
 def test_nothing_where_there_is_nothing(tmp_path):

@@ -40,7 +40,7 @@ FOLDERS = {
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
     "engines.rollout errors files finite frozen_modules garbage hub_files installing json_types local_rows media "
-    "out_of_memory packages "
+    "media_limits out_of_memory packages "
     "report.clock "
     "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
     "script_process secret_forms secrets stored tensor_files torch_state trajectory transfer "

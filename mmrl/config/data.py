@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from mmrl.config.section import Fraction, Options, OwnClass, Section
 from mmrl.json_types import JsonObject
-from mmrl.media import LIMITS
+from mmrl.media_limits import LIMITS
 
 MOST_SOURCES = 64
 

@@ -20,6 +20,8 @@ from PIL import Image
 from mmrl.media.decoder import Failure, Header, Request, Wanted
 from mmrl.media.decoding import DecoderLostError, decoders, process_of
 from mmrl.media.images import BadImageError, read_rgb, watched
+from mmrl.media_limits import LIMITS as LIMITS
+from mmrl.media_limits import Limits as Limits
 from mmrl.untrusted import open_file
 
 T = TypeVar("T")
@@ -71,27 +73,6 @@ class Media:
     """What its record says of how models see it."""
     pixels: int | None = field(default=None, compare=False)
     """Pixels of all its shown frames, from an index: an estimate of the work before decoding."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most that is read of one medium: more is refused, never cut down."""
-
-    bytes: int = 256 << 20
-    """Encoded."""
-    pixels: int = 4096 * 4096
-    """Of a picture, or of one frame."""
-    frames: int = 768
-    """Frames shown of a clip."""
-    total_pixels: int = 1 << 29
-    """Of all frames shown of a clip."""
-    seconds: float = 3600.0
-    """How long a clip may last."""
-    patience: float = 60.0
-    """Seconds that decoding a clip may take."""
-
-
-LIMITS = Limits()
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Listing(BaseModel):
     """The schema of ``samples/step_000000.json``: what each sample is, and its scores."""
 
     step: Annotated[int, Field(ge=-1, le=10**9, strict=True)]
-    samples: list[dict[str, Any]]
+    samples: list[Any]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ names the calls that are under way; it is gone after them, and ``--resume`` tell
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -78,15 +77,13 @@ def _note(folder: Path | None, name: str, *, begins: bool) -> None:
     calls = _calls.setdefault(folder, [])
     calls.append(name) if begins else calls.remove(name)
     with suppress(OSError):  # a full or lost disk is found by what the run itself writes
+        if not calls:
+            file = _files.pop(folder, None)
+            if file is not None:
+                os.close(file)
+                (folder / CALLING).unlink()
+            return
         if folder not in _files:
             _files[folder] = os.open(folder / CALLING, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            atexit.register(_remove, folder, os.getpid())
         text = json.dumps(list(dict.fromkeys(calls))[:8])[:_LENGTH]
         os.pwrite(_files[folder], text.encode().ljust(_LENGTH), 0)
-
-
-def _remove(folder: Path, process: int) -> None:
-    """At a regular end of the process."""
-    if os.getpid() == process:
-        with suppress(OSError):
-            (folder / CALLING).unlink()

@@ -89,9 +89,9 @@ FAULTS = [
     ),
     Fault(
         "judge's verdict found anywhere in its prose",
-        "mmrl.judge.answers:Number.read",
-        "_LINE.fullmatch",
-        "_LINE.search",
+        "mmrl.judge.number_answer:number_in",
+        "verdict.fullmatch",
+        "verdict.search",
         ("tests/test_judge.py::test_prose_is_no_number",),
     ),
     Fault(
