@@ -97,8 +97,18 @@ def test_an_empty_closing_mark_is_refused():
         answer.exact(before="")
 
 
-LETTERS = ("{L}. Paris", "({L}) Paris", "{L}) Paris", "({L})", "{L}", "{L}.", "{L}: Paris", "\\text{{{L}}}",
-           "\\text{{({L}) Paris}}", "\\textbf{{({L})}}\\ 12", "\\mathrm{{{L}}}", "\\textbf{{{L}. }} 3/4")  # fmt: skip
+LETTERS = (
+    *("{L}. Paris", "({L}) Paris", "{L}) Paris", "({L})", "{L}", "{L}.", "{L}: Paris", "({L})Paris", "{L}. x = 5"),
+    *("\\text{{{L}}}", "\\text{{({L}) Paris}}", "\\textbf{{({L})}}\\ 12", "\\mathrm{{{L}}}", "\\textbf{{{L}. }} 3/4"),
+    *(
+        "\\text{{Option {L}}}",
+        "{L} \\text{{ (Paris)}}",
+        "{L} - Paris",
+        "{L} \u2013 Paris",
+        "\\text{{choice }}({L})",
+        "({L})\\ $5$",
+    ),
+)
 
 
 @pytest.mark.sweep("letters of options with text")
@@ -118,6 +128,16 @@ def test_a_letter_with_its_text_is_the_letter(rewards, sweep):
         "A. B",
         "A: B = 3:4",
         "A = 3",
+        "A - B",
+        "A - 3",
+        "A - x",
+        "A (x)",
+        "(A)x",
+        "(A)(B)",
+        "(A) = 5",
+        "A 5",
+        "A Paris",
+        "options A",
         "A. or C.",
         "ABC",
     ):

@@ -23,8 +23,8 @@ _BETWEEN = re.compile(r"\s*(?:,?\s*(?:and|or)|,)?\s*")
 _DENIED = re.compile(r"(?i:\b(?:not|n't|never|than|except|least|most|no|nor|neither)\b|n't)[^.\n]{0,12}\Z")
 _HUNDREDTHS = re.compile(r"[\s$]*(?:\\?%|(?i:percent(?:age)?|pct)\b)")
 _NAMED = re.compile(
-    r"((?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z0-9,\s]*\))?"
-    r"|\([A-Za-z](?:,\s*[A-Za-z])+\)|\\frac\{[A-Z]+\}\{[A-Z]+\}|[A-Z](?:_\{?\w+\}?)?\s*:\s*[A-Z](?:_\{?\w+\}?)?|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
+    r"((?:[A-Za-z]|\\[a-z]+)(?:_(?:\{\w+\}|\w+))?(?:\([A-Za-z0-9,\s]*\))?"
+    r"|\([A-Za-z](?:,\s*[A-Za-z])+\)|\\frac\{[A-Z]+\}\{[A-Z]+\}|[A-Z](?:_(?:\{\w+\}|\w+))?\s*:\s*[A-Z](?:_(?:\{\w+\}|\w+))?|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
 )
 _LISTED = re.compile(r",?\s+(?:and|or)\s+|[,;]")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
@@ -118,7 +118,8 @@ def comparable(found: str, wanted: str) -> tuple[str, str] | None:
         found = one[2].strip()
     elif other and not one and "=" not in found:
         wanted = other[2].strip()
-    if any(found.count(sign) != wanted.count(sign) for sign in "='"):
+    counted = [_BELOW.sub("", text) for text in (found, wanted)]
+    if any(counted[0].count(sign) != counted[1].count(sign) for sign in "='"):
         return None
     kinds = [parts[0] if (parts := _parts(text)) else "" for text in (found, wanted)]
     if kinds[0] != kinds[1] and not any(
@@ -139,10 +140,11 @@ _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*degrees?\b")
 
 
+_BELOW = re.compile(r"_\s*\{[^{}]*\}")
 _INTERVALS = ("()", "[]", "[)", "(]")
 _RELATION = re.compile(r"[<>]|\\[lg]e(?![a-z])")
 _CHAIN = re.compile(
-    r"([A-Za-z](?:_\{?\w+\}?)?)\s*=((?:[^=,;A-Za-z{}]|\\frac|[{}][0-9])+=)+\s*([^=,;A-Z]+?)\s*(?:\\approx.*)?"
+    r"([A-Za-z](?:_(?:\{\w+\}|\w+))?)\s*=((?:[^=,;A-Za-z{}]|\\frac|[{}][0-9])+=)+\s*([^=,;A-Z]+?)\s*(?:\\approx.*)?"
 )
 
 
@@ -162,7 +164,12 @@ def _degrees(text: str) -> str:
     return _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
 
 
-_CHOICE = re.compile(r"\(?([A-Z])(?:\)[.:]?|\.|:(?=\s))\s*(?![A-Z]\b)([^\s=:][^=:]*)", re.DOTALL)
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice)\s+)?\(?([A-Z])(?:"
+    r"(?:\)[.:]?(?:\s+|(?=[0-9$\\]|[A-Za-z]{2}))|\.\s*)(?![A-Z]\b)([^\s=:].*)"  # (B) Paris; B. x = 5
+    r"|(?::\s+(?![A-Z]\b)|\s+-\s+(?=[A-Za-z]{2})|\s+(?=\([A-Za-z]{3}))([^\s=:][^=:]*))",  # B: 5; B - Paris; B (Paris)
+    re.DOTALL,
+)
 _ANOTHER = re.compile(r"(?:[,;/&]|\b(?:and|or)\b)\s*\(?[A-Z](?![A-Za-z])|^(?i:and|or|not)\b")
 _WORDS = re.compile(r"[A-Za-z]+(?:[\s-]+[A-Za-z]+)*")
 _COMMA = re.compile(r"-?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}\Z)[0-9]+)")
@@ -171,10 +178,11 @@ _SAID = frozenset(["yes", "no", "true", "false", "none"])
 
 def _letter(text: str) -> str:
     """The letter of an option with its text (``B. Paris``, ``(B) Paris``), or a letter alone; else nothing."""
-    if re.fullmatch("[A-Z]", text):
-        return text
+    alone = re.fullmatch(r"(?:(?i:option|choice)\s+)?\(?([A-Z])\)?", text)
+    if alone:
+        return alone[1]
     found = _CHOICE.fullmatch(text)
-    return found[1] if found and not _ANOTHER.search(found[2]) else ""
+    return found[1] if found and not _ANOTHER.search(found[2] or found[3]) else ""
 
 
 def _same_choice(found: str, wanted: str) -> bool:
