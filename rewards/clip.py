@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
+from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,8 @@ def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any
 
     mmrl.before_loading()
     try:
-        model = CLIPModel.from_pretrained(path, use_safetensors=True)
+        with whole_weights(path):
+            model = CLIPModel.from_pretrained(path, use_safetensors=True)
         return model.eval().requires_grad_(False), CLIPProcessor.from_pretrained(processor)
     except (OSError, ValueError, ImportError) as error:
         raise no_model(path if path == processor else f"{path} (processor {processor})", option, error) from error

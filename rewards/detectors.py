@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
+from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +61,8 @@ class Detector:
             config = AutoConfig.from_pretrained(path)
             self._outlines = type(config) in OUTLINING
             kind = Outlining if self._outlines else AutoModelForObjectDetection
-            self.model = kind.from_pretrained(path, use_safetensors=True).eval().requires_grad_(False)
+            with whole_weights(path):
+                self.model = kind.from_pretrained(path, use_safetensors=True).eval().requires_grad_(False)
             self._processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError, ImportError) as error:
             raise UserError(

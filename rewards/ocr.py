@@ -23,6 +23,7 @@ from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.rewards.spelling import spelled
 from mmrl.trajectory import Sample
+from mmrl.whole_weights import whole_weights
 
 ENGINES = ("got-ocr2", "rapidocr")
 DEFAULT = "stepfun-ai/GOT-OCR-2.0-hf"
@@ -171,7 +172,10 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
     mmrl.before_loading()
     try:
         processor = AutoProcessor.from_pretrained(path)
-        model = GotOcr2ForConditionalGeneration.from_pretrained(path, use_safetensors=True, dtype=getattr(torch, dtype))
+        with whole_weights(path):
+            model = GotOcr2ForConditionalGeneration.from_pretrained(
+                path, use_safetensors=True, dtype=getattr(torch, dtype)
+            )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"cannot load GOT-OCR2 from {path}: {str(error).splitlines()[0]}; set the reward's options.path to a "

@@ -17,6 +17,7 @@ from mmrl.packages.places import found, lacking
 from mmrl.rewards.contract import Context, Failed, Value, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
+from mmrl.whole_weights import whole_weights
 
 DEFAULT = "package:all-minilm-l6-v2"
 
@@ -85,7 +86,8 @@ def _load(path: str) -> tuple[Any, Any]:
     mmrl.before_loading()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
+        with whole_weights(path, unused=("pooler.",)):
+            model = AutoModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot load a sentence encoder from {path}: {str(error).splitlines()[0]}; set the reward's options.path "

@@ -24,6 +24,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
+from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,8 @@ def _load(path: str, what: str) -> tuple[Any, Any]:
 
     mmrl.before_loading()
     try:
-        model = AutoModel.from_pretrained(path, use_safetensors=True)
+        with whole_weights(path, unused=("pooler.",)):
+            model = AutoModel.from_pretrained(path, use_safetensors=True)
         return model.float().eval().requires_grad_(False), AutoImageProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(

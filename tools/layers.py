@@ -44,7 +44,7 @@ LAYERS = {
     "report.clock "
     "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
     "script_process secret_forms secrets stored tensor_files torch_state trajectory transfer "
-    "untrusted user_code",
+    "untrusted user_code whole_weights",
     "config": "config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms",
     "recipe": "config",

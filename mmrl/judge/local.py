@@ -27,6 +27,7 @@ from mmrl.rewards.contract import before_loading
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.text.control_tokens import ControlTokens
 from mmrl.text.token_sampling import Draw
+from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
     import torch
@@ -256,7 +257,8 @@ def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
         sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        return auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False), sees
+        with whole_weights(path):
+            return auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False), sees
 
 
 @contextmanager

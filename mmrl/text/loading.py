@@ -17,6 +17,7 @@ from mmrl.errors import UserError
 from mmrl.pipelines.lora import adapted, check_rank, saved_adapter, targets_of
 from mmrl.text.conditioner import Tokenizer
 from mmrl.text.row_loading import load_rows
+from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:  # slow to import
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -55,7 +56,9 @@ def load_model(
     ranks = local_rows.group()
     try:
         model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
-        model = auto.from_pretrained(path, dtype=dtype) if model is None else model
+        if model is None:
+            with whole_weights(f"model.path: {path}"):
+                model = auto.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         reason, mend = why(error, "a directory with config.json and safetensors", otherwise)

@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_list, as_text
 from mmrl.pipelines.description import Component, Description, Phase
 from mmrl.pipelines.lora import adapted, check_rank, saved_adapter, targets_of
+from mmrl.whole_weights import whole_weights
 
 from .adapter import Adapter
 from .caching import cache_of
@@ -132,7 +133,8 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
         if (model := _rows(family, recipe, path, kind, index)) is not None:
             given[family.trains] = model
         variant = variant_of(family, path)
-        return kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
+        with whole_weights(f"model.path: {path}"):
+            return kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
     except (OSError, ValueError, TypeError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         raise UserError(
