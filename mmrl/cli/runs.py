@@ -67,12 +67,13 @@ def train(
     from mmrl.runtime.launchers import launched
 
     found = launched(os.environ)
-    if out is not None and (found is None or found.leads):
+    leads = found is None or (found.leads and not found.restarts)  # a job that is started again goes on with its run
+    if out is not None and leads:
         refuse_directory(out, overwrite=overwrite, resume=resume)  # before anything is planned
     with rarely_collected():
         loaded = read_recipe(recipe, changes or (), directory if resume else None, found=found)
         out = directory(loaded.recipe.name)
-        if found is None or found.leads:
+        if leads:
             refuse_directory(out, overwrite=overwrite, resume=resume)
     _train(loaded, out, found, resume=resume, overwrite=overwrite)
 
