@@ -131,7 +131,7 @@ saver = Saver(Path(sys.argv[1]), keep=2)
 for step in range(1, 10_000):
     weights = {str(n): torch.full((500, 1000), float(step)) for n in range(4)}
     saver.begin(Checkpoint(step, {"weights": weights}, {"step": step}))
-    print(step, saver.saved, flush=True)
+    print(f"{step} {saver.saved}\\n", end="", flush=True)  # in one write, also where Python does not buffer
 """
 
 
