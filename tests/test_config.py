@@ -681,3 +681,17 @@ def test_reading_a_recipe_imports_its_algorithm_and_not_the_reward(folder: Path)
     imported = done.stdout.split()
     assert "mmrl.algorithms.flow_grpo" in imported
     assert not {"mmrl.algorithms.grpo", "mmrl.rewards.shapes", "mmrl.rewards.jpeg", "diffusers"} & {*imported}
+
+
+IGNORED = {
+    "sums": ["model.min_pixels=100", "model.max_pixels=900", "data.fps=2", "rollout.update_bucket_mib=7"],
+    "shapes-lora": ["rollout.max_gap=0.5", "rollout.sampling={a: 1}", "eval.temperature=0.5", "data.max_frames=4"],
+}
+IGNORED["sums"] += ["rollout.importance_cap=3.5", "rollout.importance_mode=mask", "rollout.weight_transport=files"]
+IGNORED["shapes-lora"] += ["rollout.importance_cap=3.5", "model.min_pixels=100", "train.micro_batch_tokens=64"]
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, change) for name, of in IGNORED.items() for change in of])
+def test_a_key_that_nothing_would_read_is_refused(name, change):
+    with pytest.raises(UserError, match=f"{re.escape(change.partition('=')[0])}: .*remove it"):
+        load_recipe([name], [change])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import of_data
@@ -15,6 +15,7 @@ from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
 from mmrl.config.rollout import GROUPED
 from mmrl.config.schema import Recipe
+from mmrl.config.section import Section
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
 MOST_SAMPLES = 10**6
@@ -38,6 +39,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_pairs(recipe),
             *_partial(recipe),
             *_transport(recipe),
+            *_unused(recipe),
             *_normalize(recipe),
             *of_midway(recipe),
             *of_placement(recipe),
@@ -54,6 +56,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),
         *_transport(recipe),
+        *_unused(recipe),
         *_normalize(recipe),
         *_pairs(recipe),
         *of_pictures(recipe),
@@ -148,8 +151,28 @@ def _text(recipe: Recipe) -> Iterator[str]:
     for key in ("fps", "max_frames"):
         if getattr(recipe.data, key) is not None and recipe.pipeline.startswith("llm/"):
             yield f"data.{key}: {recipe.pipeline} reads no clips; remove it, or set a pipeline of vlm/"
+    for key in ("min_pixels", "max_pixels"):
+        if getattr(recipe.model, key) is not None and recipe.pipeline.startswith("llm/"):
+            yield f"model.{key}: {recipe.pipeline} sees no pictures; remove it, or set a pipeline of vlm/"
     if recipe.features.cache is not None:
         yield "features.cache: prompts of text are not encoded by a model of their own; remove it"
+
+
+def _unused(recipe: Recipe) -> Iterator[str]:
+    """Keys of ``rollout`` that nothing reads where the weights that train also sample."""
+    if recipe.rollout.engine != "transformers" or recipe.placement.apart:
+        return
+    for key in _changed(recipe.rollout, ("update_bucket_mib", "weight_transport")):
+        yield f"rollout.{key}: the weights that train also sample, so none travel; remove it"
+    if recipe.rollout.importance in ("auto", "none"):
+        for key in _changed(recipe.rollout, ("importance_cap", "importance_floor", "importance_mode")):
+            yield f"rollout.{key}: there are no importance weights here; remove it, or set rollout.importance=token"
+
+
+def _changed(section: Section, keys: Iterable[str]) -> Iterator[str]:
+    """Those of the keys whose value is not the default."""
+    fields = type(section).model_fields
+    return (key for key in keys if getattr(section, key) != fields[key].get_default(call_default_factory=True))
 
 
 def _pixels(recipe: Recipe) -> Iterator[str]:
@@ -292,6 +315,10 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
             yield f"model.{key}: a model that makes pictures has no chat; remove it"
     if recipe.train.micro_batch_tokens is not None:
         yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
+    for key in _changed(recipe.rollout, ("options", "sampling", "max_gap")):
+        yield f"rollout.{key}: it is for sampled text; remove it"
+    if recipe.eval.temperature is not None:
+        yield "eval.temperature: pictures are not drawn from tokens; remove it"
     if recipe.rollout.engine != "transformers":
         yield f"rollout.engine: {recipe.rollout.engine_name} samples text; remove rollout"
     if recipe.rollout.partial is not None:
