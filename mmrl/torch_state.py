@@ -189,14 +189,20 @@ def _kernels(core: Any, backends: Any) -> list[_Setting]:
 
 
 def _precisions(torch: Any, core: Any) -> list[_Setting]:
-    """How exactly products are computed. The oldest setting comes first, since it sets several of the others."""
+    """How exactly products are computed. The older settings come first, since each sets several of the others."""
     found = [
         _Setting(
             "the precision of float32 products",
             lambda: _older_precision(torch),
             lambda old: None if old == _MIXED else torch.set_float32_matmul_precision(old),
             "highest",
-        )
+        ),
+        _Setting(
+            "TF32 of cuDNN",
+            lambda: _older_tf32(core),
+            lambda old: None if old == _MIXED else core._set_cudnn_allow_tf32(old),
+            default=True,
+        ),
     ]
     for kind in ("fp16", "bf16"):
         get, put = _pair(core, *(f"_{v}_cublas_allow_{kind}_reduced_precision_reduction" for v in ("get", "set")))
@@ -216,6 +222,13 @@ def _precisions(torch: Any, core: Any) -> list[_Setting]:
 def _older_precision(torch: Any) -> str:
     try:
         return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer settings say something else
+        return _MIXED
+
+
+def _older_tf32(core: Any) -> bool | str:
+    try:
+        return core._get_cudnn_allow_tf32()
     except RuntimeError:  # the newer settings say something else
         return _MIXED
 

@@ -56,7 +56,8 @@ def state():
     tables = torch_state._table("process", torch_state._of_process) + torch_state._table(
         "thread", torch_state._of_thread
     )
-    return {one.name: one.get() for one in tables}
+    older = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
+    return {"older names": older, **{one.name: one.get() for one in tables}}
 
 
 @pytest.fixture(autouse=True)
