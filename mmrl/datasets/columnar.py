@@ -36,7 +36,7 @@ def check_parquet(file: Path, root: Path | None = None) -> int:
 
 
 def check_arrow(file: Path, root: Path) -> int:
-    """As ``check_parquet``, of an Arrow file, which must be inside ``root``."""
+    """Refuse an Arrow file that is outside ``root``, or has more rows, columns or bytes than the limits allow."""
     return _known(file, "arrow", root)
 
 

@@ -223,7 +223,8 @@ class Policy:
         return {"optim/grad_norm": norms[0], "optim/lr": lr}
 
     def learning_rate(self) -> float:
-        """Of the next update: a function of what a checkpoint holds, so that a resumed run has the same."""
+        """The learning rate of the next update: a function of what a checkpoint holds, so that a resumed run has it
+        too."""
         return learning_rate(self.settings, self.total_updates, self.updates, self.spent)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

@@ -48,7 +48,7 @@ class _Said(BaseModel):
 
 @dataclass(frozen=True)
 class Result:
-    """Of a trial in a round, with one seed. ``value``: its held-out figure as training wants it, higher is better; None
+    """What one seed of a trial came to in a round. ``value``: its held-out figure as training wants it, higher is better; None
     where it failed, with ``why``. ``seconds``: of CPU time."""
 
     value: float | None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # slow to import
 
 FPS = 2.0
 _USUAL_FPS = 24.0
-"""Of a file that does not say how many frames it has per second; transformers takes this too."""
+"""Frames per second of a file that does not say them; transformers takes this too."""
 
 
 class VideoProcessor(Protocol):

@@ -337,8 +337,8 @@ def means_of_pairs(sums: Mapping[str, float], count: float) -> dict[str, float]:
 
 
 def alike(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of rewards and their parts, with the values of all samples: those with one and the same value for each of two or
-    more. A part is left out where the reward itself is there, and so are sources of a mixture."""
+    """The rewards and parts that have one and the same value for all of two or more samples, with that value. A part is
+    left out where the reward itself is there, and so are sources of a mixture."""
     mine = {name: given for name, given in values.items() if not name.startswith(SOURCE)}
     finite = {name: [v for v in given if math.isfinite(v)] for name, given in mine.items()}
     found = {name: given[0] for name, given in finite.items() if len(given) > 1 and len(set(given)) == 1}

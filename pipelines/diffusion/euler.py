@@ -91,7 +91,6 @@ _KEPT = frozenset(
         "time_shift_type",
     )
 )
-
 """Settings of a flow's solver that are used, or have no effect on a flow."""
 _OF_LEVELS = frozenset(
     (
@@ -106,8 +105,7 @@ _OF_LEVELS = frozenset(
         "shift_terminal",
     )
 )
-
-"""Those that its own noise levels, and its timesteps, depend on."""
+"""Settings of a solver that its own noise levels and timesteps depend on."""
 FIRST: dict[str, Json] = {"solver_order": 1, "disable_corrector": list(range(1000))}
 """Settings that make one of diffusers' solvers take Euler's steps."""
 TEXT = {"solver_order": "1", "disable_corrector": "list(range(1000))"}
