@@ -48,8 +48,10 @@ class _Said(BaseModel):
 
 @dataclass(frozen=True)
 class Result:
-    """What one seed of a trial came to in a round. ``value``: its held-out figure as training wants it, higher is better; None
-    where it failed, with ``why``. ``seconds``: of CPU time."""
+    """What one seed of a trial came to in a round.
+
+    ``value``: its held-out figure as training wants it, higher is better; None where it failed, with ``why``.
+    ``seconds``: of CPU time."""
 
     value: float | None
     seconds: float = 0.0
