@@ -67,16 +67,16 @@ def by_transformers(family, data, tmp_path, **values):
 
 
 @pytest.fixture
-def by_decord(monkeypatch):
-    """transformers decodes with decord, in place of torchcodec, which is not there."""
-    pytest.importorskip("decord")
+def by_pyav(monkeypatch):
+    """transformers decodes with PyAV in place of torchcodec. Once decord is loaded, PyAV writes no VP9 there."""
+    pytest.importorskip("av")
     from transformers import video_processing_utils as utils
     from transformers.video_utils import load_video
 
     def fetch(self, urls, sample_indices_fn=None):
         if isinstance(urls, list):
             return list(zip(*[fetch(self, url, sample_indices_fn) for url in urls], strict=True))
-        return load_video(urls, backend="decord", sample_indices_fn=sample_indices_fn)
+        return load_video(urls, backend="pyav", sample_indices_fn=sample_indices_fn)
 
     monkeypatch.setattr(utils.BaseVideoProcessor, "fetch_videos", fetch)
 
@@ -93,7 +93,7 @@ CLIPS = [(300, 30), (120, 24), (45, 15), (200, 50), (24, 8), (90, 30), (31, 10),
 
 
 @pytest.mark.sweep("clips as transformers' own loader and sampling show them")
-def test_clips_are_shown_as_transformers_shows_them(sweep, by_decord, tmp_path):
+def test_clips_are_shown_as_transformers_shows_them(sweep, by_pyav, tmp_path):
     cases = list(itertools.product(CAPPED, CLIPS, (None, 1.0, 4.0)))
     random.Random(1).shuffle(cases)
     for family, (frames, rate), fps in cases[: sweep.size(8, len(cases))]:
