@@ -30,7 +30,7 @@ class SanaAdapter(EulerAdapter):
     family = "Sana"
     pipeline = "SanaPipeline"
     encoders = ("text_encoder",)
-    fixed = {"guidance_embeds": (False,)}  # noqa: RUF012
+    fixed = {"guidance_embeds": (False,), "qk_norm": (None, "rms_norm_across_heads")}  # noqa: RUF012
     lora_targets = (
         "attn1.to_k",
         "attn1.to_out.0",
