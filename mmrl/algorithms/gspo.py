@@ -6,7 +6,7 @@ The clip ranges apply to a mean over tokens and are about a thousandth of a toke
 ``policy/ratio_max_dev`` is that of the tokens' ratios, as a check of replay.
 
 Departs: an engine's importance weights of tokens weigh the tokens' shares of a response's loss, as in TRL; verl's
-gradient with such weights was 22 % apart from it on small inputs.
+gradient with such weights is another one.
 """
 
 from __future__ import annotations
