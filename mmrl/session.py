@@ -94,11 +94,12 @@ class Session:
         self._loaded = loaded
         self._traces = Traces(directory.path) if self.recipe.profile else None
         self.pulse = named(pulse) if self.recipe.profile else pulse
-        with Progress(1, "load", "model") as progress, rarely_collected():
+        with Progress(1, "load", "model") as progress, self.pulse("load"), rarely_collected():
             try:
                 with in_phase("load"):
                     self.run = build(self.recipe, loaded.root, self.controller, devices)
-                    self.heldout = Evaluator(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
+                    prompts = load_prompts(self.recipe, loaded.root, "heldout")
+                    self.heldout = Evaluator(self.run, prompts, loaded.root, self.pulse)
             except OutOfMemoryError as error:
                 raise UserError(explained(error, loaded)) from error
             for rewards in self.heldout.rewards:  # those of training among them
@@ -189,8 +190,9 @@ class Session:
             if found.step < self.recipe.train.steps:
                 with self.pulse("evaluation"), in_phase("evaluation"):
                     self.heldout.draw_base()
-            restore(self.run, found, self._others)
-            self.run.compute.devices.run_on_other_trainers(self.run, load_checkpoint, self.checkpoints, found.step)
+            with self.pulse("load"):
+                restore(self.run, found, self._others)
+                self.run.compute.devices.run_on_other_trainers(self.run, load_checkpoint, self.checkpoints, found.step)
             self.done, self.cpu_seconds = found.step, found.cpu_seconds
             self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -378,9 +380,10 @@ class Session:
     def _save(self) -> None:
         together = self.saver.ranks is not None
         with (
+            self.pulse("save"),
             self.run.compute.devices.running_on_other_trainers(self.run, device_tasks.save, self.done)
             if together
-            else nullcontext()
+            else nullcontext(),
         ):
             taken = of_run(self.run, self.done, self._others, cpu_seconds=self.cpu_seconds)
             self.saver.begin(taken, proved=self._proved)
@@ -399,11 +402,13 @@ class Session:
 
     def _save_rest(self) -> None:
         """Have the last step on the disk, where it can be."""
-        self.saver.finish()
+        with self.pulse("save"):
+            self.saver.finish()
         lacks = self.done > self.saver.saved
         if self._agreed(lacks) if self.saver.together else lacks:  # a disk may be full where only the leader writes
             self._save()
-            self.saver.finish()
+            with self.pulse("save"):
+                self.saver.finish()
         self._name_saved()
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mmrl.runtime import stall_watchdog as pulses
-from mmrl.runtime.stall_watchdog import StallWatchdog
+from mmrl.runtime.stall_watchdog import Sign, StallWatchdog, Stuck, blamed
 from tests.ray_runs import SMALL, ended, learned, rows, train
 
 HANGS = """
@@ -45,13 +45,82 @@ def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
             assert pulse.stuck() is None
             clock.now += stuck - still
             found = pulse.stuck()
-            assert (found.phase, found.seconds, found.waits) == (phase, pytest.approx(stuck), False)
+            assert (found.phase, found.seconds) == (phase, pytest.approx(stuck))
+            assert not pulse.sign({}).waits
             with pulse.waiting():
-                assert pulse.stuck().waits
-    with pulse("evaluation"):  # never seen before: nobody knows how long it takes
-        clock.now += 1e6
-        assert pulse.stuck() is None
+                assert pulse.sign({}).waits
     assert pulse.stuck() is None
+
+
+def test_a_phase_that_nobody_knows_is_stuck_once_nothing_shows_progress(monkeypatch):
+    clock, at_work = Time(), []
+    monkeypatch.setattr(pulses, "time", clock)
+    pulse = StallWatchdog(10.0, {"reward": 300.0}, patience=100.0, works=lambda thread: bool(at_work))
+    with pulse("load"):
+        clock.now += 99.9
+        assert pulse.stuck() is None
+        clock.now += 0.2
+        assert str(pulse.stuck()).startswith("load has shown no progress for 100 s (runtime.patience); it is in ")
+        pulse.alive()
+        clock.now += 99.9
+        assert pulse.stuck() is None
+        at_work.append(1)  # it computes, reads or writes
+        for _ in range(9):
+            clock.now += 99.9
+            assert pulse.stuck() is None
+        at_work.clear()
+        with pulse.waiting():
+            clock.now += 100.1
+            assert pulse.stuck() is not None
+        with pulse("sample"):
+            assert pulse.stuck() is None
+        clock.now += 99.9  # the phase within has ended: that is progress of the one around it
+        assert pulse.stuck() is None
+        with pulse("reward"):  # rewards have deadlines of their own
+            clock.now += 299.9
+            assert pulse.stuck() is None
+        at_work.append(1)
+        found = [clock.now for _ in range(30) if [setattr(clock, "now", clock.now + 50.0)] and pulse.stuck()]
+        assert found[0] == pytest.approx(found[-1] - 50.0 * (len(found) - 1))  # one that only computes has an end, too
+        assert len(found) == pytest.approx(30 - 22, abs=1)
+    for _ in range(4):  # how long it took to load says nothing about the next time
+        with pulse("load"):
+            clock.now += 0.1
+    at_work.clear()
+    with pulse("load"):
+        clock.now += 99.9
+        assert pulse.stuck() is None
+
+
+STUCK = Stuck("train", 100.0, 0.0)
+
+
+def test_the_one_that_waits_for_nobody_is_blamed():
+    def sign(begun, *, stuck=True, busy=True, waits=False):
+        return Sign(STUCK if stuck else None, busy, waits, begun)
+
+    ahead, behind = {"0 cpu": 5, "1 cpu": 2}, {"0 cpu": 4, "1 cpu": 2}
+    assert blamed({0: sign(ahead), 1: sign(behind)}) == [1]
+    assert blamed({0: sign(behind), 1: sign(ahead)}) == [0]
+    assert blamed({0: sign(ahead), 1: sign(behind, stuck=False)}) == []  # it is slow, and gets on
+    assert blamed({0: sign(behind), 1: sign(behind)}) == [0, 1]
+    assert blamed({0: sign(behind, waits=True), 1: sign(behind, waits=True)}) == [0, 1]  # the network hangs
+    assert blamed({0: sign(behind, waits=True), 1: sign(behind, waits=True, stuck=False)}) == []
+    assert blamed({0: sign(ahead), 1: sign(behind), 2: sign({"2 cpu": 1}, stuck=False)}) == [1]
+    assert blamed({0: sign({}, stuck=False), 1: sign({}, busy=False, stuck=False)}) == []
+
+
+def test_a_controller_that_waits_for_its_device_is_not_blamed():
+    def workers(place):
+        return [p for p in ((0, 1), (1, 1)) if p[0] == place[0] and place[1] == 0]
+
+    on, off = Sign(STUCK, True, False, {"0 cpu": 1}), Sign(None, False, False, {"0 cpu": 1})
+    slow = Sign(None, True, False, {"0 cpu": 1})
+    assert blamed({(0, 0): on, (0, 1): on, (1, 0): slow, (1, 1): off}, workers) == [(0, 1)]
+    assert blamed({(0, 0): on, (0, 1): slow, (1, 0): slow, (1, 1): off}, workers) == []
+    assert blamed({(0, 0): on, (0, 1): off, (1, 0): slow, (1, 1): off}, workers) == [(0, 0)]
+    waiting = Sign(STUCK, True, False, {"0 cpu": 2})  # the device is in a sum that the controller's own thread lacks
+    assert blamed({(0, 0): on, (0, 1): waiting, (1, 0): slow, (1, 1): off}, workers) == [(0, 0)]
 
 
 def test_a_wait_for_work_behind_other_phases_is_measured_by_all_of_them(monkeypatch):

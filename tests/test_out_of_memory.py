@@ -16,6 +16,7 @@ from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.report import notices
 from mmrl.run import build
 from mmrl.runtime import start
+from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.runtime.worker import RemoteWorker, serve
 from mmrl.training.step_context import Chunk, SamplingSpec
 from mmrl.trajectory import SampleId, Slot
@@ -129,7 +130,7 @@ def test_a_device_in_another_process_names_the_phase_too(run, asked):
 
     def device():
         with Device(2**16):
-            serve(run, there)
+            serve(run, there, None, StallWatchdog(10.0))
 
     thread = threading.Thread(target=device, daemon=True)
     thread.start()

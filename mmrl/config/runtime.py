@@ -14,7 +14,8 @@ class Runtime(Section):
 
     patience: Duration = 120.0
     """How long to wait for a process that does not answer (``2m``, ``90s``, or seconds): a reward that holds Python's
-    lock (GIL) keeps its process from answering. A stopped process (SIGSTOP) counts as lost after 10 seconds."""
+    lock (GIL) keeps its process from answering. Also for one that shows no progress in a phase whose usual time is not
+    known yet. A stopped process (SIGSTOP) counts as lost after 10 seconds."""
 
 
 class Features(Section):

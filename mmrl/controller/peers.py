@@ -1,5 +1,8 @@
 """Communication between controllers: sums of small tensors, gradients, and a few numbers."""
 
+# What the watchdog asks of a process group has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import importlib
@@ -9,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -17,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 importlib.import_module("torch.distributed.nn")
@@ -204,6 +208,18 @@ class Group:
         self.ranks = self._controllers = self._store = None
         if self._counters is not None:
             self._counters.close()
+
+
+def begun() -> dict[str, int]:
+    """How many collectives this process has begun, by process group: one that has begun fewer than another of the
+    group is waited for. Any thread may ask."""
+    found: dict[str, int] = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        for kind in ("cpu", "cuda"):
+            with suppress(RuntimeError):  # it has no such backend
+                backend = group._get_backend(torch.device(kind))
+                found[f"{name} {kind}"] = backend._get_sequence_number_for_group()
+    return found
 
 
 def interface_to(host: str) -> str | None:

@@ -24,6 +24,7 @@ from mmrl.engines.optimizers import as_kept, as_saved, optimizer_of
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.json_types import as_integer
+from mmrl.report import notices
 from mmrl.transfer import arrived, to_host
 
 P = TypeVar("P")
@@ -175,7 +176,11 @@ class Policy:
         only the last has an answer."""
         if self.weights.stages is not None:
             return self.weights.stages.through(list(pieces), work, graph=False)
-        return [work(piece) for piece in pieces]
+        found: list[R] = []
+        for piece in pieces:
+            found.append(work(piece))
+            notices.alive()
+        return found
 
     def accumulate(self, pieces: Iterable[P], loss_of: Callable[[P], Tensor]) -> None:
         """Add the gradients of the loss of each piece, whose graph is gone before the next is begun; or, of a pipeline,
@@ -185,6 +190,7 @@ class Policy:
             return
         for piece in pieces:
             self.backward(loss_of(piece))
+            notices.alive()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -21,6 +21,10 @@ class Listener(Protocol):
         """Entered while something is started that has a deadline of its own."""
         ...
 
+    def alive(self) -> None:
+        """A part of the work is finished."""
+        ...
+
 
 _listener: Listener | None = None
 
@@ -44,3 +48,9 @@ def starting() -> Generator[None]:
     """Something is started, and that is no time of the phase that waits for it."""
     with nullcontext() if _listener is None else _listener.starting():
         yield
+
+
+def alive() -> None:
+    """A part of the work is finished: a process that says so now and then is not taken for one that hangs."""
+    if _listener is not None:
+        _listener.alive()

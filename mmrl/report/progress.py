@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from mmrl.report import notices
 from mmrl.report.durations import duration
 from mmrl.report.metrics import of_pairs
 from mmrl.secrets import hidden
@@ -74,6 +75,7 @@ class Progress:
 
     def advance(self, n: int = 1, text: str | None = None, spent: float = 0.0) -> None:
         """``n`` more units are done; ``text`` (kept until the next one) stands beside them."""
+        notices.alive()
         self.done += n
         self.spent = spent
         self.text = self.text if text is None else text

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import leaders
+from mmrl.controller.peers import begun
 from mmrl.engines import server_devices
 from mmrl.engines.server_devices import ServerDevices
 from mmrl.errors import UserError
@@ -25,7 +26,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.runtime.program import Meeting, join, log_to, train_part, versions, watchdog
 from mmrl.runtime.shipped import Bundle, moved, removed
-from mmrl.runtime.stall_watchdog import StallWatchdog, Stuck
+from mmrl.runtime.stall_watchdog import BETWEEN, Sign, StallWatchdog
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.secrets import remember
 from mmrl.session import Outcome, Session
@@ -37,10 +38,9 @@ _SEEN = 5.0
 
 
 class Beat(NamedTuple):
-    """A sign of life of the process ``pid`` on Ray's ``node``: the phase that takes too long, and the log lines since
-    the last beat."""
+    """A sign of life of the process ``pid`` on Ray's ``node``, with the log lines since the last one."""
 
-    stuck: Stuck | None
+    sign: Sign
     lines: list[str]
     node: str
     pid: int
@@ -114,7 +114,7 @@ class Actor:
 
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         node = ray.get_runtime_context().get_node_id()
-        return Beat(self._pulse.stuck() if self._pulse else None, lines, node, os.getpid())
+        return Beat(self._pulse.sign(begun()) if self._pulse else Sign(), lines, node, os.getpid())
 
     def tell(self, line: str) -> None:
         """Send ``line``, which is already in this process's log, to the launcher."""
@@ -123,6 +123,11 @@ class Actor:
     def starting(self) -> AbstractContextManager[None]:
         """Entered while something starts that has its own deadline."""
         return self._pulse.starting() if self._pulse else nullcontext()
+
+    def alive(self) -> None:
+        """A part of the work is finished."""
+        if self._pulse:
+            self._pulse.alive()
 
     def settle(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -144,9 +149,10 @@ class Actor:
         self._pulse = watchdog(loaded.recipe)
         notices.listen(self)
         meeting = Meeting(host, port, self._socket)
-        controller = join(loaded.recipe, self._rank, 0, meeting, self._pulse.waiting)
-        devices = self._devices(loaded)
-        return train_part(loaded, whole, controller, devices, self._pulse, self._stop, self._begun, resume=resume)
+        with self._pulse(BETWEEN):
+            controller = join(loaded.recipe, self._rank, 0, meeting, self._pulse.waiting)
+            devices = self._devices(loaded)
+            return train_part(loaded, whole, controller, devices, self._pulse, self._stop, self._begun, resume=resume)
 
     def _begun(self, session: Session) -> None:
         self._session = session
@@ -162,12 +168,14 @@ class Actor:
         log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
         controller = join(loaded.recipe, self._rank, self._device, Meeting(host, port))
         connection = call(self._device, address, key)
+        self._pulse = watchdog(loaded.recipe)
         try:
-            run = build(loaded.recipe, loaded.root, controller)
+            with self._pulse("load"):
+                run = build(loaded.recipe, loaded.root, controller)
         except UserError as error:  # the controller reports the same error, or that this device is missing
             return Outcome(False, 0, 0, 0.0, str(error))
         run.rewards.folder = whole.of_controller(self._rank).path
-        serve(run, connection, saver_of(run, whole.checkpoints))
+        serve(run, connection, saver_of(run, whole.checkpoints), self._pulse)
 
     def _devices(self, loaded: LoadedRecipe) -> MultiDevice | None:
         """The controller's devices, after the others have connected; None if it has only one."""

@@ -31,6 +31,7 @@ from mmrl.runtime.board import Board, GoneError, meet
 from mmrl.runtime.launchers import Launched
 from mmrl.runtime.program import PATIENCE, Meeting, join, log_to, train_part, versions, watchdog
 from mmrl.runtime.shipped import variables
+from mmrl.runtime.stall_watchdog import BETWEEN
 from mmrl.runtime.start import OpenRun, command, opened, resumed
 from mmrl.runtime.vigil import Vigil, whereabouts
 from mmrl.secrets import hidden, masked, remember
@@ -292,9 +293,10 @@ class _Work:
             meeting = Meeting(found.host, found.port, store=self._board.store)
             controller = join(recipe, found.rank, 0, meeting, self._pulse.waiting)
             pulse, begun = self._pulse, self._begun
-            outcome = train_part(self._loaded, self._whole, controller, None, pulse, stop, begun, resume=resume)
-            if found.leads and not outcome.error and not vigil.all_ended():
-                outcome = self._lost(vigil.lost)
+            with pulse(BETWEEN):
+                outcome = train_part(self._loaded, self._whole, controller, None, pulse, stop, begun, resume=resume)
+                if found.leads and not outcome.error and not vigil.all_ended():
+                    outcome = self._lost(vigil.lost)
         except Exception as error:
             why = vigil.broken(2 * PATIENCE) if _of_connection(error) else ""
             if not why:

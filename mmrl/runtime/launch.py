@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from mmrl.runtime.cluster import (
 from mmrl.runtime.process_probe import ProcessProbe, Silence
 from mmrl.runtime.program import PATIENCE, versions
 from mmrl.runtime.shipped import settings_and_secrets, ship, variables
-from mmrl.runtime.stall_watchdog import Stuck
+from mmrl.runtime.stall_watchdog import Sign, no_progress
 from mmrl.session import Outcome
 from mmrl.stopping import Stop
 
@@ -48,7 +49,6 @@ _NODE_GONE = 15.0
 """Seconds until Ray reports a lost node; it reports a controller's end before that of its node."""
 _RESTARTS = 3
 """Losses in a row, without a checkpoint between them, after which the run stops."""
-
 
 Place = tuple[int, int]
 """A controller's rank, and the number of its device."""
@@ -170,7 +170,7 @@ class Watch:
         self._where: dict[Place, tuple[str, int]] = {}
         self._beats: dict[Place, tuple[Any, float]] = {}
         self._silences: dict[Place, Silence] = {}
-        self._stuck: dict[Place, Stuck | None] = {}
+        self._signs: dict[Place, Sign] = {}
 
     def run(self, stop: Stop) -> Outcome:
         """Raises ``LostError``, and errors of a controller that are not the user's."""
@@ -329,14 +329,14 @@ class Watch:
                         self._record_beat(place, self.ray.get(ref))
                 else:
                     self._check_silent(place, time.monotonic() - asked)
-            self._check_progress()
+            self._check_progress(running.values())
             if time.monotonic() >= until:
                 return
             time.sleep(_EVERY)
 
     def _record_beat(self, place: Place, beat: Beat) -> None:
         self._silences.pop(place, None)
-        self._stuck[place], self._where[place] = beat.stuck, (beat.node, beat.pid)
+        self._signs[place], self._where[place] = beat.sign, (beat.node, beat.pid)
         if beat.node == self._probe.here:
             self.cluster.register(beat.pid)
         for line in beat.lines if place[0] else ():  # the leader's log is printed anyway
@@ -368,16 +368,13 @@ class Watch:
                 file=sys.stderr,
             )
 
-    def _check_progress(self) -> None:
-        """Raises ``LostError`` if a controller makes no progress and is not waiting, or if all controllers wait."""
-        for place, stuck in self._stuck.items():
-            if stuck is not None and not stuck.waits:
-                raise LostError(
-                    f"{self._name(place)} makes no progress: {stuck.phase} has taken {stuck.seconds:.0f} s, "
-                    f"and usually takes {stuck.usual:.1f} s"
-                )
-        if sum(stuck is not None for stuck in self._stuck.values()) == self.size:
-            raise LostError("all controllers wait for each other, far longer than usual")
+    def _check_progress(self, running: Collection[Place]) -> None:
+        """Raises ``LostError`` if a process makes no progress and waits for no other, or if all wait."""
+        signs = {place: sign for place, sign in self._signs.items() if place in running}
+        if said := no_progress(
+            signs, self._name, lambda place: [p for p in signs if p[0] == place[0] and p[1] > place[1] == 0]
+        ):
+            raise LostError(said)
 
     @property
     def _log(self) -> Path:

@@ -23,6 +23,7 @@ from mmrl.errors import UserError
 from mmrl.installing import DISTRIBUTION, version_of
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.report.rundir import RunDir
+from mmrl.runtime.process_probe import Work
 from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop
@@ -44,11 +45,11 @@ class Meeting:
 
 
 def watchdog(recipe: Recipe) -> StallWatchdog:
-    """The watchdog of a controller's progress; rewards have their own deadline."""
+    """The watchdog of a process's progress; rewards have their own deadline."""
     rewards = (*recipe.rewards, *recipe.eval.rewards)
     slowest = PATIENCE + max((r.timeout * (r.retries + 1) for r in rewards), default=0.0)
-    least = {"reward": slowest, "evaluation": slowest}
-    return StallWatchdog(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
+    hidden = ("sample", "reward") if recipe.placement.apart else ()
+    return StallWatchdog(PATIENCE, {"reward": slowest, "score": slowest}, hidden, recipe.runtime.patience, Work())
 
 
 def join(

@@ -9,15 +9,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict
 
 import psutil
 
+from mmrl.controller.peers import begun
 from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.runtime import process_probe
 from mmrl.runtime.board import Board, GoneError
 from mmrl.runtime.process_probe import Silence
 from mmrl.runtime.program import PATIENCE
-from mmrl.runtime.stall_watchdog import StallWatchdog
+from mmrl.runtime.stall_watchdog import Sign, StallWatchdog, Stuck, no_progress
 
 _EVERY = 0.5
 _LEAVE = 5.0
@@ -59,7 +61,7 @@ class Vigil:
         self._here = whereabouts()
         self._seen: dict[int, tuple[Json, float]] = {}
         self._silences: dict[int, Silence] = {}
-        self._stuck: dict[int, JsonObject] = {}
+        self._signs: dict[int, Sign] = {}
         self._printed = dict.fromkeys(others, 0)
         self._lines: deque[str] = deque(maxlen=_SAID)
         self._said = 0
@@ -98,8 +100,9 @@ class Vigil:
 
     def all_ended(self) -> bool:
         """Wait until all watched processes have ended; False if one was lost, or ended with an error."""
-        while not self.lost and len(self.ended) < len(self._watched) and self._thread.is_alive():
-            time.sleep(_EVERY / 5)
+        with self._pulse.waiting():
+            while not self.lost and len(self.ended) < len(self._watched) and self._thread.is_alive():
+                time.sleep(_EVERY / 5)
         return not self.lost
 
     def tell(self, line: str) -> None:
@@ -110,6 +113,9 @@ class Vigil:
 
     def starting(self) -> AbstractContextManager[None]:
         return self._pulse.starting()
+
+    def alive(self) -> None:
+        self._pulse.alive()
 
     def broken(self, seconds: float) -> str:
         """After a connection between the processes broke: who was lost, as soon as it is known; empty if nobody is."""
@@ -154,9 +160,9 @@ class Vigil:
                     self._leave(why)
 
     def _beat(self, number: int) -> None:
-        stuck = None if self._end else self._pulse.stuck()
+        self._signs[self._rank] = sign = Sign() if self._end else self._pulse.sign(begun())
         note: dict[str, Json] = {"n": number, "broken": self._broken, "end": self._end}
-        note |= {"said": self._said, "lines": list(self._lines), "stuck": None if stuck is None else dict(vars(stuck))}
+        note |= {"said": self._said, "lines": list(self._lines), "sign": asdict(sign)}
         self._board.write(f"beat/{self._rank}", note)
 
     def _look(self) -> str:
@@ -170,7 +176,7 @@ class Vigil:
             if before is None or before[0] != note["n"]:
                 self._seen[rank] = note["n"], time.monotonic()
                 self._silences.pop(rank, None)
-                self._stuck[rank] = as_object(note["stuck"]) if note["stuck"] else {}
+                self._signs[rank] = _sign(as_object(note["sign"]))
                 self._broken = self._broken or bool(note["broken"])
                 self._print(rank, note)
                 if note["end"]:
@@ -180,7 +186,7 @@ class Vigil:
                         return str(end["error"])
             elif why := self._silent(rank, time.monotonic() - before[1]):
                 return why
-        return self._no_progress() if self._rank == 0 else ""
+        return no_progress(self._signs, self.name) if self._rank == 0 else ""
 
     def _print(self, rank: int, note: JsonObject) -> None:
         """Show the lines that are new."""
@@ -212,16 +218,9 @@ class Vigil:
             "runtime.patience"
         )
 
-    def _no_progress(self) -> str:
-        mine = self._pulse.stuck()
-        every = {**self._stuck, 0: {} if mine is None else dict(vars(mine))}
-        for rank, stuck in every.items():
-            if stuck and not stuck["waits"]:
-                return (
-                    f"{self.name(rank)} makes no progress: {stuck['phase']} has taken {stuck['seconds']:.0f} s, and "
-                    f"usually takes {stuck['usual']:.1f} s"
-                )
-        return "all controllers wait for each other, far longer than usual" if all(every.values()) else ""
+
+def _sign(note: JsonObject) -> Sign:
+    return Sign(**{**note, "stuck": Stuck(**as_object(note["stuck"])) if note["stuck"] else None})  # pyright: ignore[reportArgumentType]
 
 
 def _ended(its: JsonObject) -> bool:

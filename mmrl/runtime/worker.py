@@ -22,6 +22,7 @@ from mmrl.errors import NotFiniteError, UserError
 from mmrl.out_of_memory import OutOfMemoryError
 from mmrl.placement import device_tasks
 from mmrl.report import notices
+from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.runtime.wire import receive, send
 from mmrl.training.step_context import StepContext
 
@@ -118,11 +119,11 @@ class RemoteWorker:
 class ControllerLink:
     """Final class: sends a device's messages to its controller: log lines, and an answer to each task.
 
-    A ``mmrl.report.notices.Listener``; safe to call from any thread.
+    A ``mmrl.report.notices.Listener``; safe to call from any thread. ``pulse``: the device's own.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()
+    def __init__(self, connection: Connection, pulse: StallWatchdog) -> None:
+        self._connection, self._pulse, self._lock = connection, pulse, threading.Lock()
         self._starts = 0
 
     def say(self, how: str, what: Any = None) -> None:
@@ -137,9 +138,13 @@ class ControllerLink:
     def starting(self) -> Generator[None]:
         self._count(1)
         try:
-            yield
+            with self._pulse.starting():
+                yield
         finally:
             self._count(-1)
+
+    def alive(self) -> None:
+        self._pulse.alive()
 
     def _count(self, more: int) -> None:
         with self._lock:
@@ -155,11 +160,12 @@ def call(device: int, address: str, key: bytes) -> Connection:
     return connection
 
 
-def serve(context: StepContext, connection: Connection, saver: Saver | None = None) -> None:
-    """Run the controller's tasks until it disconnects. ``saver``: saves this device's shards of the weights."""
+def serve(context: StepContext, connection: Connection, saver: Saver | None, pulse: StallWatchdog) -> None:
+    """Run the controller's tasks until it disconnects. ``saver``: saves this device's shards of the weights. ``pulse``:
+    entered with each task."""
     if saver is not None:
         context.compute.local.save = lambda step: saver.begin(of_run(context, step))
-    link = ControllerLink(connection)
+    link = ControllerLink(connection, pulse)
     notices.listen(link)
     while True:
         try:
@@ -169,7 +175,8 @@ def serve(context: StepContext, connection: Connection, saver: Saver | None = No
         except Exception:
             link.say("failed", traceback.format_exc())  # the controller waits for an answer to every task
             continue
-        answer = _answer(context, call, arguments, features)
+        with pulse(call.__name__):
+            answer = _answer(context, call, arguments, features)
         try:
             link.say(*answer)
         except OSError:

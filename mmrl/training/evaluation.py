@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,10 +64,19 @@ class Made:
 
 
 class Evaluator:
-    """The held-out prompts of a run and the rewards measured on them; for an offline run the given texts."""
+    """The held-out prompts of a run and the rewards measured on them; for an offline run the given texts.
 
-    def __init__(self, context: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
-        self.run, self.prompts = context, prompts
+    ``pulse``: entered as ``reward`` while rewards, which have deadlines of their own, are waited for.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        prompts: Sequence[Prompt],
+        root: Path,
+        pulse: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.run, self.prompts, self._pulse = context, prompts, pulse
         self.rewards = [context.rewards, RewardSet(context.recipe.eval.rewards, root, context.rewards.device)]
         self.rewards[1].can_read(context.recipe.makes)
         if context.recipe.eval.maj_at and not any(rewards.votes for rewards in self.rewards):
@@ -126,7 +136,7 @@ class Evaluator:
         for i, sample in enumerate(made):
             places[sample.prompt.id].append(i)
         groups = list(places.values())
-        with torch.no_grad():
+        with torch.no_grad(), self._pulse("reward"):
             scores = [rewards.score(made, groups, step=-1) for rewards in self.rewards]
         parts = {name: values for s in scores for name, values in s.parts.items()}
         failures = [f for s in scores for f in s.failures]

@@ -1,0 +1,132 @@
+"""A run in which a process waits for ever, from its first step on: it is named with its place, and the run goes on."""
+
+import os
+import re
+
+import pytest
+
+from tests.ranks import Command, free_port
+from tests.ray_runs import ROOT, SMALL, ended, rows, train
+
+PATIENCE = 10
+PLANTED = """
+import importlib, os, signal, time
+from pathlib import Path
+
+import torch.distributed as dist
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    called()
+    return [float(len(sample.text or "") % 2) for sample in samples]
+
+def called():
+    pass
+
+def hang():
+    time.sleep(3600)
+
+def freeze():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def slowly():
+    # slower than the patience in all, and never without a sign of life for so long
+    for _ in range(12):
+        time.sleep(1.5)
+        mmrl.report.notices.alive()
+
+def plant(place, ranks, how):
+    module, _, name = place.partition(":")
+    owner = importlib.import_module(module) if module else importlib.import_module(__name__)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    inner = getattr(owner, last)
+
+    def planted(*arguments, **more):
+        rank = dist.get_rank()
+        mark = Path({folder!r}) / f"mark-{{rank}}"
+        if rank in ranks and not mark.exists():
+            mark.touch()
+            how()
+        return inner(*arguments, **more)
+
+    setattr(owner, last, planted)
+
+plant({place!r}, {ranks!r}, {how})
+"""
+PLACES = {
+    "gradients": ("mmrl.controller:Controller.gradients", "train"),
+    "load": ("mmrl.run:Policy.__init__", "load"),
+    "evaluation": ("mmrl.training.evaluation:Evaluator._make", "evaluation"),
+    "transfer": ("mmrl.placement.device_tasks:_sync", "sample"),
+    "data": ("mmrl.controller:Controller._read", "the time between phases"),
+    "features": ("mmrl.controller.features:FeatureStore.put", "encode"),
+    "save": ("mmrl.checkpoint.writer:save", "save"),
+}
+"""Where it blocks, and the phase that is named."""
+
+
+def words(folder, place, ranks=(1,), how="hang", *more):
+    """Of a recipe whose processes ``ranks`` do ``how`` once, when they come to ``place`` for the first time."""
+    file = folder / "planted.py"
+    file.write_text(PLANTED.format(place=place, ranks=ranks, how=how, folder=str(folder)))
+    reward = f'rewards=[{{name: "{file}:score", timeout: 3, retries: 0}}]'
+    return [*SMALL, reward, f"runtime.patience={PATIENCE}s", *more]
+
+
+def blamed(said, seconds=PATIENCE):
+    """Who and which phase the message names; it came in time, as the phase's own clock says."""
+    found = re.search(
+        r"controller (\d) of 2.*? makes no progress: (.+?) has shown no progress for (\d+) s.*?; it is in (.*)", said
+    )
+    assert found, said
+    assert seconds <= int(found[3]) <= seconds + 5, said
+    return int(found[1]), found[2], found[4]
+
+
+def job(out, *arguments):
+    """The two processes of a job with torchrun's variables: forked, they need not import the libraries."""
+    port = str(free_port())
+    each = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2} for rank in (0, 1)]
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    given = [{key: str(value) for key, value in {**os.environ, **its, **where}.items()} for its in each]
+    return [Command("mmrl.cli", ["train", "sums", *arguments, "--out", out], ROOT, env) for env in given]
+
+
+def both(processes):
+    """The exit codes, and what all printed."""
+    found = [ended(process) for process in processes]
+    return [code for code, _ in found], "".join(said for _, said in found)
+
+
+def resumes(out, given):
+    """The same command goes on with the run, to its end."""
+    codes, said = both(job(out, *given, "--resume"))
+    assert codes == [0, 0], said
+    assert [row["step"] for row in rows(out)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", PLACES)
+def test_under_torchrun_a_process_that_blocks_is_named_and_the_run_resumes(tmp_path, where):
+    place, phase = PLACES[where]
+    rank = 0 if where == "save" else 1  # process 0 saves for all
+    more = ["eval.every=null"] if where == "transfer" else []  # or an evaluation is the first to need the weights
+    out, given = tmp_path / "run", words(tmp_path, place, (rank,), "hang", *more)
+    codes, said = both(job(out, *given))
+    assert all(codes), said
+    who, what, at = blamed(said)
+    assert (who, what) == (rank, phase)
+    assert where == "save" or "hang (" in at
+    resumes(out, given)
+
+
+@pytest.mark.slow
+def test_under_ray_a_process_that_blocks_is_named_and_the_run_goes_on(tmp_path):
+    pytest.importorskip("ray")
+    code, said = ended(train("sums", tmp_path / "run", *words(tmp_path, PLACES["gradients"][0]), "controllers=2"))
+    assert code == 0, said
+    assert blamed(said)[:2] == (1, "train")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
