@@ -81,6 +81,37 @@ def nobody_listens() -> Iterator[None]:
         notices.listen(None)
 
 
+class Said:
+    """The messages of ``UserError`` that the test at work has made."""
+
+    def __init__(self) -> None:
+        from mmrl.errors import UserError
+
+        self.texts: list[str] = []
+        made = super(UserError, UserError).__init__
+
+        def says(error: UserError, *arguments: object) -> None:
+            self.texts += [text for text in arguments[:1] if isinstance(text, str)]
+            made(error, *arguments)
+
+        UserError.__init__ = says  # type: ignore[method-assign]
+
+
+SAID = Said()
+
+
+@pytest.fixture(autouse=True)
+def a_message_tells_what_can_be_done() -> Iterator[None]:
+    """Keys, values, commands and options that a message of the test tells a user to set or to run exist."""
+    SAID.texts.clear()
+    yield
+    if SAID.texts:
+        from tests.messages import faults
+
+        wrong = {text: found for text in dict.fromkeys(SAID.texts) if (found := faults(text))}
+        assert not wrong, f"messages tell what cannot be done: {wrong}"
+
+
 @pytest.fixture
 def sweep(request: pytest.FixtureRequest) -> Iterator[object]:
     """A ``tests.sweeps.Sweep`` whose kind is what the marker ``sweep`` names; the table at the end counts it."""

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from tests.messages import content, edits, put
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPES = [
     "sums",
     "scenes",
@@ -33,13 +33,6 @@ RECIPES = [
     "sums-sft",
     "moving-shapes",
 ]
-KEY = r"[a-z_]+(?:\.[a-z_]+)*"
-EDITS = (
-    re.compile(rf"\bset (?P<key>{KEY})(?: to |=)(?P<value>\{{[^}}]*\}}|\[[^\]]*\]|[\w.+-]+)"),
-    re.compile(rf"\bset (?P<key>{KEY}): (?P<value>[\w.+-]+)"),
-    re.compile(rf"\b(?P<remove>remove|leave out) (?P<key>{KEY})"),
-)
-NO_KEYS = {"it", "them", "that", "the", "both", "this", "one", "or", "to", "of"}
 
 
 def values(annotation: object, key: str) -> typing.Iterator[tuple[str, object]]:
@@ -63,30 +56,6 @@ def values(annotation: object, key: str) -> typing.Iterator[tuple[str, object]]:
 CHANGES = list(dict.fromkeys((key, json.dumps(value)) for key, value in values(Recipe, "")))
 
 
-def content(name: str) -> tuple[Path, dict]:
-    """The file of a shipped recipe, and what it says."""
-    (file,) = ROOT.glob(f"pipelines/*/recipes/{name}.yaml")
-    return file, yaml.safe_load(file.read_text())
-
-
-def put(recipe: dict, key: str, value: object, *, remove: bool = False) -> dict:
-    """A copy of ``recipe`` with ``key`` set, or taken away."""
-    made = json.loads(json.dumps(recipe))
-    *path, last = key.split(".")
-    section = made
-    for name in path:
-        if not isinstance(section.get(name), dict):
-            if remove:
-                return made
-            section[name] = {"type": section[name]} if isinstance(section.get(name), str) else {}
-        section = section[name]
-    if remove:
-        section.pop(last, None)
-    else:
-        section[last] = value
-    return made
-
-
 def complaints(recipe: dict, root: Path, file: Path) -> dict[str, str]:
     """What is wrong with a recipe: the message of each complaint, by its key and its first words."""
     file.write_text(yaml.safe_dump(recipe))
@@ -96,24 +65,6 @@ def complaints(recipe: dict, root: Path, file: Path) -> dict[str, str]:
         lines = [line.partition("  ")[2].strip() or line.strip() for line in str(error).splitlines()]
         return {re.sub(r"\d[\d.,]*", "N", line.partition(";")[0]): line for line in lines if line}
     return {}
-
-
-def edits(message: str) -> list[list[tuple[str, object, bool]]]:
-    """The alternatives that a message names, each of one or more edits: key, value, whether the key is taken away."""
-    subject = message.partition(":")[0]
-    found = []
-    for part in re.split(r", or |; ", message.partition(";")[2]):
-        together = []
-        for pattern in EDITS:
-            for match in pattern.finditer(part):
-                named = match["key"].rstrip(".")
-                key = subject if named == "it" else named
-                if key in NO_KEYS or (key != subject and key.split(".")[0] not in Recipe.model_fields):
-                    continue
-                remove = "remove" in match.groupdict()
-                together.append((key, None if remove else yaml.safe_load(match["value"]), remove))
-        found += [together] if together else []
-    return found
 
 
 @pytest.mark.sweep("edits that messages of the recipe name")

@@ -228,7 +228,7 @@ def test_a_family_that_leaves_no_choice_is_refused_in_the_plan():
         ("performance.tf32=true", VOLTA, "cuda:1 has no TensorFloat-32"),
         ("performance.tf32=true", AMPERE, ""),
         ("performance.tf32=false", CPU, ""),
-        ("performance.attention=_native_efficient", CPU, "set it to native"),
+        ("performance.attention=_native_efficient", CPU, "remove it"),
         ("performance.attention=_native_efficient", VOLTA, ""),
         ("performance.attention=_native_math", CPU, ""),
         ("performance.optimizer=adamw_fused", CPU, ""),
@@ -244,7 +244,7 @@ def test_a_package_that_is_not_installed():
     assert find_spec("flash_attn") is None, "this test is for machines without it"
     asked = recipe("performance.attention=flash_attention_2", "model.dtype=bfloat16", name="sums").recipe
     [found] = performance.refusals(asked, AMPERE)
-    assert "install flash-attn, or set it to sdpa" in found
+    assert "install flash-attn, or remove it" in found
 
 
 @pytest.mark.parametrize(

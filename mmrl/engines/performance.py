@@ -69,17 +69,13 @@ _EVERYWHERE = ("eager", "sdpa", "native", "_native_math")
 def _attention(name: str | None, has: Ability) -> Iterator[str]:
     if name is None or name in _EVERYWHERE:
         return
-    other = "sdpa" if name == "flash_attention_2" else "native"
     if has.type != "cuda":
-        yield (
-            f"performance.attention: {name} has kernels for CUDA alone, and this device is {has.name}; set it to "
-            f"{other}, or remove it"
-        )
+        yield f"performance.attention: {name} has kernels for CUDA alone, and this device is {has.name}; remove it"
     elif name != "xformers" and name != "_native_efficient" and not has.ampere:
-        yield f"performance.attention: {name} needs a GPU of Ampere or later; set it to {other}, or remove it"
+        yield f"performance.attention: {name} needs a GPU of Ampere or later; remove it"
     module, package = _PACKAGES.get(name, ("torch", ""))
     if find_spec(module) is None:
-        yield f"performance.attention: {name} is not installed here; install {package}, or set it to {other}"
+        yield f"performance.attention: {name} is not installed here; install {package}, or remove it"
 
 
 _torch_chose: list[Any] = []

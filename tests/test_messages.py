@@ -1,0 +1,114 @@
+"""What the messages of the toolkit tell a user to do can be done, and mends what they complain of."""
+
+import re
+import warnings
+
+import pytest
+import yaml
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.planner.plan import plan
+from tests.messages import content, edits, faults, literals, put
+from tests.planning import without_the_step
+
+allow_cpu_only()  # before transformers imports torchvision
+
+APART = {"devices_per_controller": 2, "device": "cpu"}
+VLLM = {"rollout.engine": "vllm", "rollout.sampling.top_k": 3}
+PLANS = [
+    ("shapes-judge", {"placement.one_judge": True, "placement.sleep": True, **APART}),
+    ("shapes-judge", {"placement.type": "disaggregated", "placement.trainers": 1, **APART}),
+    ("shapes-lora", {"placement": "partial", **APART}),
+    ("sums-dpo", {"placement": "partial", **APART}),
+    ("shapes-lora", {"placement.sleep": True}),
+    ("shapes-lora", {"placement.type": "disaggregated", "placement.split": "greedy", **APART}),
+    ("shapes-lora", {"placement.type": "disaggregated", "placement.judges": 1, **APART, "devices_per_controller": 3}),
+    ("shapes-lora", {"model.lora.rank": 100_000}),
+    ("shapes-lora", {"performance.tf32": True}),
+    ("shapes-judge", {"performance.attention": "flash", "model.dtype": "bfloat16"}),
+    ("words-ocr", {"performance.attention": "native"}),
+    ("words-ocr", {"performance.attention": "xformers"}),
+    ("sums", {"performance.attention": "flash_attention_2", "model.dtype": "bfloat16"}),
+    ("sums", {"rollout.sampling.top_k": 3}),
+    ("sums", {**VLLM, "rollout.sampling.top_p": 0.3}),
+    ("sums", {**VLLM, "rollout.sampling.stop": ["a"]}),
+    ("sums", {**VLLM, "rollout.sampling.logprobs": 3}),
+    ("sums", {**VLLM, "rollout.sampling.nothing": 3}),
+    ("sums", {"device": "cuda"}),
+    ("sums", {"sampling.max_new_tokens": 100_000}),
+    ("sums", {"data.overlong": "error", "sampling.max_prompt_tokens": 3}),
+    ("sums", {"pipeline": "llm/score"}),
+    ("sums", {"model.dtype": "bfloat16"}),
+    ("sums-reward", {"pipeline": "llm/chat"}),
+    ("sums-dpo", {"pipeline": "llm/score"}),
+    ("sd15", {"sampling.shift": 3.0}),
+    ("sd15", {"sampling.schedule": "checkpoint"}),
+    ("flux-dev", {"sampling.negative_prompt": "x"}),
+    ("shapes-nft", {"algorithm.guidance": 3.0}),
+    ("scenes", {"model.min_pixels": 1_000_000}),
+    ("shapes-draft", {"rewards": [{"name": "shapes"}], "eval.rewards": []}),
+    ("clips", {"pipeline": "llm/chat"}),
+]
+"""Recipes with a mistake that the plan names."""
+
+
+@pytest.mark.sweep("what texts of the code tell to do")
+def test_every_key_value_command_and_option_in_the_code_exists(sweep):
+    for text in literals():
+        sweep.check(not (found := faults(text.text)), f"{text.file}:{text.line}: {found} in {text.text!r}")
+    sweep.done()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x; set optim.lrs to 3",
+        "x; set train.steps=many",
+        "remove model.lora.nothing",
+        "run mmrl trains RECIPE --resume",
+        "run mmrl train RECIPE --resumes",
+        "with --no-such-option",
+        "set sampling.sde.kind: nothing",
+        "raise eval.everys",
+    ],
+)
+def test_what_cannot_be_done_is_found(text):
+    assert faults(text)
+
+
+def complaints(recipe, root, file):
+    """What the plan says of a recipe: by the first words of each message, the message."""
+    file.write_text(yaml.safe_dump(recipe))
+    with without_the_step(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = plan(load_recipe([file], root=root))
+            said = [*made.problems, *made.notes]
+        except UserError as error:
+            said = [line.partition("  ")[2].strip() or line.strip() for line in str(error).splitlines()]
+    return {re.sub(r"\d[\d.,]*", "N", line.partition(";")[0]): line for line in said}
+
+
+@pytest.mark.slow
+@pytest.mark.sweep("edits that messages of a plan name")
+def test_the_edit_of_a_plan_takes_its_message_away(sweep, tmp_path):
+    for name, changes in PLANS:
+        file, changed = content(name)
+        for key, value in changes.items():
+            changed = put(changed, key, value)
+        told = 0
+        first = complaints(changed, file.parent, tmp_path / "r.yaml")
+        for said, message in first.items():
+            for together in edits(message):
+                told += 1
+                mended = changed
+                for where, edit, remove in together:
+                    mended = put(mended, where, edit, remove=remove)
+                left = complaints(mended, file.parent, tmp_path / "r.yaml")
+                new = [one for one in left if one not in first and one.startswith(f"{together[0][0]}:")]
+                case = f"{name} {changes}: {message!r}, and with {together} {new or message!r}"
+                sweep.check(said not in left and not new, case)
+        sweep.check(bool(told), f"{name} {changes}: no message names an edit: {[*first.values()]}")
+    sweep.done()
