@@ -7,8 +7,6 @@ the file and the key. Imports no torch.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +16,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from mmrl.errors import UserError, plain
 from mmrl.json_types import Json, MutableJson
-from mmrl.untrusted import MAX_DEPTH, MAX_VALUES, read_file, shallow
+from mmrl.untrusted import MAX_VALUES, parse_json, read_file
 
 LARGEST = 64 << 20
 """Bytes of one JSON file."""
 LARGEST_LINES = 1 << 30
 """Bytes of a file of JSON lines."""
-_INTEGER = 1 << 64
-_SUSPICIOUS = re.compile(rb"[0-9]{16}|[eE][+]?[0-9]{3}")
-"""Digits that may be an integer beyond 64 bits, or a number beyond all floats; most files have none."""
 _SHOWN = 3
 """Largest number of faults of a file in a message."""
 M = TypeVar("M")
@@ -118,25 +113,10 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def parsed(data: bytes | str, name: str, values: int = MAX_VALUES) -> MutableJson:
     """The JSON value of ``data``, which stands in ``name`` and has at most so many ``values``. Raises
     ``BadFileError``."""
-    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    hooks: dict[str, Any] = {}
-    opening = raw.count(b"{") + raw.count(b"[")
-    if opening + raw.count(b",") > values:
-        raise BadFileError(f"{name} cannot be read: it has more than {values:,} values; put it back from a copy")
-    if _SUSPICIOUS.search(raw):
-        hooks = {"parse_int": _integer, "parse_float": _number}
     try:
-        found = json.loads(raw, parse_constant=_constant, object_pairs_hook=_mapping, **hooks)
-        if opening > MAX_DEPTH and not shallow(found):
-            raise ValueError(f"it has more than {MAX_DEPTH} levels")
-    except RecursionError:
-        raise BadFileError(
-            f"{name} cannot be read: it has more than {MAX_DEPTH} levels; put it back from a copy"
-        ) from None
-    except ValueError as error:  # also bytes that are no text
-        why = plain(str(error), 200)
-        raise BadFileError(f"{name} cannot be read as JSON ({why}); put it back from a copy") from None
-    return found
+        return parse_json(data, values, strict=True)
+    except ValueError as error:
+        raise BadFileError(f"{name} cannot be read: it {plain(str(error), 200)}; put it back from a copy") from None
 
 
 @contextmanager
@@ -150,33 +130,6 @@ def blamed(file: Path, key: str = "") -> Generator[None]:
         where = f", {key}," if key else ""
         why = plain(f"{type(error).__name__}: {error}".splitlines()[0], 300)
         raise BadFileError(f"{file}{where} is not as mmrl writes it ({why}); put it back from a copy") from error
-
-
-def _integer(text: str) -> int:
-    value = int(text) if len(text) < 24 else _INTEGER
-    if not -_INTEGER < value < _INTEGER:
-        raise ValueError(f"the integer {text[:24]} has more than 64 bits")
-    return value
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if abs(value) == float("inf"):
-        raise ValueError(f"the number {text[:24]} is larger than any float")
-    return value
-
-
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice[:60]!r} stands twice in one mapping")
-    return found
 
 
 def _kind(value: Json) -> str:

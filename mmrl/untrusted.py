@@ -12,15 +12,20 @@ import errno
 import io
 import json
 import os
+import re
 import stat
 from pathlib import Path
+from typing import Any
 
-from mmrl.json_types import Json
+from mmrl.json_types import Json, MutableJson
 
 MAX_DEPTH = 64
 """Lists and objects inside one another, of a JSON text."""
 MAX_VALUES = 1_000_000
 """Values of a JSON text, roughly: its commas and opening brackets."""
+_INTEGER = 1 << 64
+_SUSPICIOUS = re.compile("[0-9]{16}|[eE][+]?[0-9]{3}")
+"""Digits that may be an integer beyond 64 bits, or a number beyond all floats; most texts have none."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -78,9 +83,12 @@ def read_json(
     return parse_json(read_file(path, most=most, root=root), values)
 
 
-def parse_json(text: str | bytes, values: int = MAX_VALUES) -> Json:
-    """The value of a JSON text, of bounded depth and at most about ``values`` values. Raises ``ValueError``, which says
-    why ``text`` cannot be read; the sentence begins with its verb."""
+def parse_json(text: str | bytes, values: int = MAX_VALUES, *, strict: bool = False) -> MutableJson:
+    """The value of a JSON text, of bounded depth and at most about ``values`` values.
+
+    ``strict``: its numbers are finite, its integers fit 64 bits, and no key stands twice in a mapping. Raises
+    ``ValueError``, which says why ``text`` cannot be read; the sentence begins with its verb.
+    """
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8-sig")
@@ -90,13 +98,16 @@ def parse_json(text: str | bytes, values: int = MAX_VALUES) -> Json:
     if opening + text.count(",") > values:  # commas inside texts count too; nothing honest has so many
         raise ValueError(f"has more than {values:,} values")
     deep = f"is not JSON that can be read (nested too deeply, over {MAX_DEPTH} levels)"
+    hooks: dict[str, Any] = {"parse_constant": _constant, "object_pairs_hook": _mapping} if strict else {}
+    if strict and _SUSPICIOUS.search(text):
+        hooks |= {"parse_int": _integer, "parse_float": _number}
     try:
-        value: Json = json.loads(text)
+        value: MutableJson = json.loads(text, **hooks)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg})") from None
     except RecursionError:
         raise ValueError(deep) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits; and what is not strict
         raise ValueError(f"is not JSON that can be read ({str(error).partition(';')[0]})") from None
     if opening > MAX_DEPTH and not shallow(value):
         raise ValueError(deep)
@@ -157,6 +168,33 @@ def printable(text: str, most: int = 300) -> str:
     and cut after ``most`` characters."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+
+
+def _integer(text: str) -> int:
+    value = int(text) if len(text) < 24 else _INTEGER
+    if not -_INTEGER < value < _INTEGER:
+        raise ValueError(f"the integer {text[:24]} has more than 64 bits")
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if abs(value) == float("inf"):
+        raise ValueError(f"the number {text[:24]} is larger than any float")
+    return value
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice[:60]!r} stands twice in one mapping")
+    return found
 
 
 def _check(path: str | os.PathLike[str], status: os.stat_result, most: int | None) -> None:

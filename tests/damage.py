@@ -38,7 +38,7 @@ def without_manifest(directory, file):
 
 def torn_manifest(directory, file):
     (directory / "manifest.json").write_text('{"files": ')
-    return "manifest.json cannot be read as JSON"
+    return "manifest.json cannot be read: it is not JSON"
 
 
 def torn_state(directory, file):

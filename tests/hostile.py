@@ -59,7 +59,6 @@ WHOLE = [
     "dangling",
     "twice",
 ]
-TABLES = ["metrics.jsonl", "heldout.jsonl", "heldout_samples.jsonl", "failures.jsonl", "placement.jsonl"]
 FILES = {
     "state.json": ("resume", "eval", "export", "verify", "sample", "continue"),
     "manifest.json": ("resume", "eval", "export", "verify", "report"),
@@ -77,7 +76,11 @@ FILES = {
     "samples": ("report", "compare", "read", "label"),
     "strength/sweep.json": ("report",),
     "ended.json": ("report", "compare", "resume", "read"),
-    "continued.jsonl": ("report", "compare", "continue"),
+    "continued.jsonl": ("report", "compare", "continue", "read", "resume"),
+    "calling.json": ("resume", "report"),
+    "judge-transcripts.jsonl": ("report", "resume", "decisions", "compare"),
+    "judge-usage.jsonl": ("report", "resume", "compare"),
+    "judge-cache.jsonl": ("resume", "report", "continue"),
 }
 """The kinds of files in a run, and the commands that read them."""
 

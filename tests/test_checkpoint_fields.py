@@ -137,6 +137,29 @@ MODEL_FIELDS = {
     "sample_size": [4, 32],
     "attention_type": ["gated"],
 }
+BETWEEN = {
+    "_class_name": [
+        "DDIMScheduler",
+        "DDPMScheduler",
+        "PNDMScheduler",
+        "LMSDiscreteScheduler",
+        "EulerDiscreteScheduler",
+        "EulerAncestralDiscreteScheduler",
+        "HeunDiscreteScheduler",
+        "KDPM2DiscreteScheduler",
+        "DPMSolverMultistepScheduler",
+        "DPMSolverSinglestepScheduler",
+        "DEISMultistepScheduler",
+        "UniPCMultistepScheduler",
+    ],
+    "prediction_type": [None, "epsilon", "v_prediction", "sample"],
+    "timestep_spacing": [None, "leading", "trailing", "linspace"],
+    "rescale_betas_zero_snr": [None, False, True],
+    "steps_offset": [None, 0, 1, 3],
+    "set_alpha_to_one": [None, False, True],
+    "clip_sample": [None, False, True],
+}
+"""Fields of a scheduler that depend on each other; None: not written."""
 INDEX_FIELDS = {
     "is_distilled": [True],
     "force_zeros_for_empty_prompt": [True, False],
@@ -177,11 +200,6 @@ def cases(family):
         for name, values in (fields | NOISE_FIELDS).items():
             for value in values:
                 yield {"scheduler": whole | {name: value}}
-    if family in UNETS:
-        predicts = {"prediction_type": "v_prediction"}
-        zero = TIMES | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-        for kind, spacing in itertools.product(("DDIMScheduler", "EulerDiscreteScheduler"), ("trailing", "leading")):
-            yield {"scheduler": zero | predicts | {"_class_name": kind, "timestep_spacing": spacing}}
 
 
 def changed(folder, made, change):
@@ -221,21 +239,19 @@ def changed(folder, made, change):
 
 
 def stock(family, adapter, folder):
-    """diffusers' own pipeline, its solver replaced as docs/families.md says."""
+    """diffusers' own pipeline, its solver replaced as an export's model card says, where it is another."""
     import diffusers
 
     pipe = getattr(diffusers, adapter.pipeline).from_pretrained(folder, torch_dtype=torch.float32, **adapter.options)
     own = pipe.scheduler
-    if family in UNETS and type(own).__name__ != "DDIMScheduler":
-        pipe.scheduler = diffusers.DDIMScheduler.from_config(own.config, clip_sample=False)
-    if family in SOLVED and type(own).__name__ != "FlowMatchEulerDiscreteScheduler":
-        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=own.config.flow_shift)
+    if type(own).__name__ not in ("DDIMScheduler", "FlowMatchEulerDiscreteScheduler"):
+        exec(adapter.prepare, {"pipe": pipe})
     return pipe
 
 
-def wrong(family, folder, guidance=2.0, **sampling):
+def wrong(family, folder, steps=2):
     """What is wrong with how the checkpoint is treated; empty if it is refused, or drawn as diffusers draws it."""
-    asked = recipe(family, {family: folder}, guidance_scale=guidance, steps=2, lora=False, **sampling)
+    asked = recipe(family, {family: folder}, guidance_scale=2.0, steps=steps, lora=False)
     module = mmrl.load("pipelines", f"diffusion/{family}")
     try:
         module.describe(asked, str(folder), None)
@@ -278,4 +294,24 @@ def test_what_is_accepted_draws_diffusers_picture(folders, tmp_path, sweep):  # 
             sweep.check(not found, f"{family} {change}: {found}")
             print(family, str(change)[:400], found or "ok", flush=True)
         shutil.rmtree(tmp_path / str(n))
+    sweep.done()
+
+
+@pytest.mark.slow
+@pytest.mark.sweep("fields of schedulers together, for models that predict noise")
+def test_schedulers_of_noise_draw_diffusers_picture(folders, tmp_path, sweep):  # noqa: F811
+    written = [
+        {k: v for k, v in zip(BETWEEN, of, strict=True) if v is not None} for of in itertools.product(*BETWEEN.values())
+    ]
+    draw = random.Random(0)
+    common = [of for of in written if of["_class_name"] == "DDIMScheduler"]  # the class whose fields all have an effect
+    for n in range(sweep.size(16, 800)):
+        family, steps = draw.choice(UNETS), draw.choice((2, 4, 3))
+        fields = draw.choice(written if n % 2 else common)
+        folder = changed(folders[family], tmp_path / str(n), {"scheduler": TIMES | fields})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = wrong(family, folder, steps)
+        sweep.check(not found, f"{family} {fields}, {steps} steps: {found}")
+        shutil.rmtree(folder)
     sweep.done()

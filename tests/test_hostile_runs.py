@@ -30,8 +30,17 @@ def trained(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("trained") / "run"
     app(["train", *RECIPE, "train.steps=2", "--out", str(out)], standalone_mode=False)
-    row = {"step": 1, "kind": "record", "name": "data.train", "error": "line 3 is not JSON"}
-    (out / "failures.jsonl").write_text(json.dumps(row) + "\n")
+    said = {"step": 1, "judge": "judge", "samples": [[0, 0, 0]], "request": "a", "answers": ["8"], "verdict": 0.8}
+    rows = {
+        "failures": {"step": 1, "kind": "record", "name": "data.train", "error": "line 3 is not JSON"},
+        "continued": {"after": 1, "changes": [{"key": "train.steps", "before": 1, "now": 2}], "notes": ["held"]},
+        "judge-transcripts": said | {"verdicts": [0.8], "seconds": 0.1, "reason": None, "cached": False, "prompt": "p"},
+        "judge-usage": {"step": 1, "judge": "judge", "calls": 3, "prompt_tokens": 20},
+        "judge-cache": {"key": "a", "verdict": 0.5, "raw": ["5"]},
+    }
+    for name, row in rows.items():
+        (out / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (out / "calling.json").write_text('["shapes"]')
     spans = [
         {"step": n, "controller": 0, "device": 0, "role": role, "began": n + at, "ended": n + at + 0.1, "rows": 2}
         for n in (1, 2)

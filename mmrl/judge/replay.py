@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from threading import Lock
 
-from mmrl.json_types import Json
+from mmrl.json_types import Json, JsonObject
 from mmrl.judge.asking import Outcome
 from mmrl.judge.store import TRANSCRIPTS, rows_of, texts_of, verdict_of
 from mmrl.trajectory import SampleId
@@ -34,7 +34,7 @@ class Recorded:
         self.taken: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
         self._counting = Lock()  # rewards are called by several threads
-        self._rows: dict[_Key, dict[str, Json]] = {}
+        self._rows: dict[_Key, JsonObject] = {}
         for row in (row for folder in folders for row in rows_of(folder / TRANSCRIPTS)):
             step, samples, request = row.get("step"), row.get("samples"), row.get("request")
             if isinstance(step, int) and step in steps and isinstance(request, str):

@@ -26,6 +26,8 @@ from mmrl.json_types import Json, JsonObject
 from mmrl.judge.asking import Outcome, Verdict
 from mmrl.judge.json_answer import whole_numbers
 from mmrl.report.notices import tell
+from mmrl.stored import LARGEST_LINES
+from mmrl.untrusted import open_file, parse_json
 
 CACHE = "judge-cache.jsonl"
 TRANSCRIPTS = "judge-transcripts.jsonl"
@@ -113,7 +115,7 @@ def _verdicts(path: Path) -> tuple[dict[str, Outcome], list[int]]:
     found: dict[str, Outcome] = {}
     damaged: list[int] = []
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # not while another process is in the middle of a line
             for number, line in enumerate(file, 1):
                 row = _row(line)
@@ -124,8 +126,6 @@ def _verdicts(path: Path) -> tuple[dict[str, Outcome], list[int]]:
                 found[key] = Outcome(verdict, texts_of(row.get("raw")), cached=True)
     except FileNotFoundError:
         pass
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error
     return found, damaged
 
 
@@ -160,10 +160,10 @@ def lines_of(path: Path) -> Lines:
         return _OPEN[path]
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Json]]:
-    """The rows of a JSONL file that are JSON objects; none where there is no file."""
+def rows_of(path: Path) -> Iterator[JsonObject]:
+    """The rows of a JSONL file that are JSON objects; none where there is no file. Raises ``UserError``."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             for line in file:
                 if (row := _row(line)) is not None:
                     yield row
@@ -171,10 +171,19 @@ def rows_of(path: Path) -> Iterator[dict[str, Json]]:
         return
 
 
-def _row(line: bytes) -> dict[str, Json] | None:
+def _opened(path: Path) -> io.BufferedReader:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        return open_file(path, most=LARGEST_LINES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error
+
+
+def _row(line: bytes) -> JsonObject | None:
+    try:
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
 

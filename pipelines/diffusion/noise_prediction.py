@@ -46,11 +46,12 @@ class NoisePredictionAdapter(Adapter, ABC):
                 "remove it"
             )
         own = pipe.scheduler
-        scheduler = DDIMScheduler.from_config(own.config, clip_sample=False)
-        assert isinstance(scheduler, DDIMScheduler)
+        # from_config leaves out what a file did not give, and Stable Diffusion's pipeline gives it this one itself.
+        self._settings: dict[str, Any] = {"clip_sample": False, "steps_offset": own.config.get("steps_offset", 0)}
         if self.spacing is not None:
-            scheduler = DDIMScheduler.from_config(scheduler.config, timestep_spacing=self.spacing)
-            assert isinstance(scheduler, DDIMScheduler)
+            self._settings["timestep_spacing"] = self.spacing
+        scheduler = DDIMScheduler.from_config(own.config, **self._settings)
+        assert isinstance(scheduler, DDIMScheduler)
         if scheduler.config["timestep_spacing"] == "linspace":
             raise UserError(
                 "model.path: the scheduler of this checkpoint says timestep_spacing: linspace, and diffusers' DDIM "
@@ -102,10 +103,10 @@ class NoisePredictionAdapter(Adapter, ABC):
 
     @property
     def prepare(self) -> str:
-        spacing = "" if self.spacing is None else f', timestep_spacing="{self.spacing}"'
+        given = "".join(f", {name}={value!r}" for name, value in self._settings.items())
         return (
             "from diffusers import DDIMScheduler\n\n"
-            f"pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False{spacing})\n"
+            f"pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config{given})\n"
         )
 
     @abstractmethod
