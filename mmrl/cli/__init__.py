@@ -87,8 +87,18 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    *,
+    calibrate: bool = typer.Option(
+        False, "--calibrate", help="Measure this machine's device, for the times of mmrl plan: half a minute."
+    ),
+) -> None:
     """Examine this machine, to paste into an issue; uses no network."""
+    if calibrate:
+        from mmrl.planner.calibration_file import calibrated
+
+        print(calibrated())
+        return
     from mmrl.doctor import examine
 
     examination = examine()

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 from mmrl.algorithms.objective import Objective, prepared_by
 from mmrl.config.replicas import of_engine
+from mmrl.planner.operations import Work
+from mmrl.planner.rates import Rates, seconds
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
     from mmrl.pipelines.description import Description
     from mmrl.planner.counts import Counts
-    from mmrl.planner.gpus import Gpu
     from mmrl.planner.operations import Operations
 
-OF_PEAK = 0.4
-"""The share of a GPU's peak operations that sampling and training reach."""
-OF_BANDWIDTH = 0.6
-"""The share of a GPU's memory bandwidth that is reached."""
+FUSED = 4
+"""The elementwise operators that compiled code computes in one pass."""
 _AT_ONCE = 256
 """The most rows that an engine decodes at once (vLLM's default)."""
 
@@ -33,12 +32,22 @@ class Estimate:
 
     seconds: dict[str, float]
     beside: bool = False
+    spread: float = 1.0
+    """The estimate is between its value divided and multiplied by this."""
+    calibrated: bool = False
+    basis: str = ""
+    """What it rests on, in words."""
 
     @property
     def step(self) -> float:
         """Seconds of a whole step."""
         total, training = sum(self.seconds.values()), sum(self.seconds.get(name, 0.0) for name in _TRAINING)
         return max(training, total - training) if self.beside else total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The least and the most seconds of a step."""
+        return self.step / self.spread, self.step * self.spread
 
 
 _TRAINING = ("prepare", "train", "optimizer")
@@ -61,30 +70,50 @@ class Step:
     judged: int
 
 
-def estimated(step: Step, gpu: Gpu, description: Description, objective: Objective) -> Estimate | None:
-    """The estimate for ``gpu``; None if the work of a step is not known."""
+def estimated(step: Step, rates: Rates, description: Description, objective: Objective) -> Estimate | None:
+    """The estimate by ``rates``; None if the work of a step is not known."""
+    bandwidth = rates.bandwidth
     c, o, recipe = step.counts, step.operations, step.recipe
     if not o.train:
         return None
-    rate, bandwidth = OF_PEAK * gpu.rate(recipe.model.dtype), OF_BANDWIDTH * 1e9 * gpu.bandwidth
-    found = {"encode": c.prompts * o.encode / rate}
+
+    def lasts(work: Work, times: float = 1.0) -> float:
+        return times * seconds(work, rates)
+
+    found = {"encode": lasts(o.encode, c.prompts)}
     if c.micro_batches and recipe.sampling.type == "text":
-        found["sample"] = _tokens(step, description, rate, bandwidth)
+        found["sample"] = _tokens(step, description, rates)
     elif c.micro_batches:
         turns = c.samples / c.batch if step.samplers == 1 else ceil(c.micro_batches / step.samplers)
         computed = c.sample_steps / (c.samples * recipe.denoising.steps)
-        found["sample"] = turns * computed * o.sample / rate
-        found["decode"] = (
-            turns * (1 + c.begun / c.samples) * o.decode / (OF_PEAK * gpu.rate("float32"))
-        )  # a VAE stays float32
+        found["sample"] = lasts(policy(o.sample, recipe), turns * computed)
+        found["decode"] = lasts(o.decode, turns * (1 + c.begun / c.samples))
     found["judge"] = step.judged / bandwidth
-    slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models)
+    slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models) / recipe.train.width
     if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first or recipe.algorithm.attempts:
-        found["prepare"] = slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.width / rate
-    found["train"] = slices * o.train / recipe.train.width / rate
+        times = slices * len(_prepared(objective, c.optimizer_steps))
+        found["prepare"] = lasts(policy(o.forward, recipe), times)
+    found["train"] = lasts(policy(o.train, recipe), slices)
     moved = 3 * step.trained + 2 * step.adam  # weights, gradients and state are read; weights and state are written
-    found["optimizer"] = c.optimizer_steps * moved / bandwidth
-    return Estimate({name: seconds for name, seconds in found.items() if seconds}, recipe.placement.apart)
+    found["optimizer"] = c.optimizer_steps * max(moved / bandwidth, lasts(o.optimizer))
+    return Estimate(
+        {name: n for name, n in found.items() if n},
+        recipe.placement.apart,
+        rates.spread,
+        rates.calibrated,
+        basis(rates),
+    )
+
+
+def policy(work: Work, recipe: Recipe) -> Work:
+    """The operators of the policy as they run: compiled, neighbours that are no products become one kernel."""
+    if not recipe.performance.compile:
+        return work
+    made = Work()
+    for call, n in work.items():
+        fused = not call.flops and call.kind != "view"
+        made[call] += n / FUSED if fused else n  # type: ignore[assignment]  # a Counter holds any number
+    return made
 
 
 def _prepared(objective: Objective, updates: int) -> frozenset[str]:
@@ -93,31 +122,29 @@ def _prepared(objective: Objective, updates: int) -> frozenset[str]:
     return prepared_by(objective) | (frozenset({"log_probs"}) if moves else frozenset())
 
 
-def _tokens(step: Step, description: Description, rate: float, bandwidth: float) -> float:
-    """Seconds of sampling a step's responses, all of the greatest length: the prompts' forwards, then for every token
-    the operations of the active rows, or reading the weights and the rows' caches, whichever takes longer. The devices
-    of an engine divide both."""
-    c, recipe = step.counts, step.recipe
-    own, devices = recipe.rollout.engine == "transformers", of_engine(recipe)
-    mine = ceil(c.samples / step.samplers)
-    rows, new = min(c.batch if own else _AT_ONCE, mine), recipe.decoding.max_new_tokens
-    each = step.operations.forward / (c.slice_rows * c.row_tokens)
-    policy = next(one.module for one in description.components if one.role == "policy")
+def _tokens(step: Step, description: Description, rates: Rates) -> float:
+    """Seconds of sampling a step's responses, of which one of each batch has the greatest length: a batch ends with its
+    longest. Of the pipeline's own sampling the operators are counted; an engine takes for every token the operations of
+    the active rows, or reading the weights and the rows' caches, whichever takes longer. Its devices divide both."""
+    c, o, recipe = step.counts, step.operations, step.recipe
+    mine, new = ceil(c.samples / step.samplers), recipe.decoding.max_new_tokens
+    if o.token:
+        whole = seconds(o.sample, rates) + max(0, new - 2) * seconds(o.token, rates)
+        return mine / min(c.batch, mine) * whole
+    rows = min(_AT_ONCE, mine)
+    each = seconds(o.forward, rates) / (c.slice_rows * c.row_tokens)
+    module = next(one.module for one in description.components if one.role == "policy")
     width = {"float32": 4}.get(recipe.model.dtype, 2)
-    weights = sum(p.numel() * (p.element_size() if own else width) for p in policy.parameters())
+    weights = width * sum(p.numel() for p in module.parameters())
     read = weights + rows * width * description.cache_numbers(c.row_tokens - new / 2)
-    alone = mine * each * (c.row_tokens - new) / rate + ceil(mine / rows) * new * max(
-        rows * each / rate, read / bandwidth
-    )
-    return alone / devices
+    alone = mine * each * (c.row_tokens - new) + ceil(mine / rows) * new * max(rows * each, read / rates.bandwidth)
+    return alone / of_engine(recipe)
 
 
-def assumptions(gpu: Gpu, dtype: str) -> str:
-    """The assumptions of an estimate; they are printed with it."""
+def basis(rates: Rates) -> str:
+    """What an estimate rests on; it is printed with it."""
+    how = f"by what mmrl doctor --calibrate measured on {rates.name}" if rates.calibrated else f"by {rates.name}"
     return (
-        f"Operations at {OF_PEAK:.0%} of {gpu.rate(dtype) / 1e12:,.0f} TFLOP/s ({dtype}; {gpu.source}); tokens, "
-        f"optimizer and judges at {OF_BANDWIDTH:.0%} of {gpu.bandwidth:,.0f} GB/s where that takes longer. A judge is "
-        "counted as reading its weights once per call, which is a lower limit. Not counted: loading, evaluation, "
-        "rewards on the host, traffic between GPUs, and the time of Python and of starting kernels, which dominates "
-        "with a small model."
+        f"Every operator is counted: its operations, its bytes and its start, {how}. Responses have their greatest "
+        "length. Not counted: loading, evaluation, rewards without a known time, traffic between GPUs."
     )

@@ -16,17 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmrl.planner.fake_shapes import DEVICE, Operator, Shapes, leaves
-from mmrl.planner.operations import operations_of, tensors_of, times_expert
+from mmrl.planner.operations import Work, call_of, tensors_of
 
 
 class LiveBytes(TorchDispatchMode):
     """``with LiveBytes() as live:`` counts the bytes of storages that are created inside the block and still alive
-    (``now``), and their maximum (``peak``). Earlier tensors and their views do not count. ``operations``:
-    multiplications and additions of matrices, convolutions and attention (``mmrl.planner.operations``)."""
+    (``now``), and their maximum (``peak``). Earlier tensors and their views do not count. ``work``: the operators that
+    were called (``mmrl.planner.operations``)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.operations = 0
+        self.now = self.peak = 0
+        self.work = Work()
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
@@ -44,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
         out = _run(func, types, args, kwargs or {})
         if func is DEVICE:  # called more often than any computation
             return out
-        self.operations += operations_of(func, args, out)
+        self.work[call_of(func, args, kwargs, out)] += 1
         given: set[int] | None = None
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
@@ -71,10 +72,10 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def again(self, working: int, operations: int) -> None:
-        """Count work that was measured before: ``working`` bytes on top of what is alive now, and its operations."""
+    def again(self, working: int, work: Work) -> None:
+        """Count what was measured before: ``working`` bytes on top of what is alive now, and its operators."""
         self.peak = max(self.peak, self.now + working)
-        self.operations += operations
+        self.work.update(work)
 
 
 def _run(func: Operator, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -109,9 +110,10 @@ class KnownMasks(TorchDispatchMode):
             args = (args[0], [i for given in indices for i in _counted(given)], *args[2:])
         if func is _GROUPED and isinstance(args[0], FakeTensor):
             a, b, *ends = tensors_of(args[:3])
+            made = _product(a, b, *ends)
             if self._live is not None:
-                self._live.operations += times_expert(a, b)
-            return _product(a, b, *ends)
+                self._live.work[call_of(func, args, kwargs, made)] += 1
+            return made
         return func(*args, **(kwargs or {}))
 
 

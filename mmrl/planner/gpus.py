@@ -35,9 +35,10 @@ class Gpu:
         return int(self.gib * 2**30)
 
     def rate(self, dtype: str) -> float:
-        """Peak operations per second in ``dtype``."""
+        """Peak operations per second in ``dtype``; ``tf32`` is half of half precision, where there is any."""
         half = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
-        return 1e12 * (self.half if half else self.single)
+        tf32 = dtype == "tf32" and self.ampere
+        return 1e12 * (self.half if half else max(self.single, self.half / 2 if tf32 else 0))
 
 
 GPUS = {

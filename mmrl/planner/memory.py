@@ -31,7 +31,7 @@ from mmrl.pipelines.description import Description
 from mmrl.pipelines.protocol import Pipeline, of_pictures, pairs_of, recorded_steps
 from mmrl.planner.counts import Counts, with_steps
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
-from mmrl.planner.operations import Operations, mean_of
+from mmrl.planner.operations import Operations, Work, mean_of
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 
@@ -110,8 +110,8 @@ def measure(
     if recipe.train.context_parallel > 1:  # only the part of a row with the most memory is run
         whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, made.bytes)
-    optimizer, state = _optimizers(trained, recipe)
-    work = [(Operations(live.operations, *drawn, whole.operations, whole.forward), 1 - sum(n for _, n in others))]
+    optimizer, state, stepped = _optimizers(trained, recipe)
+    work = [(_operations(live.work, drawn, whole, stepped), 1 - sum(share for _, share in others))]
     work += [(_work(pipeline, recipe, objective, trained, counts, other), share) for other, share in others]
     pipeline.features.budget_bytes = budget
     return Measured(
@@ -144,7 +144,12 @@ def _work(
         pipeline.encode(slots[:1])
     trajectory, _, _, _, drawn = _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
-    return Operations(live.operations, *drawn, made.operations, made.forward)
+    return _operations(live.work, drawn, made)
+
+
+def _operations(encode: Work, drawn: Drawn, made: _Slice, optimizer: Work | None = None) -> Operations:
+    """The operators of the parts of a step, put together."""
+    return Operations(encode, drawn.sample, drawn.decode, made.work, made.forward, Work(optimizer or {}), drawn.token)
 
 
 def _uncut(recipe: Recipe) -> Recipe:
@@ -169,17 +174,20 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
     return trained
 
 
-def _optimizers(trained: Sequence[Policy], recipe: Recipe) -> tuple[int, int]:
-    """The peak working memory of an optimizer step, and the size of the optimizers' state, in bytes."""
-    most = kept = 0
+def _optimizers(trained: Sequence[Policy], recipe: Recipe) -> tuple[int, int, Work]:
+    """The peak working memory of an optimizer step, the size of the optimizers' state, in bytes, and its operators."""
+    most, kept, work = 0, 0, Work()
     for one in trained:
         with LiveBytes() as live:
             one.optimizer.step()
+        with LiveBytes() as again:  # its state is there now, as in most steps
+            one.optimizer.step()
+        work.update(again.work)
         its = nbytes(t for s in one.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
         most, kept = max(most, live.peak - its), kept + its
     if recipe.performance.optimizer == "adamw_8bit":  # which works in place
-        return 0, sum(bytes_in_8_bits(one.trainable.values()) for one in trained)
-    return most, kept
+        return 0, sum(bytes_in_8_bits(one.trainable.values()) for one in trained), work
+    return most, kept, work
 
 
 def _growth(
@@ -228,12 +236,12 @@ def _sampled(
     counts: Counts,
     slots: list[Slot],
     ids: list[SampleId],
-) -> tuple[Trajectory, int, int, int, tuple[int, int]]:
+) -> tuple[Trajectory, int, int, int, Drawn]:
     """As ``_micro_batch``, with the weights that sample and with the rows of a slice of training, which may be of
     several micro-batches; where nothing is sampled before the update, its rows without samples."""
     n = counts.slice_rows
     if not counts.micro_batches:
-        return Trajectory(slots[:n], ids[:n], torch.empty(n, 0), [s.prompt.text for s in slots[:n]]), 0, 0, 0, (0, 0)
+        return Trajectory(slots[:n], ids[:n], torch.empty(n, 0), [s.prompt.text for s in slots[:n]]), 0, 0, 0, Drawn()
     with policy.using(sampler(objective, 0)):
         made = _micro_batch(pipeline, recipe, objective, slots[: counts.batch], ids[: counts.batch])
         if n > counts.batch:
@@ -244,25 +252,46 @@ def _sampled(
 @torch.no_grad()
 def _micro_batch(
     pipeline: Pipeline, recipe: Recipe, objective: Objective, slots: list[Slot], ids: list[SampleId]
-) -> tuple[Trajectory, int, int, int, tuple[int, int]]:
+) -> tuple[Trajectory, int, int, int, Drawn]:
     """Sample and decode a micro-batch. Returns its trajectory, the bytes of sampling, of a picture and of decoding, and
-    the operations of sampling and decoding."""
+    the operators of sampling and decoding."""
     actions = recorded_steps(pipeline, 0) if "log_probs" in objective.needs else []
-    with LiveBytes() as live, once(pipeline, live), known_masks(pipeline, live):
+    with (
+        LiveBytes() as live,
+        counted(pipeline.policy, live) as (_, spent),
+        once(pipeline, live),
+        known_masks(pipeline, live),
+    ):
         trajectory = pipeline.sample(slots, ids, actions, recipe.seed)
-    sample, operations = live.peak - live.now, live.operations
+    sample, work = live.peak - live.now, live.work
+    token = spent[1].whole if pipeline.makes == "text" and len(spent) > 1 else Work()
     with LiveBytes() as live:
         made = pipeline.samples(trajectory, frozenset({"tensor"}))
     picture = 0 if made[0].tensor is None else made[0].tensor.nbytes
-    return trajectory, sample, picture, live.peak, (operations, live.operations)
+    return trajectory, sample, picture, live.peak, Drawn(work, live.work, token)
+
+
+class Drawn(NamedTuple):
+    """The operators of sampling and decoding a micro-batch; of text also of one token."""
+
+    sample: Work = Work()
+    decode: Work = Work()
+    token: Work = Work()
+
+
+class Spent(NamedTuple):
+    """The operators of a forward of the policy, and ``whole``: with those since the forward before ended."""
+
+    forward: Work
+    whole: Work
 
 
 class _Slice(NamedTuple):
     bytes: int
     calls: dict[bool, int]
-    operations: int
-    forward: int
-    """Operations of the first forward of the policy."""
+    work: Work
+    forward: Work
+    """Operators of the first forward of the policy."""
 
 
 def _slice(
@@ -304,21 +333,24 @@ def _slice(
                 rewards = new.pop("images").flatten(1).mean(1).view(-1, n)
                 new["rewards"] = rewards.repeat(max(1, len(objective.phrases(0))), 1)
         policy.backward(objective.loss(new, old, float(n)).value)
-    return _Slice(live.peak, calls, live.operations, spent[0] if spent else 0)
+    return _Slice(live.peak, calls, live.work, spent[0].forward if spent else Work())
 
 
 @contextmanager
-def counted(module: nn.Module, live: LiveBytes) -> Generator[tuple[dict[bool, int], list[int]]]:
-    """Count the module's forwards inside the block, with and without gradients, and the operations of each. Recomputed
-    forwards (gradient checkpointing) count again."""
-    calls, spent, begun = {False: 0, True: 0}, list[int](), list[int]()
+def counted(module: nn.Module, live: LiveBytes) -> Generator[tuple[dict[bool, int], list[Spent]]]:
+    """Count the module's forwards inside the block, with and without gradients, and the operators of the first two.
+    Recomputed forwards (gradient checkpointing) count again."""
+    calls, spent, begun, before = {False: 0, True: 0}, list[Spent](), list[Work](), [Work()]
 
     def count(*_: object) -> None:
         calls[torch.is_grad_enabled()] += 1
-        begun.append(live.operations)
+        if len(spent) < 2:
+            begun.append(Work(live.work))
 
     def ended(*_: object) -> None:
-        spent.append(live.operations - begun.pop())
+        if begun:
+            spent.append(Spent(live.work.since(begun.pop()), live.work.since(before[-1])))
+            before.append(Work(live.work))
 
     handles = module.register_forward_pre_hook(count), module.register_forward_hook(ended)
     try:
@@ -340,7 +372,7 @@ def once(pipeline: Pipeline, live: LiveBytes) -> Generator[None]:
         return
     module = pipeline.policy
     original = module.forward
-    seen: dict[tuple[Hashable, ...], tuple[PyTree, int, int]] = {}
+    seen: dict[tuple[Hashable, ...], tuple[PyTree, int, Work]] = {}
 
     def forward(*args: object, **kwargs: object) -> object:
         if torch.is_grad_enabled():
@@ -348,16 +380,16 @@ def once(pipeline: Pipeline, live: LiveBytes) -> Generator[None]:
         leaves = tree_leaves((args, kwargs))
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         if key not in seen:
-            before, highest, operations = live.now, live.peak, live.operations
+            before, highest, work = live.now, live.peak, Work(live.work)
             live.peak = before
             out = original(*args, **kwargs)
             working = live.peak - before
             live.peak = max(highest, live.peak)
             blanks = tree_map(lambda x: Blank(x.new_empty(0), x.shape) if isinstance(x, Tensor) else x, out)
-            seen[key] = blanks, working, live.operations - operations
+            seen[key] = blanks, working, live.work.since(work)
             return out
-        blanks, working, operations = seen[key]
-        live.again(working, operations)
+        blanks, working, work = seen[key]
+        live.again(working, work)
         return tree_map(lambda x: x.like.new_empty(x.shape) if isinstance(x, Blank) else x, blanks)
 
     module.forward = forward

@@ -27,7 +27,8 @@ from mmrl.media import Media
 from mmrl.packages.places import lacking
 from mmrl.pipelines.description import Description
 from mmrl.pipelines.protocol import Pipeline, entries_of, recorded_steps
-from mmrl.planner import buckets
+from mmrl.planner import buckets, calibration_file
+from mmrl.planner.calibration_file import key_of
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, servers_of, sleeps
 from mmrl.planner.estimate import Estimate, Step, estimated
@@ -38,6 +39,7 @@ from mmrl.planner.memory import measure
 from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.prompt_check import lacking_truths, unread_systems, unreadable
+from mmrl.planner.rates import Assumed, Calibrated, Rates
 from mmrl.planner.steps_per_forward import settle
 from mmrl.planner.unread import unread
 from mmrl.rewards.loading import NOBODY_VOTES, Found
@@ -96,7 +98,7 @@ def plan(
     settle(made)
     if (time := _time(made, description, objective)) is not None:
         made.lasts = recipe.train.steps * time.step
-        made.time = time if made.gpu is not None else None
+        made.time = time
     made.problems += does_not_fit(made)
     made.notes += [*idle(made), *_unused(made)]
     return made
@@ -122,13 +124,28 @@ def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
 def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
     """The estimated time of a step on the planned GPU, or on this machine's device."""
     c, m, split = made.counts, made.measured, servers_of(made)
-    gpu = made.gpu or _here(made)
-    if gpu is None or c is None or m is None:
+    rates = _rates(made)
+    if rates is None or c is None or m is None:
         return None
     asked = [one for one in made.asked if one.trained_on and c.micro_batches]
     judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked)
     step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
-    return estimated(step, gpu, description, objective)
+    return estimated(step, rates, description, objective)
+
+
+def _rates(made: Plan) -> Rates | None:
+    """How long operators take on the planned device; None where that is not known. Notes why it is not calibrated."""
+    recipe = made.recipe
+    if made.gpu is None and made.device.partition(":")[0] in ("cpu", "cuda"):
+        try:
+            found, why = calibration_file.find(key_of(made.device, recipe.threads), recipe.model.dtype)
+        except (AssertionError, RuntimeError):  # a device that is not here
+            return None
+        if found is not None:
+            return Calibrated(found, recipe.performance.tf32)
+        made.uncalibrated = why
+    gpu = made.gpu or _here(made)
+    return None if gpu is None else Assumed(gpu, recipe.performance.tf32)
 
 
 def _here(made: Plan) -> Gpu | None:

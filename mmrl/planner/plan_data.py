@@ -71,7 +71,9 @@ class Plan:
     """A GPU to plan for, which need not be on this machine; ``gpus``: their number."""
     gpus: int | None = None
     time: Estimate | None = None
-    """The estimated time of a step on that GPU."""
+    """The estimated time of a step on that GPU or on this machine's device."""
+    uncalibrated: str = ""
+    """Why the estimate is not of this machine's calibration, and what to do; empty where it is, or for another GPU."""
     lasts: float = 0.0
     """Seconds of the whole run without evaluation, an estimate, on that GPU or on this machine's device; 0: not
     known."""

@@ -40,7 +40,14 @@ def as_json(plan: Plan) -> JsonObject:
         "between_devices_bytes": plan.inside,
         "seconds": None
         if time is None
-        else {"step": time.step, "run": recipe.train.steps * time.step, "phases": time.seconds},
+        else {
+            "step": time.step,
+            "step_interval": list(time.interval),
+            "run": recipe.train.steps * time.step,
+            "phases": time.seconds,
+            "calibrated": time.calibrated,
+        },
+        "uncalibrated": plan.uncalibrated or None,
         "notes": plan.notes,
         "problems": plan.problems,
     }

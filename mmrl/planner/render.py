@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmrl.planner.device_roles import rows, shares
-from mmrl.planner.estimate import assumptions
 from mmrl.planner.max_length import max_length
 from mmrl.planner.plan_data import Plan
 from mmrl.report.durations import duration
@@ -268,22 +267,25 @@ def _loading(plan: Plan) -> str:
 
 
 def _time(plan: Plan, console: Console) -> None:
-    """The estimated time of a step on the planned GPU."""
-    if plan.time is None or plan.gpu is None:
+    """The estimated time of a step on the planned device."""
+    if plan.time is None:
         return
-    console.print(f"time of a step on {plan.gpu.name}: an estimate, not measured", style="bold", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    table.add_column("estimate", justify="right", no_wrap=True)
-    for name, seconds in plan.time.seconds.items():
-        table.add_row(f"{name}, at least" if name == "judge" else name, _about(seconds))
+    console.print(f"time of a step on {plan.where}: an estimate, not measured", style="bold", highlight=False)
+    table, time = Table(box=box.SIMPLE_HEAD), plan.time
+    for name in ("", "estimate"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name, seconds in time.seconds.items():
+        table.add_row(name, _about(seconds))
     table.add_section()
-    beside = " (training beside the rest)" if plan.time.beside else ""
-    table.add_row(f"a step{beside}", _about(plan.time.step), style="bold")
+    beside = " (training beside the rest)" if time.beside else ""
     steps = plan.recipe.train.steps
-    table.add_row(f"{steps:,} steps", _about(steps * plan.time.step), style="bold")
+    for name, times in ((f"a step{beside}", 1), (f"{steps:,} steps", steps)):
+        low, high = (_about(times * seconds) for seconds in time.interval)
+        table.add_row(name, f"{low} to {high}", style="bold")
     console.print(table)
-    console.print(assumptions(plan.gpu, plan.recipe.model.dtype), markup=False, highlight=False)
+    console.print(time.basis, markup=False, highlight=False)
+    if plan.uncalibrated:
+        console.print(hidden(plan.uncalibrated), markup=False, highlight=False)
 
 
 def _about(seconds: float) -> str:

@@ -29,7 +29,7 @@ def settle(made: Plan) -> None:
     if c is None or m is None or n == 1:
         return
     made.counts = replace(c, slices=c.slices // c.passes * -(-c.entries // n), at_once=n)
-    work = replace(m.operations, train=m.operations.train * n, forward=m.operations.forward * n)
+    work = replace(m.operations, train=m.operations.train.times(n), forward=m.operations.forward.times(n))
     made.measured = replace(m, train=m.train + (n - 1) * m.train_step, operations=work)
     for i, phase in enumerate(made.phases):
         if phase.name == "train":

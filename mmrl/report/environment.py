@@ -60,7 +60,7 @@ def environment() -> dict[str, Json]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()} {platform.release()}",
         "cpu": {
-            "name": _cpu_name(),
+            "name": cpu_name(),
             "count": os.cpu_count(),
             "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_gib": _memory_gib(),
@@ -72,7 +72,8 @@ def environment() -> dict[str, Json]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name, as the system says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
