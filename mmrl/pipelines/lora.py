@@ -7,9 +7,11 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mmrl.config.adapters import SavedAdapter, Settings, read_adapter
 from mmrl.config.schema import Lora
@@ -191,6 +193,27 @@ def lora_layers(policy: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
     for name, layer in policy.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
             yield name, layer
+
+
+def open_adapter(policy: PeftModel) -> PeftModel:
+    """Keep the weights of the adapter in float32, and multiply by copies of them in the dtype of what a layer is given.
+
+    Each pass makes the copies anew, and its gradients are added in float32. peft itself would turn the input of every
+    layer into float32, and multiply in that.
+    """
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for _, layer in lora_layers(policy):
+        layer.cast_input_dtype_enabled = False
+        for part in (*layer.lora_A.values(), *layer.lora_B.values()):
+            part.forward = MethodType(_in_dtype_of_input, part)
+    return policy
+
+
+def _in_dtype_of_input(part: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d, given: Tensor) -> Tensor:
+    weight = part.weight.to(given.dtype)  # without a bias, which no plain LoRA has
+    return linear(given, weight) if isinstance(part, nn.Linear) else part._conv_forward(given, weight, None)
 
 
 def targets_of(model: nn.Module, targets: Collection[str]) -> list[str] | str:

@@ -202,7 +202,7 @@ def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:
             why = lacks if not made.gpu.bfloat16 else f"{made.gpu.name} has instructions for it"
             yield f"model.dtype: auto is {model.dtype}, because {why}"
         elif model.dtype == "bfloat16" and not made.gpu.bfloat16:
-            yield f"{lacks} and computes it slowly; set model.dtype=float16 or float32"
+            yield f"{lacks} and computes it slowly; set model.dtype=float32"
     elif chosen:
         dtype, why = choose(device)
         yield f"model.dtype: auto is {model.dtype}, {why if model.dtype == dtype else 'as the run began'}"

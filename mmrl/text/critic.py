@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import Tensor, nn
 
 from mmrl.text.base_model import base_model, has_adapter, peft_model
@@ -29,4 +30,5 @@ class Critic(nn.Module):
     def forward(self, **inputs: Tensor) -> Tensor:
         """Values ``[B, L]`` float32 of the state after each position of the input."""
         hidden = self.body(**inputs, use_cache=False).last_hidden_state
-        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.pipelines.lora import adapted, check_rank, saved_adapter, targets_of
+from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.text.conditioner import Tokenizer
 from mmrl.text.row_loading import load_rows
 from mmrl.whole_weights import whole_weights
@@ -172,7 +172,7 @@ def _adapted(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     assert lora is not None
     task = "CAUSAL_LM" if model.can_generate() else None
     if saved := saved_adapter(lora):
-        return adapted(model, saved, recipe.model.path, task=task)
+        return open_adapter(adapted(model, saved, recipe.model.path, task=task))
     check_rank(model, lora.rank)
     torch.manual_seed(recipe.seed)
     sees = any(re.fullmatch(_VISION, name) for name, _ in model.named_modules())
@@ -185,7 +185,8 @@ def _adapted(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
         task_type=task,
     )
     try:
-        return get_peft_model(model, config).eval()  # a new layer is in training mode
+        policy = get_peft_model(model, config)
     except ValueError as error:
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise UserError(f"model.lora.targets: {error}\n  Its linear layers are called {', '.join(names)}.") from error
+    return open_adapter(policy).eval()  # a new layer is in training mode

@@ -64,8 +64,7 @@ class LanguagePipeline:
         self.settings = recipe.decoding
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self._encoding = threading.Lock()
-        half = recipe.model.dtype != "float32" and recipe.model.lora is None
-        self.autocast = getattr(torch, recipe.model.dtype) if half else None
+        self.dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         self.context: int | None = getattr(base_model(policy).config.get_text_config(), "max_position_embeddings", None)
         self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.overlong)
@@ -378,7 +377,7 @@ class LanguagePipeline:
         """Values ``[B, T]`` of the state before each response token."""
         assert self.critic is not None
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
-        with self._autocast():
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             return self.critic(**inputs)[:, -trajectory.clean.shape[1] - 1 : -1]
 
     def _logits(self, trajectory: Trajectory, *, every_token: bool = False) -> Tensor:
@@ -391,7 +390,9 @@ class LanguagePipeline:
         return logits if every_token else without(logits, self.conditioner.forbidden, self._vocabulary)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+        """With all weights, which are float32. An adapter multiplies in the dtype of what it is given without it."""
+        half = self.dtype != torch.float32 and self.recipe.model.lora is None
+        return torch.autocast(self.device.type, self.dtype, enabled=half)
 
     # -- export ------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
@@ -162,13 +164,14 @@ def open_scorer(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     """Unfreeze the weights of a reward model that the recipe names, and its head. Raises ``UserError``."""
     policy = open_weights(model, recipe)
     head = getattr(model, HEAD).float().requires_grad_(True)
-    head.register_forward_pre_hook(_to_dtype_of_head)
+    head.forward = MethodType(_in_dtype_of_head, head)
     return policy
 
 
-def _to_dtype_of_head(head: nn.Linear, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _in_dtype_of_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     """The head is float32; the layers below it may be in half precision."""
-    return (hidden[0].to(head.weight.dtype),)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear(hidden.to(head.weight.dtype), head.weight, head.bias)
 
 
 class Scorer:

@@ -55,7 +55,7 @@ class FlowPipeline:
         self.shape = self.sizes.shapes[recipe.denoising.size]
         self.guided = adapter.guided
         self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
-        half = recipe.model.dtype != "float32" and recipe.model.lora is None
+        half = recipe.model.dtype != "float32" and recipe.model.lora is None  # an adapter sees to it itself
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
         self.renoising, self.prefix = Renoising(adapter, recipe), SharedPrefix(recipe)

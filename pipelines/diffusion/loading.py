@@ -13,7 +13,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_list, as_text
 from mmrl.pipelines.description import Component, Description, Phase
-from mmrl.pipelines.lora import adapted, check_rank, saved_adapter, targets_of
+from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.whole_weights import whole_weights
 
 from .adapter import Adapter
@@ -166,7 +166,7 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if saved := saved_adapter(lora):
-        policy: nn.Module = adapted(adapter.model, saved, recipe.model.path, reader(adapter))
+        policy = adapted(adapter.model, saved, recipe.model.path, reader(adapter))
     else:
         check_rank(adapter.model, lora.rank)
         torch.manual_seed(recipe.seed)
@@ -177,12 +177,9 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
             target_modules=targets_of(adapter.model, lora.targets or adapter.lora_targets),
         )
         try:
-            policy = get_peft_model(adapter.model, config)  # type: ignore[arg-type]
+            policy = get_peft_model(adapter.model, config)  # type: ignore[arg-type, assignment]
         except ValueError as error:
             raise UserError(
                 f"model.lora.targets: {error}\n  Leave model.lora.targets out to take the pipeline's own list."
             ) from error
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return policy.eval()  # a new layer is in training mode
+    return open_adapter(policy).eval()  # a new layer is in training mode

@@ -211,6 +211,7 @@ def _patch(device: ctypes.CDLL) -> None:
     for name, function in cuda.items():
         setattr(torch.cuda, name, function)
     torch.accelerator.synchronize = _synchronize
+    torch._C._cuda_getCurrentRawStream = lambda _: 0  # bitsandbytes takes it as it is imported
 
     resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
     device.resize_storage.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
