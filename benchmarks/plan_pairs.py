@@ -8,15 +8,27 @@ inside the predicted interval.
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
+import math
 import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mmrl.config.loader import LoadedRecipe, load_recipe
+from mmrl.planner.plan import plan
+from mmrl.quiet import be_quiet
+from mmrl.report.environment import environment
 
 PAIRS = Path(__file__).parent / "data" / "plan_pairs.yaml"
 
@@ -78,19 +90,75 @@ def wider(folder: Path, times: int, out: Path) -> Path:
     return made.rename(out)
 
 
+@dataclass(frozen=True)
+class Result:
+    """A pair's planned interval and its measured seconds of a warm step, by the ``clock``."""
+
+    pair: str
+    low: float
+    high: float
+    seconds: float
+    phases: Mapping[str, tuple[float, float]]
+    """By phase: planned and measured wall seconds."""
+
+    @property
+    def inside(self) -> bool:
+        return self.low <= self.seconds <= self.high
+
+    @property
+    def ratio(self) -> float:
+        """Measured over planned."""
+        return self.seconds / math.sqrt(self.low * self.high)
+
+
+def measured(pair: Pair, scratch: Path, clock: str) -> Result:
+    """Plan a pair, train it for six steps in a process of its own, and take the median of the last five. ``clock``:
+    ``wall``, or ``cpu`` for the process's own seconds, which neighbours disturb less (with one thread)."""
+    made, out = plan(pair.loaded(scratch)), scratch / "run"
+    if made.time is None:
+        raise SystemExit(f"{pair}: no time is planned: {made.problems or made.notes}")
+    more = ["train.steps=6", "eval.every=null", "checkpoint.every=1000"]
+    words = [sys.executable, "-m", "mmrl", "train", pair.recipe, *pair.overrides(scratch), *more]
+    done = subprocess.run([*words, "--overwrite", "--out", str(out)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{pair} failed:\n{done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    spent = [b["perf/cpu_seconds"] - a["perf/cpu_seconds"] for a, b in itertools.pairwise(rows)]
+    seconds = statistics.median(spent if clock == "cpu" else [row["time/step"] for row in rows[1:]])
+    took = {k: statistics.median(row.get(f"time/{k}", 0.0) for row in rows[1:]) for k in _PHASES}
+    phases = {name: (made.time.seconds.get(name, 0.0), n) for name, n in took.items()}
+    return Result(str(pair), *made.time.interval, seconds, phases)
+
+
+_PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
+
+
 def main() -> None:
-    import tempfile
-
-    from mmrl.planner.plan import plan
-    from mmrl.quiet import be_quiet
-
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what a step's seconds are of")
+    parser.add_argument("--only", nargs="*", type=int, help="numbers of pairs, from 1")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    arguments = parser.parse_args()
     be_quiet()
-
+    found: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for pair in pairs():
-            made = plan(pair.loaded(Path(scratch)))
-            steps = made.recipe.train.steps
-            print(f"{pair}: {made.lasts / steps:.3f} s", *made.problems, flush=True)
+        for number, pair in enumerate(pairs(), 1):
+            if arguments.only and number not in arguments.only:
+                continue
+            one = measured(pair, Path(scratch), arguments.clock)
+            found.append(one)
+            mark = "inside" if one.inside else "OUTSIDE"
+            print(
+                f"{number:2} {mark:7} {one.low:7.3f} to {one.high:7.3f} s, measured {one.seconds:7.3f} "
+                f"({one.ratio:.2f})  {one.pair}",
+                flush=True,
+            )
+    print(f"{sum(one.inside for one in found)} of {len(found)} inside")
+    if arguments.json:
+        rows = [{**asdict(one), "inside": one.inside, "ratio": one.ratio} for one in found]
+        result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "clock": arguments.clock}
+        result |= {"environment": environment(), "inside": sum(one.inside for one in found), "pairs": rows}
+        arguments.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

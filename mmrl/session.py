@@ -321,6 +321,7 @@ class Session:
         given = self.run.pipeline.updates()  # evaluations before the step among them
         mine |= {name: n - self._given.get(name, 0) * name.startswith("perf/") for name, n in given.items()}
         self._given = given
+        mine |= self._loaded.planned
         rows = self.controller.gather(mine)
         row |= largest(rows) | self.spending.add(rows) | {"perf/cpu_seconds": self.cpu_seconds}
         logged: dict[str, float] = {}

@@ -113,7 +113,7 @@ def _trained(
     render(planned, Console(file=sys.stderr, highlight=False), short=True)
     if planned.problems:
         raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-    loaded = replace(loaded, recipe=planned.recipe)
+    loaded = replace(loaded, recipe=planned.recipe, planned=planned.of_a_step)
     train_into(loaded, path, resume=resume, overwrite=overwrite, callbacks=callbacks)
     return Run(path, planned.recipe)
 

@@ -70,6 +70,10 @@ def _show(found: Comparison) -> None:
     console().print(table)
     for sentence in sentences(found):
         print("\n".join(textwrap.wrap(sentence, 80, break_on_hyphens=False)))
+    for group in found.groups:
+        over = [f"{n:.2f}" for run in group.runs if (n := run.over_plan()) is not None]
+        if over:
+            print(f"{group.label}: a step took {', '.join(over)} times what the plan expected")
     _show_settings(found)
 
 

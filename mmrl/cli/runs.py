@@ -121,7 +121,7 @@ def _train(loaded: LoadedRecipe, out: Path, found: Launched | None, *, resume: b
             render(planned, console(), short=True)
         if planned.problems:
             raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-        loaded = replace(loaded, recipe=planned.recipe)
+        loaded = replace(loaded, recipe=planned.recipe, planned=planned.of_a_step)
     if found is None:
         train_alone(loaded, out, resume=resume, overwrite=overwrite)
     else:

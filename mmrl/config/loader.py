@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class LoadedRecipe:
     """Whether it was made from Python values, so that its files are deleted when the process ends."""
     continues: Continuation | None = None
     """The run that stored it, if it goes on with that."""
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """What the plan said of a step, by the metrics' names (``plan/step_seconds``, ``plan/peak``)."""
 
     def resolve(self, text: str) -> str:
         """The absolute path of a model or file named in this recipe, or ``text`` if it names nothing local."""

@@ -30,7 +30,7 @@ _ROWS = {"cpu": (16, 128, 1024, 4096), "cuda": (64, 512, 4096, 16384)}
 _MOST = {"cpu": 1.2e9, "cuda": 2.5e12}
 """Operations of the largest product that is measured."""
 _BYTES = {"cpu": (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26), "cuda": (1 << 20, 1 << 24, 1 << 28, 1 << 30)}
-Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False, strict=True)]
 _SLOW = 0.2
 """Seconds after which larger sizes of the same kind and dtype are left out."""
 

@@ -86,6 +86,8 @@ def find(key: Key, dtype: str) -> tuple[Calibration | None, str]:
         return None, _others(key)
     except UserError as error:
         return None, f"the calibration is not used: {error}; {AGAIN}"
+    if wrong := _lacking(kept.calibration):
+        return None, f"the calibration is not used: {key.file} {wrong}; {AGAIN}"
     if kept.key != key:
         return None, f"the calibration in {key.file} is of {key.other_than(kept.key)} and is not used; {AGAIN}"
     if dtype not in kept.calibration.dtypes:
@@ -106,6 +108,26 @@ def calibrated() -> str:
     moved = max((t.work, t.work / t.seconds) for t in made.timings if t.kind == "add")[1]
     lines.append(f"bandwidth: {moved / 1e9:,.1f} GB/s; to start an operator: {1e6 * made.launches.forward:.1f} us")
     return "\n".join([*lines, f"kept in {keep(key, made)}"])
+
+
+_NEEDED = {
+    "product": 4,
+    "attention": 4,
+    "attention_backward": 4,
+    "convolution": 2,
+    "convolution_backward": 2,
+    "add": 0,
+}
+"""What an estimate reads, and how many sizes each has; all others have none."""
+
+
+def _lacking(found: Calibration) -> str:
+    """What a calibration lacks that an estimate reads; empty where it has all."""
+    measured = {one.kind for one in found.timings if one.dtype == "float32"}
+    if missing := sorted(set(_NEEDED) - measured):
+        return f"has no {missing[0]} in float32"
+    wrong = next((one.kind for one in found.timings if len(one.sizes) != _NEEDED.get(one.kind, 0)), None)
+    return "" if wrong is None else f"has a {wrong} of another number of sizes"
 
 
 def _others(key: Key) -> str:

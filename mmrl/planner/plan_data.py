@@ -85,6 +85,15 @@ class Plan:
         return max(phases, key=lambda phase: phase.total, default=None)
 
     @property
+    def of_a_step(self) -> dict[str, float]:
+        """What every row of metrics.jsonl says of the plan: ``plan/step_seconds``, and on an accelerator the peak in
+        MiB (a CPU's is of the whole process, which the plan does not count)."""
+        found = {} if self.time is None else {"plan/step_seconds": self.time.step}
+        if self.peak is not None and self.device != "cpu":
+            found["plan/peak"] = self.peak.total / 2**20
+        return found
+
+    @property
     def where(self) -> str:
         """The device, by the user's name for it."""
         return self.gpu.name if self.gpu else self.device

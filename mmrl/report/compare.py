@@ -258,6 +258,8 @@ def _group_json(found: Comparison, group: Group) -> JsonObject:
         "seeds": group.seeds,
         "steps": [run.heldout[-1]["step"] for run in group.runs],
         "cpu_seconds": list(_cpu_seconds(group)),
+        "over_plan": [run.over_plan() for run in group.runs],
+        "peak_over_plan": [run.over_plan("perf/peak_memory_mib", "plan/peak") for run in group.runs],
         "before": statistics.fmean(group.at(0, found.measure)),
         "after": vars(final),
         "difference": None if differs is None else {**vars(differs), "verdict": differs.verdict},

@@ -98,6 +98,8 @@ def _head(run: RecordedRun) -> dict[str, Any]:
         tiles.append(("CPU seconds of training", f"{cpu:,.0f}", f"of {budget:,.0f}" if budget else ""))
     if times:
         tiles.append(("wall time of training", duration(sum(times)), f"{short(sum(times) / len(times))} s a step"))
+    if (times_planned := run.over_plan()) is not None:
+        tiles.append(("a step, of its planned time", f"{times_planned:.2f} x", "mmrl doctor --calibrate: nearer to 1"))
     if run.heldout:
         first, now = run.heldout[0], run.heldout[-1]
         for key, label, note in run.measured:

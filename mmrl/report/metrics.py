@@ -115,6 +115,8 @@ METRICS: dict[str, str] = {
     "optim/lr": "Learning rate, mean over the step's updates.",
     "time/<phase>": "Wall seconds in a phase: encode, sample, decode, reward, prepare, train.",
     "time/step": "Wall seconds of the whole step.",
+    "plan/step_seconds": "Seconds of a step that the plan expected, to compare with time/step.",
+    "plan/peak": "On an accelerator: MiB at the plan's peak, to compare with perf/peak_memory_mib.",
     "features/bytes": "Bytes of prompts' features in memory after the step.",
     "features/spilled_bytes": "Bytes of features that the step wrote to disk, above features.budget.",
     "features/held": "Prompts whose features are in use after the step: those of unfinished groups.",

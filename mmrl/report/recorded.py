@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,6 +112,13 @@ class RecordedRun:
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
+
+    def over_plan(self, key: str = "time/step", planned: str = "plan/step_seconds") -> float | None:
+        """How many times what the plan expected a step took: the median, without the first step, whose one-time work is
+        not planned. None without a plan. For memory: ``perf/peak_memory_mib`` and ``plan/peak``."""
+        pairs = [(row.get(key), row.get(planned)) for row in self.metrics if row.get("step", 0) > 1]
+        found = [took / said for took, said in pairs if took and said]
+        return statistics.median(found) if found else None
 
     def column(self, key: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric in training."""

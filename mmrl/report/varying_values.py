@@ -11,6 +11,7 @@ from collections.abc import Mapping
 MEASURED = {
     "metrics": {
         "time/*": "times",
+        "plan/*": "what the plan expected of this machine",
         "perf/cpu_seconds": "times",
         "perf/engine_update_seconds": "times",
         "placement/*_busy": "times",
