@@ -38,8 +38,9 @@ class Model(Section):
     path: str
     """A local directory (relative to the recipe's folder), a hub name, or ``package:NAME`` of ``mmrl fetch``."""
     dtype: Dtype = "float32"
-    """Dtype of the frozen weights. Trainable weights, step maths and log-probs are always float32. ``auto`` is bfloat16
-    if the device has instructions for it, else float32; it is resolved when the recipe is read."""
+    """Dtype of the frozen weights, and of matrix products with and without LoRA. Trainable weights, step maths and
+    log-probs are always float32. ``auto`` is bfloat16 if the device has instructions for it, else float32; it is
+    resolved when the recipe is read."""
     lora: Lora | None = None
     """None trains all weights of the policy."""
     gradient_checkpointing: bool = False

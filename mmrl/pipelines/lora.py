@@ -213,7 +213,9 @@ def open_adapter(policy: PeftModel) -> PeftModel:
 
 def _in_dtype_of_input(part: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d, given: Tensor) -> Tensor:
     weight = part.weight.to(given.dtype)  # without a bias, which no plain LoRA has
-    return linear(given, weight) if isinstance(part, nn.Linear) else part._conv_forward(given, weight, None)
+    if isinstance(part, nn.Linear):
+        return linear(given, weight)
+    return part._conv_forward(given, weight, None)  # pyright: ignore[reportPrivateUsage]
 
 
 def targets_of(model: nn.Module, targets: Collection[str]) -> list[str] | str:
