@@ -113,7 +113,9 @@ def resumes(out, given):
 def test_under_torchrun_a_process_that_blocks_is_named_and_the_run_resumes(tmp_path, where):
     place, phase = PLACES[where]
     rank = 0 if where == "save" else 1  # process 0 saves for all
-    more = ["eval.every=null"] if where == "transfer" else []  # or an evaluation is the first to need the weights
+    more = (
+        ["eval.every=null"] if where in ("transfer", "features") else []
+    )  # or an evaluation is the first to need them
     out, given = tmp_path / "run", words(tmp_path, place, (rank,), "hang", *more)
     codes, said = both(job(out, *given))
     assert all(codes), said
@@ -124,9 +126,85 @@ def test_under_torchrun_a_process_that_blocks_is_named_and_the_run_resumes(tmp_p
 
 
 @pytest.mark.slow
-def test_under_ray_a_process_that_blocks_is_named_and_the_run_goes_on(tmp_path):
+@pytest.mark.parametrize(
+    "where", ["gradients", *(pytest.param(w, marks=pytest.mark.long) for w in ("load", "evaluation", "transfer"))]
+)
+def test_under_ray_a_process_that_blocks_is_named_and_the_run_goes_on(tmp_path, where):
     pytest.importorskip("ray")
-    code, said = ended(train("sums", tmp_path / "run", *words(tmp_path, PLACES["gradients"][0]), "controllers=2"))
+    place, phase = PLACES[where]
+    more = ["eval.every=null"] if where == "transfer" else []
+    given = words(tmp_path, place, (1,), "hang", "controllers=2", *more)
+    code, said = ended(train("sums", tmp_path / "run", *given))
+    assert code == 0, said
+    assert blamed(said)[:2] == (1, phase)
+    assert "all controllers start again after step 0" in said
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_second_device_of_a_controller_is_named(tmp_path):
+    pytest.importorskip("ray")
+    given = words(tmp_path, "mmrl.placement.device_tasks:backward", (1,), "hang", "devices_per_controller=2")
+    code, said = ended(train("sums", tmp_path / "run", *given, "train.micro_batch_size=2", "ray=local"))
+    assert code == 0, said
+    assert "device 1 of controller 0 of 1 makes no progress: backward has shown no progress" in said
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(0,), pytest.param((0, 1), marks=pytest.mark.long)])
+def test_process_0_and_both_are_named(tmp_path, ranks):
+    out, given = tmp_path / "run", words(tmp_path, PLACES["gradients"][0], ranks)
+    codes, said = both(job(out, *given))
+    assert all(codes), said
+    named = re.findall(r"controller (\d) of 2 [^;]*? makes no progress: train", said)
+    assert named == [str(rank) for rank in ranks][: len(named)]
+    assert named
+    resumes(out, given)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_slow_and_gets_on_is_not_ended(tmp_path):
+    out, given = tmp_path / "run", words(tmp_path, PLACES["load"][0], (1,), "slowly")
+    codes, said = both(job(out, *given))
+    assert codes == [0, 0], said
+    assert "makes no progress" not in said
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_process_that_is_stopped_in_its_first_step_is_named(tmp_path):
+    out, given = tmp_path / "run", words(tmp_path, PLACES["gradients"][0], (1,), "freeze")
+    started = job(out, *given)
+    try:
+        code, said = ended(started[0])
+    finally:
+        started[1].kill()
+    assert code == 2
+    assert re.search(r"controller 1 of 2 .* has given no sign of life for \d+ s; it is stopped \(SIGSTOP\)", said), said
+    resumes(out, given)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_reward_that_blocks_ends_by_its_own_deadline(tmp_path):
+    out, given = tmp_path / "run", words(tmp_path, ":called", (1,), "hang")
+    codes, said = both(job(out, *given))
+    assert all(codes), said
+    assert "makes no progress" not in said
+    assert "planted" in said
+    assert "timeout" in said
+    resumes(out, given)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_by_torchrun_itself(tmp_path):
+    out, given = tmp_path / "run", words(tmp_path, PLACES["gradients"][0])
+    port = str(free_port())
+    started = ["--nnodes", "1", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "1", "-m", "mmrl"]
+    code, said = ended(Command("torch.distributed.run", [*started, "train", "sums", *given, "--out", out], ROOT))
     assert code == 0, said
     assert blamed(said)[:2] == (1, "train")
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows(out)] == [1, 2, 3, 4]

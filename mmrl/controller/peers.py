@@ -11,7 +11,7 @@ import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from mmrl.controller import preflight
 
 T = TypeVar("T")
 importlib.import_module("torch.distributed.nn")
@@ -122,6 +124,9 @@ class Group:
     ``devices``: devices per controller. ``rank`` and ``size`` then count devices, and the first device of a controller
     represents it: gradients are summed over all devices, everything else over controllers. ``waiting()`` is entered
     while waiting for the others. ``store``: where they meet, if not in one of their own at ``host``:``port``.
+
+    ``device``: where gradients lie. A first sum is made there over all ranks, and over groups of ``sizes`` neighbours,
+    within ``seconds``; ``hosts`` by rank are named if that fails. Raises ``UnreachedError``.
     """
 
     def __init__(
@@ -134,12 +139,17 @@ class Group:
         devices: int = 1,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         store: dist.Store | None = None,
+        device: str = "cpu",
+        sizes: Collection[int] = (),
+        seconds: float = preflight.LONGEST_S,
+        hosts: Mapping[int, str] | None = None,
     ) -> None:
         self.sent: Counter[str] = Counter()
         self.waited = 0.0
         self._devices, self._size, self._waiting = size, size // devices, waiting
         self._per_controller = devices
         self._counters: Counters | None = None
+        self._divided: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if name := interface_to(host):  # their default is the interface of the host's own name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -147,10 +157,31 @@ class Group:
         if store is None:
             handle = None if listening is None else listening.detach()
             wait = timedelta(minutes=3)
-            store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, master_listen_fd=handle)
+            store = dist.TCPStore(
+                host,
+                port,
+                size,
+                is_master=rank == 0,
+                timeout=wait,
+                wait_for_workers=False,
+                master_listen_fd=handle,
+            )
         self._store: dist.Store | None = store
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
-        self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
+        self._controllers: dist.ProcessGroup | None = None
+
+        def connect() -> None:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+            if devices > 1:
+                self._controllers = dist.new_group(range(0, size, devices), timeout=_PATIENCE)  # pyright: ignore[reportAttributeAccessIssue]
+            one = torch.ones(1, device=device)
+            for group in [None, *(group for n in sizes for group in self.divided(n))]:
+                dist.all_reduce(one, group=group)
+                one = one.clamp(max=1)
+            if one.item() != 1:
+                raise RuntimeError(f"the sum is {one.item()}")
+
+        with self._waiting():
+            preflight.reach(store, rank, size, device, connect, seconds, hosts)
         self.ranks: dist.ProcessGroup | None = dist.group.WORLD
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
@@ -173,7 +204,9 @@ class Group:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        if size in self._divided:
+            return self._divided[size]
         every, own = range(self._devices), dist.get_rank()
         together = [list(every[first : first + size]) for first in every[::size]]
         across = [list(every[place::size]) for place in range(size)]
@@ -181,6 +214,7 @@ class Group:
         shards, replicas = (group for ranks, group in made if own in ranks)
         assert isinstance(shards, dist.ProcessGroup)
         assert isinstance(replicas, dist.ProcessGroup)
+        self._divided[size] = shards, replicas
         return shards, replicas
 
     def counters(self, name: str) -> Counters:
@@ -206,6 +240,7 @@ class Group:
         """Destroy the group and its threads: a thread that is alive at exit may abort the process."""
         dist.destroy_process_group()
         self.ranks = self._controllers = self._store = None
+        self._divided.clear()
         if self._counters is not None:
             self._counters.close()
 

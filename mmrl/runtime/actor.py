@@ -17,6 +17,7 @@ from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import leaders
 from mmrl.controller.peers import begun
+from mmrl.controller.preflight import UnreachedError
 from mmrl.engines import server_devices
 from mmrl.engines.server_devices import ServerDevices
 from mmrl.errors import UserError
@@ -150,7 +151,10 @@ class Actor:
         notices.listen(self)
         meeting = Meeting(host, port, self._socket)
         with self._pulse(BETWEEN):
-            controller = join(loaded.recipe, self._rank, 0, meeting, self._pulse.waiting)
+            try:
+                controller = join(loaded.recipe, self._rank, 0, meeting, self._pulse.waiting)
+            except UnreachedError as error:
+                return Outcome(False, 0, 0, 0.0, str(error))
             devices = self._devices(loaded)
             return train_part(loaded, whole, controller, devices, self._pulse, self._stop, self._begun, resume=resume)
 
@@ -166,7 +170,10 @@ class Actor:
         """
         whole, loaded = RunDir(path), self._with_files(loaded)
         log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
-        controller = join(loaded.recipe, self._rank, self._device, Meeting(host, port))
+        try:
+            controller = join(loaded.recipe, self._rank, self._device, Meeting(host, port))
+        except UnreachedError as error:
+            return Outcome(False, 0, 0, 0.0, str(error))
         connection = call(self._device, address, key)
         self._pulse = watchdog(loaded.recipe)
         try:

@@ -22,6 +22,7 @@ from mmrl.checkpoint.manifest import entries
 from mmrl.checkpoint.resume import flatten
 from mmrl.config.checks import impossibilities
 from mmrl.config.loader import LoadedRecipe
+from mmrl.controller.preflight import UnreachedError
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.report import notices
@@ -290,13 +291,19 @@ class _Work:
         vigil.watch()
         notices.listen(vigil)
         try:
-            meeting = Meeting(found.host, found.port, store=self._board.store)
+            hosts = {rank: str(its["host"]) for rank, its in self._others.items()}
+            meeting = Meeting(found.host, found.port, store=self._board.store, hosts=hosts)
             controller = join(recipe, found.rank, 0, meeting, self._pulse.waiting)
             pulse, begun = self._pulse, self._begun
             with pulse(BETWEEN):
                 outcome = train_part(self._loaded, self._whole, controller, None, pulse, stop, begun, resume=resume)
                 if found.leads and not outcome.error and not vigil.all_ended():
                     outcome = self._lost(vigil.lost)
+        except UnreachedError as error:
+            why = vigil.lost or f"{vigil.name(found.rank)}: {error}"
+            vigil.close({"error": why, "exit_code": UserError.exit_code})
+            self._leave(why)  # a thread of the group may hang, and keep this process from ending
+            raise
         except Exception as error:
             why = vigil.broken(2 * PATIENCE) if _of_connection(error) else ""
             if not why:

@@ -194,6 +194,8 @@ class Watch:
         running = {}
         try:
             self._check_nodes()
+            for ref in [actor.visible.remote() for actor in self.actors.values()]:
+                self._get(ref)  # all processes have started: from here on they wait for each other
             replica_devices.settle(self._arguments[0].recipe, self.actors, self._get, self._gpus)
             where = self._get(self.actors[0, 0].listen.remote())
             listening = {}

@@ -6,9 +6,9 @@ import hashlib
 import os
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,8 +17,9 @@ import torch.distributed as dist
 import mmrl
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
-from mmrl.controller import Controller
+from mmrl.controller import Controller, preflight
 from mmrl.controller.peers import Group
+from mmrl.engines.this_machine import choose_device
 from mmrl.errors import UserError
 from mmrl.installing import DISTRIBUTION, version_of
 from mmrl.placement.multi_device import MultiDevice
@@ -36,12 +37,13 @@ as stuck. For a process that is not stopped it is ``runtime.patience``."""
 @dataclass(frozen=True)
 class Meeting:
     """Where all processes of a run meet: ``host:port``. The first listens there with the socket ``listening``, or all
-    use ``store``, which somebody else keeps."""
+    use ``store``, which somebody else keeps. ``hosts``: of the processes, as far as they are known."""
 
     host: str
     port: int
     listening: socket.socket | None = None
     store: dist.Store | None = None
+    hosts: Mapping[int, str] = field(default_factory=dict)
 
 
 def watchdog(recipe: Recipe) -> StallWatchdog:
@@ -59,12 +61,26 @@ def join(
     where: Meeting,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Controller:
-    """Controller ``rank``, connected to the others, in the process of its ``device``."""
+    """Controller ``rank``, connected to the others, in the process of its ``device``. Raises ``UnreachedError``."""
     devices = recipe.placement.training(recipe.devices_per_controller)
     place, size = rank * devices + device, recipe.controllers * devices
     if device >= devices or size == 1:  # it does not train, or trains alone
         return Controller(recipe.seed, rank, recipe.controllers)
-    peers = Group(place, size, where.host, where.port, where.listening, devices, waiting, where.store)
+    train = recipe.train
+    peers = Group(
+        place,
+        size,
+        where.host,
+        where.port,
+        where.listening,
+        devices,
+        waiting,
+        where.store,
+        device=str(choose_device(recipe.device)),
+        sizes=sorted({n for n in (train.shard_size, train.width) if n is not None and 1 < n < size}),
+        seconds=preflight.seconds_of(recipe.runtime.patience),
+        hosts=where.hosts,
+    )
     return Controller(recipe.seed, rank, recipe.controllers, peers)
 
 

@@ -1,0 +1,101 @@
+"""Right after start: whether all ranks of a run reach each other with what sums their gradients, within a time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from threading import Thread
+
+import torch.distributed as dist
+
+from mmrl.errors import UserError
+from mmrl.report.durations import duration
+
+LONGEST_S = 120.0
+_SHORTEST_S = 30.0
+_ASK_S = 5.0
+"""Seconds in which the store answers, and in which others come after a rank has failed."""
+
+
+class UnreachedError(UserError):
+    """Ranks of the run do not reach each other."""
+
+
+def seconds_of(patience: float) -> float:
+    """How long the ranks may take: two minutes, or ``patience`` if it is shorter, and at least half a minute."""
+    return min(LONGEST_S, max(_SHORTEST_S, patience))
+
+
+def reach(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: str,
+    connect: Callable[[], None],
+    seconds: float,
+    hosts: Mapping[int, str] | None = None,
+) -> None:
+    """Run ``connect``, which all ranks call together. Raises ``UnreachedError`` if it fails, or takes longer than
+    ``seconds``: it names the ranks that answered. ``hosts``: by rank, as far as they are known."""
+    board = store.clone()  # the other connection may wait for ever
+    board.set_timeout(timedelta(seconds=_ASK_S))
+    board.set(f"preflight/came/{rank}", f"{platform.node()}, {device}")
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            connect()
+        except BaseException as error:  # this thread has nobody who sees it
+            errors.append(error)
+
+    thread = Thread(target=work, name="preflight", daemon=True)  # it may hang: the process ends without it
+    thread.start()
+    thread.join(seconds)
+    if not thread.is_alive() and not errors:
+        return
+    why = f"failed ({_first_line(errors[0])})" if errors else f"did not end within {duration(seconds)}"
+    raise UnreachedError(
+        f"{size} ranks do not reach each other: a first sum over all {why}. {_answers(board, size, hosts)}"
+    )
+
+
+def _answers(board: dist.Store, size: int, hosts: Mapping[int, str] | None) -> str:
+    """Who answered and who did not, and what helps."""
+    came: dict[int, str] = {}
+    until = time.monotonic() + _ASK_S
+    try:
+        while len(came) < size:
+            for rank in range(size):
+                if rank not in came and board.check([key := f"preflight/came/{rank}"]):
+                    came[rank] = board.get(key).decode()
+            if time.monotonic() > until:
+                break
+            time.sleep(_ASK_S / 50)
+    except RuntimeError:
+        return f"Where all meet, nobody answers: rank 0{_of(0, hosts)} has ended, or is stopped. {_hints()}"
+    missing = [f"{rank}{_of(rank, hosts)}" for rank in range(size) if rank not in came]
+    answered = ", ".join(f"{rank} ({came[rank]})" for rank in sorted(came))
+    lacks = f"no answer from {', '.join(missing)}" if missing else "all answered, so what connects them fails"
+    return f"Answered: {answered}; {lacks}. {_hints()}"
+
+
+def _of(rank: int, hosts: Mapping[int, str] | None) -> str:
+    return f" ({hosts[rank]})" if hosts and rank in hosts else ""
+
+
+def _hints() -> str:
+    gloo, visible = os.environ.get("GLOO_SOCKET_IFNAME", "not set"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    said = f"See what those ranks printed; name the network that all hosts share (GLOO_SOCKET_IFNAME is {gloo} here)"
+    if visible is None:
+        return said
+    return (
+        f"{said} and NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says which connection fails; under Slurm let every task see "
+        f"all GPUs of its host (--gpus-per-node, not --gpus-per-task; CUDA_VISIBLE_DEVICES is {visible} here)"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
