@@ -145,7 +145,7 @@ def test_under_ray_a_process_that_blocks_is_named_and_the_run_goes_on(tmp_path, 
 @pytest.mark.slow
 def test_the_second_device_of_a_controller_is_named(tmp_path):
     pytest.importorskip("ray")
-    given = words(tmp_path, "mmrl.placement.device_tasks:backward", (1,), "hang", "devices_per_controller=2")
+    given = words(tmp_path, "mmrl.engines.policy:Policy.accumulate", (1,), "hang", "devices_per_controller=2")
     code, said = ended(train("sums", tmp_path / "run", *given, "train.micro_batch_size=2", "ray=local"))
     assert code == 0, said
     assert "device 1 of controller 0 of 1 makes no progress: backward has shown no progress" in said
@@ -158,7 +158,7 @@ def test_process_0_and_both_are_named(tmp_path, ranks):
     out, given = tmp_path / "run", words(tmp_path, PLACES["gradients"][0], ranks)
     codes, said = both(job(out, *given))
     assert all(codes), said
-    named = re.findall(r"controller (\d) of 2 [^;]*? makes no progress: train", said)
+    named = re.findall(r"controller (\d) of 2 \(process \d+ on [^)]*\) makes no progress: train", said)
     assert named == [str(rank) for rank in ranks][: len(named)]
     assert named
     resumes(out, given)

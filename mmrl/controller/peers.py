@@ -253,7 +253,7 @@ def begun() -> dict[str, int]:
         for kind in ("cpu", "cuda"):
             with suppress(RuntimeError):  # it has no such backend
                 backend = group._get_backend(torch.device(kind))
-                found[f"{name} {kind}"] = backend._get_sequence_number_for_group()
+                found[f"{name} {kind}"] = backend._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
     return found
 
 

@@ -40,7 +40,7 @@ def reach(
 ) -> None:
     """Run ``connect``, which all ranks call together. Raises ``UnreachedError`` if it fails, or takes longer than
     ``seconds``: it names the ranks that answered. ``hosts``: by rank, as far as they are known."""
-    board = store.clone()  # the other connection may wait for ever
+    board: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # the other one may wait for ever
     board.set_timeout(timedelta(seconds=_ASK_S))
     board.set(f"preflight/came/{rank}", f"{platform.node()}, {device}")
     errors: list[BaseException] = []

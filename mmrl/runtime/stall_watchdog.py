@@ -62,7 +62,7 @@ class Sign:
     begun: Mapping[str, int] | None = None
 
 
-def blamed(signs: Mapping[P, Sign], workers: Callable[[P], Collection[P]] = lambda place: ()) -> list[P]:
+def blamed(signs: Mapping[P, Sign], workers: Callable[[P], Collection[P]] | None = None) -> list[P]:
     """The processes that are stuck and wait for nobody; or all that are in a phase, if each of them is stuck.
 
     A process waits if it has begun more collectives of a group than another, or if one of its ``workers`` has a task.
@@ -78,12 +78,12 @@ def blamed(signs: Mapping[P, Sign], workers: Callable[[P], Collection[P]] = lamb
 
     busy = [place for place, sign in signs.items() if sign.busy]
     stuck = [place for place in busy if signs[place].stuck is not None]
-    at_work = {place: [w for w in workers(place) if w in busy and not waits(w)] for place in stuck}
+    at_work = {place: [w for w in (workers(place) if workers else ()) if w in busy and not waits(w)] for place in stuck}
     return [p for p in stuck if not waits(p) and not at_work[p]] or (stuck if len(stuck) == len(busy) else [])
 
 
 def no_progress(
-    signs: Mapping[P, Sign], name: Callable[[P], str], workers: Callable[[P], Collection[P]] = lambda place: ()
+    signs: Mapping[P, Sign], name: Callable[[P], str], workers: Callable[[P], Collection[P]] | None = None
 ) -> str:
     """Who of ``blamed`` makes no progress, and where; empty if nobody."""
     said = [f"{name(place)} makes no progress: {signs[place].stuck}" for place in blamed(signs, workers)]
