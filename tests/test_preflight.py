@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.controller.preflight import UnreachedError, seconds_of
+from mmrl.controller.preflight import FirstSum, UnreachedError, seconds_of
 from tests.ranks import free_port, launched
 
 
@@ -24,7 +24,8 @@ def serve(rank, port, out, silent, sizes):
         torch.save("silent", out)
         os._exit(0)
     try:
-        group = Group(rank, 4, "127.0.0.1", port, seconds=3 if silent else 120, sizes=sizes, hosts={1: "node7"})
+        first = FirstSum(sizes=sizes, seconds=3 if silent else 120, hosts={1: "node7"})
+        group = Group(rank, 4, "127.0.0.1", port, first=first)
     except UnreachedError as error:
         said = str(error)
         torch.save(said, Path(out).with_suffix(".part"))

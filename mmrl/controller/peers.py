@@ -11,7 +11,7 @@ import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -23,12 +23,14 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from mmrl.controller import preflight
+from mmrl.controller.preflight import FirstSum
 
 T = TypeVar("T")
 importlib.import_module("torch.distributed.nn")
 """Imported before a group exists: otherwise its functions keep the group as a default argument after ``close``."""
 _PATIENCE = timedelta(days=1)
 """Controllers may wait long for each other (a slow reward); the launcher finds dead and frozen processes."""
+_FIRST = FirstSum()
 _REQUEST = 26
 """Bytes of a request to a counter and its answer, beside its name: its kind, the lengths, and two numbers."""
 
@@ -125,8 +127,7 @@ class Group:
     represents it: gradients are summed over all devices, everything else over controllers. ``waiting()`` is entered
     while waiting for the others. ``store``: where they meet, if not in one of their own at ``host``:``port``.
 
-    ``device``: where gradients lie. A first sum is made there over all ranks, and over groups of ``sizes`` neighbours,
-    within ``seconds``; ``hosts`` by rank are named if that fails. Raises ``UnreachedError``.
+    The ``first`` sum is made at once. Raises ``UnreachedError`` if it fails.
     """
 
     def __init__(
@@ -139,10 +140,7 @@ class Group:
         devices: int = 1,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         store: dist.Store | None = None,
-        device: str = "cpu",
-        sizes: Collection[int] = (),
-        seconds: float = preflight.LONGEST_S,
-        hosts: Mapping[int, str] | None = None,
+        first: FirstSum = _FIRST,
     ) -> None:
         self.sent: Counter[str] = Counter()
         self.waited = 0.0
@@ -173,15 +171,15 @@ class Group:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
             if devices > 1:
                 self._controllers = dist.new_group(range(0, size, devices), timeout=_PATIENCE)  # pyright: ignore[reportAttributeAccessIssue]
-            one = torch.ones(1, device=device)
-            for group in [None, *(group for n in sizes for group in self.divided(n))]:
+            one = torch.ones(1, device=first.device)
+            for group in [None, *(group for n in first.sizes for group in self.divided(n))]:
                 dist.all_reduce(one, group=group)
                 one = one.clamp(max=1)
             if one.item() != 1:
                 raise RuntimeError(f"the sum is {one.item()}")
 
         with self._waiting():
-            preflight.reach(store, rank, size, device, connect, seconds, hosts)
+            preflight.reach(store, rank, size, first, connect)
         self.ranks: dist.ProcessGroup | None = dist.group.WORLD
 
     def sum(self, values: Tensor, kind: str) -> Tensor:

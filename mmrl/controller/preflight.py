@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from threading import Thread
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -20,6 +22,16 @@ _ASK_S = 5.0
 """Seconds in which the store answers, and in which others come after a rank has failed."""
 
 
+class FirstSum(NamedTuple):
+    """The first sum of all ranks, on ``device``, where gradients lie; also of groups of ``sizes`` neighbours. It has
+    ``seconds``. ``hosts``: by rank, as far as they are known."""
+
+    device: str = "cpu"
+    sizes: Sequence[int] = ()
+    seconds: float = LONGEST_S
+    hosts: Mapping[int, str] = MappingProxyType({})
+
+
 class UnreachedError(UserError):
     """Ranks of the run do not reach each other."""
 
@@ -29,20 +41,12 @@ def seconds_of(patience: float) -> float:
     return min(LONGEST_S, max(_SHORTEST_S, patience))
 
 
-def reach(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    device: str,
-    connect: Callable[[], None],
-    seconds: float,
-    hosts: Mapping[int, str] | None = None,
-) -> None:
-    """Run ``connect``, which all ranks call together. Raises ``UnreachedError`` if it fails, or takes longer than
-    ``seconds``: it names the ranks that answered. ``hosts``: by rank, as far as they are known."""
+def reach(store: dist.Store, rank: int, size: int, first: FirstSum, connect: Callable[[], None]) -> None:
+    """Run ``connect``, which all ranks call together: it makes the ``first`` sum. Raises ``UnreachedError`` if it
+    fails, or takes too long: it names the ranks that answered."""
     board: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # the other one may wait for ever
     board.set_timeout(timedelta(seconds=_ASK_S))
-    board.set(f"preflight/came/{rank}", f"{platform.node()}, {device}")
+    board.set(f"preflight/came/{rank}", f"{platform.node()}, {first.device}")
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -53,16 +57,16 @@ def reach(
 
     thread = Thread(target=work, name="preflight", daemon=True)  # it may hang: the process ends without it
     thread.start()
-    thread.join(seconds)
+    thread.join(first.seconds)
     if not thread.is_alive() and not errors:
         return
-    why = f"failed ({_first_line(errors[0])})" if errors else f"did not end within {duration(seconds)}"
+    why = f"failed ({_first_line(errors[0])})" if errors else f"did not end within {duration(first.seconds)}"
     raise UnreachedError(
-        f"{size} ranks do not reach each other: a first sum over all {why}. {_answers(board, size, hosts)}"
+        f"{size} ranks do not reach each other: a first sum over all {why}. {_answers(board, size, first.hosts)}"
     )
 
 
-def _answers(board: dist.Store, size: int, hosts: Mapping[int, str] | None) -> str:
+def _answers(board: dist.Store, size: int, hosts: Mapping[int, str]) -> str:
     """Who answered and who did not, and what helps."""
     came: dict[int, str] = {}
     until = time.monotonic() + _ASK_S
@@ -82,8 +86,8 @@ def _answers(board: dist.Store, size: int, hosts: Mapping[int, str] | None) -> s
     return f"Answered: {answered}; {lacks}. {_hints()}"
 
 
-def _of(rank: int, hosts: Mapping[int, str] | None) -> str:
-    return f" ({hosts[rank]})" if hosts and rank in hosts else ""
+def _of(rank: int, hosts: Mapping[int, str]) -> str:
+    return f" ({hosts[rank]})" if rank in hosts else ""
 
 
 def _hints() -> str:

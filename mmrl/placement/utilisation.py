@@ -33,7 +33,10 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._closed.wait(EVERY_S):
-            now = self._read()
+            try:
+                now = self._read()
+            except Exception:  # no figure; the run goes on
+                continue
             with self._lock:
                 self._sum, self._count = self._sum + now, self._count + 1
 
@@ -56,6 +59,6 @@ def _sampler(device: torch.device) -> Sampler | None:
         return None
     try:
         torch.cuda.utilization(device)
-    except (RuntimeError, ModuleNotFoundError):  # no driver, or one without this reading
+    except Exception:  # no driver, or none of this reading (MIG, vGPU): NVML's errors have no class that torch names
         return None
     return Sampler(lambda: torch.cuda.utilization(device) / 100)

@@ -19,6 +19,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller, preflight
 from mmrl.controller.peers import Group
+from mmrl.controller.preflight import FirstSum
 from mmrl.engines.this_machine import choose_device
 from mmrl.errors import UserError
 from mmrl.installing import DISTRIBUTION, version_of
@@ -67,20 +68,10 @@ def join(
     if device >= devices or size == 1:  # it does not train, or trains alone
         return Controller(recipe.seed, rank, recipe.controllers)
     train = recipe.train
-    peers = Group(
-        place,
-        size,
-        where.host,
-        where.port,
-        where.listening,
-        devices,
-        waiting,
-        where.store,
-        device=str(choose_device(recipe.device)),
-        sizes=sorted({n for n in (train.shard_size, train.width) if n is not None and 1 < n < size}),
-        seconds=preflight.seconds_of(recipe.runtime.patience),
-        hosts=where.hosts,
-    )
+    sizes = sorted({n for n in (train.shard_size, train.width) if n is not None and 1 < n < size})
+    seconds = preflight.seconds_of(recipe.runtime.patience)
+    first = FirstSum(str(choose_device(recipe.device)), sizes, seconds, where.hosts)
+    peers = Group(place, size, where.host, where.port, where.listening, devices, waiting, where.store, first)
     return Controller(recipe.seed, rank, recipe.controllers, peers)
 
 
