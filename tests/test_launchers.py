@@ -14,7 +14,7 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.runtime.board import meet
 from mmrl.runtime.joined import _refuse, _told
-from mmrl.runtime.launchers import Launched, first_host, launched, own_devices
+from mmrl.runtime.launchers import Launched, first_host, hidden_from_each_other, launched, own_devices
 from tests.ranks import Command, free_port
 from tests.ray_runs import ROOT, SMALL, UNHURRIED, children, ended, rows, wait_for
 
@@ -86,6 +86,15 @@ def test_each_process_has_its_own_devices():
     assert own_devices(slurm, "6,7", 2) == "6,7"  # --gpus-per-task=2: Slurm has given each its own
     with pytest.raises(UserError, match=r"process 1 of this host needs 1 GPU of its own.*start fewer processes"):
         own_devices(torchrun, "0", 1)
+
+
+def test_gpus_that_slurm_hides_from_each_other_are_said():
+    slurm = launched(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    assert "--gpus-per-node in place of --gpus-per-task" in hidden_from_each_other(slurm, "0", 1)
+    assert not hidden_from_each_other(slurm, "0,1,2,3", 1)
+    assert not hidden_from_each_other(slurm, None, 1)
+    assert not hidden_from_each_other(launched(SLURM | {"SLURM_NNODES": "4"}), "0", 1)  # one task a host
+    assert not hidden_from_each_other(launched(TORCHRUN), "0", 1)
 
 
 def tasks(recipe, out, *words, size=2, each=(), vary=(), **more):

@@ -30,7 +30,7 @@ from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir, has_begun
 from mmrl.runtime.board import Board, GoneError, meet
 from mmrl.runtime.launchers import Launched
-from mmrl.runtime.program import PATIENCE, Meeting, join, log_to, train_part, versions, watchdog
+from mmrl.runtime.program import PATIENCE, Meeting, before_cuda, join, log_to, train_part, versions, watchdog
 from mmrl.runtime.shipped import variables
 from mmrl.runtime.stall_watchdog import BETWEEN
 from mmrl.runtime.start import OpenRun, command, opened, resumed
@@ -74,6 +74,7 @@ def train(loaded: LoadedRecipe, found: Launched, out: Path, *, resume: bool, ove
             f"many processes as devices ({found.processes})"
         )
     remember(variables(loaded.recipe))
+    before_cuda(loaded.recipe)
     board = meet(found, loaded.recipe.runtime.patience)
     try:
         if found.leads:

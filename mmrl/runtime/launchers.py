@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -171,4 +172,20 @@ def use_own_devices(found: Launched, device: object, devices: object) -> None:
     """Set CUDA_VISIBLE_DEVICES before CUDA starts, by the recipe's ``device`` and ``devices_per_controller``."""
     if device == "cpu" or not isinstance(devices, int):
         return
-    os.environ["CUDA_VISIBLE_DEVICES"] = own_devices(found, os.environ.get("CUDA_VISIBLE_DEVICES"), devices)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = own_devices(found, visible, devices)
+    if found.leads and (said := hidden_from_each_other(found, visible, devices)):
+        print(said, file=sys.stderr)
+
+
+def hidden_from_each_other(found: Launched, visible: str | None, devices: int) -> str:
+    """What to say where Slurm shows each task of a host only its own GPUs; empty elsewhere."""
+    if found.launcher != "srun" or found.size <= found.nodes or visible is None:
+        return ""
+    if len([one for one in visible.split(",") if one.strip()]) > devices:
+        return ""
+    return (
+        f"warning: Slurm shows each task only its own GPUs (CUDA_VISIBLE_DEVICES={visible}), so NCCL may not use "
+        "NVLink between those of a host, or fail; ask for --gpus-per-node in place of --gpus-per-task, "
+        "or add --gpu-bind=none"
+    )

@@ -55,6 +55,12 @@ def watchdog(recipe: Recipe) -> StallWatchdog:
     return StallWatchdog(PATIENCE, {"reward": slowest, "score": slowest}, hidden, recipe.runtime.patience, Work())
 
 
+def before_cuda(recipe: Recipe) -> None:
+    """Set what CUDA reads once, when it starts."""
+    if recipe.train.backend == "megatron":  # collectives and kernels run in the order they were launched
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def join(
     recipe: Recipe,
     rank: int,
@@ -63,6 +69,7 @@ def join(
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Controller:
     """Controller ``rank``, connected to the others, in the process of its ``device``. Raises ``UnreachedError``."""
+    before_cuda(recipe)
     devices = recipe.placement.training(recipe.devices_per_controller)
     place, size = rank * devices + device, recipe.controllers * devices
     if device >= devices or size == 1:  # it does not train, or trains alone

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -52,7 +51,6 @@ class Groups(NamedTuple):
 def arrange(train: Train, *, mixture: bool) -> Groups:
     """Divide the ranks of ``torch.distributed``, all together: neighbours share a model. ``mixture``: with experts."""
     cpu.install()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # collectives and kernels in the order they were launched
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
