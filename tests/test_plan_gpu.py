@@ -16,7 +16,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.planner import estimate
 from mmrl.planner.estimate import policy
-from mmrl.planner.fake_tensors import LiveBytes
+from mmrl.planner.fake_tensors import LiveBytes, fake
 from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.gpus import GPUS, Gpu, gpu_of
 from mmrl.planner.operations import Call, Work, times_expert
@@ -181,7 +181,7 @@ def test_the_seconds_of_operators_worked_out_by_hand():
     added = Call("add", "float32", (), 0, moved, "forward")
     assert seconds(Work({added: 2}), rates) == pytest.approx(2 * moved / (0.85 * 10e9))
     tiny = added._replace(nbytes=12)
-    assert seconds(Work({tiny: 5, tiny._replace(kind="view"): 2}), rates) == pytest.approx(5 * 12e-6 + 2 * 1.5e-6), (
+    assert seconds(Work({tiny: 5, tiny._replace(kind="view"): 2}), rates) == pytest.approx(5 * 24e-6 + 2 * 1.5e-6), (
         "the host is the bound of tiny tensors"
     )
     assert seconds(Work({product: 1, tiny: 5}), rates) == pytest.approx(flops / (0.78e12) + 5 * 2.5e-6), (
@@ -267,6 +267,54 @@ def test_the_output_says_that_it_is_an_estimate_and_fits_a_terminal():
     assert "loading: " in said
     mine = said[said.index("time of a step") :].split("note:")[0] + said[said.index("loading:") :].split("in host")[0]
     assert max(map(len, mine.splitlines()[:-1])) <= 80
+
+
+def of_the_h100(dtype):
+    """The operators of the slice of SD3.5-M that ``benchmarks/gpu_smoke.py`` timed, four pictures of 512 x 512."""
+    from diffusers import SD3Transformer2DModel
+    from peft import LoraConfig
+
+    with torch.device("meta"):
+        model = SD3Transformer2DModel(
+            sample_size=128,
+            patch_size=2,
+            in_channels=16,
+            out_channels=16,
+            attention_head_dim=64,
+            pos_embed_max_size=384,
+            qk_norm="rms_norm",
+            num_layers=24,
+            num_attention_heads=24,
+            caption_projection_dim=1536,
+            joint_attention_dim=4096,
+            pooled_projection_dim=2048,
+            dual_attention_layers=tuple(range(13)),
+        ).requires_grad_(False)
+        model.add_adapter(LoraConfig(r=32, lora_alpha=64, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    model.to(dtype)
+    fake([model])
+    inputs = [torch.zeros(4, 16, 64, 64), torch.zeros(4, 333, 4096), torch.zeros(4, 2048)]
+    with LiveBytes() as live:
+        made = model(*(x.to(dtype) for x in inputs), torch.full((4,), 500.0), return_dict=False)[0]
+        made.float().square().mean().backward()
+    return live.work
+
+
+@pytest.mark.slow
+def test_the_slice_that_an_h100_timed_took_what_is_planned(recwarn):
+    """Seconds of benchmarks/results/gpu/smoke_2026-11-26_1103_cuda.txt."""
+    single, half = of_the_h100(torch.float32), of_the_h100(torch.bfloat16)
+    blocks = policy(half, planned("model.dtype=bfloat16", "performance.compile=true").recipe)
+    for work, tf32, took in (
+        (single, None, 0.6175),
+        (single, True, 0.3225),
+        (half, None, 0.2106),
+        (half, None, 0.1573),  # with flash attention
+        (blocks, None, 0.0966),
+    ):
+        rates = Assumed(H100, tf32)
+        said = seconds(work, rates)
+        assert said / rates.spread < took < said * rates.spread
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
