@@ -37,7 +37,7 @@ EDITS = (
     re.compile(
         rf"\b(?:set|write) (?P<key>{KEY})(?: to |=|: )(?P<value>{VALUE})(?! (?!or\b|and\b|with\b|on\b|if\b)[a-z])"
     ),
-    re.compile(rf"(?<![\w.\[/-])(?P<key>{KEY})=(?P<value>{VALUE})"),
+    re.compile(rf"(?<!trial )(?<![\w.\[/-])(?P<key>{KEY})=(?P<value>{VALUE})"),
     re.compile(rf"\b(?:remove|leave out|raise|lower|set) (?P<key>[a-z_]+(?:\.[a-z_0-9]+)+){TAIL}"),
 )
 NOT_OURS = re.compile(

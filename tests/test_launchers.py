@@ -316,3 +316,19 @@ def test_torchrun_starts_a_job_again_that_goes_on_where_it_was(tmp_path):
     assert re.search(r"resuming after step [123]", said)
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4]
     assert "done: 4 steps" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_reward_in_whose_call_a_process_ends_is_named(victim, tmp_path):
+    file = tmp_path / "kills.py"
+    file.write_text(
+        "import os, signal\nimport mmrl\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
+        f"    if context.step == 1 and os.environ['SLURM_PROCID'] == '{victim}':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n    return [0.0] * len(samples)\n"
+    )
+    words = [*SMALL, "runtime.patience=120s", f"rewards=[{{name: '{file}:score'}}]"]
+    both = [ended(task) for task in tasks("sums", tmp_path / "run", *words)]
+    said = both[1 - victim][1]
+    assert f"controller {victim} of 2" in said
+    assert f"has died, in a call of the reward {file}:score" in said

@@ -164,7 +164,10 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         return
     for key in _changed(recipe.rollout, ("update_bucket_mib", "weight_transport")):
         yield f"rollout.{key}: the weights that train also sample, so none travel; remove it"
-    if recipe.rollout.importance in ("auto", "none"):
+    if recipe.makes != "text":
+        for key in _changed(recipe.rollout, ("importance", "importance_cap", "importance_floor", "importance_mode")):
+            yield f"rollout.{key}: pictures that the trained weights draw have no importance weights; remove it"
+    elif recipe.rollout.importance in ("auto", "none"):
         for key in _changed(recipe.rollout, ("importance_cap", "importance_floor", "importance_mode")):
             yield f"rollout.{key}: there are no importance weights here; remove it, or set rollout.importance=token"
 

@@ -1,7 +1,8 @@
 """Name the reward in whose call a process ends without a word: by ``os._exit``, a crash or a kill.
 
 ``os._exit`` says before it ends whose call it is in. For what leaves no time to speak, a file in the run's directory
-names the calls that are under way; it is gone after them, and ``--resume`` tells what it finds there.
+names the calls that are under way; it is gone after them, and who finds the process lost, or ``--resume``, tells what
+is there.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ def left_by_last(folder: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     return [str(name)[:200] for name in found] if isinstance(found, list) else []
+
+
+def in_a_call(folder: Path) -> str:
+    """Words for the end of a process that wrote into ``folder``: the rewards that were being called, else nothing."""
+    names = left_by_last(folder)
+    return f", in a call of the reward {' or '.join(names)}" if names else ""
 
 
 def _end(status: int) -> None:

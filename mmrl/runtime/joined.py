@@ -28,6 +28,7 @@ from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.report import notices
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir, has_begun
+from mmrl.rewards.last_words import in_a_call
 from mmrl.runtime.board import Board, GoneError, meet
 from mmrl.runtime.launchers import Launched
 from mmrl.runtime.program import PATIENCE, Meeting, before_cuda, join, log_to, train_part, versions, watchdog
@@ -281,7 +282,7 @@ class _Work:
         self._session: Session | None = None
         self._pulse = watchdog(loaded.recipe)
         patience = loaded.recipe.runtime.patience
-        self._vigil = Vigil(board.again(), found.rank, others, patience, self._pulse, self._leave)
+        self._vigil = Vigil(board.again(), found.rank, others, patience, self._pulse, self._leave, called=self._called)
 
     def train(self, stop: Stop, *, resume: bool) -> Outcome:
         """Train this process's part to the end of all."""
@@ -317,6 +318,9 @@ class _Work:
         met = None if outcome.divergence is None else asdict(outcome.divergence)
         vigil.close({"error": error, "exit_code": outcome.exit_code, "divergence": met})
         return outcome
+
+    def _called(self, rank: int) -> str:
+        return in_a_call(self._whole.of_controller(rank).path)
 
     def _begun(self, session: Session) -> None:
         self._session = session

@@ -21,6 +21,7 @@ from mmrl.config.replicas import devices_of_workers, in_workers
 from mmrl.errors import UnscoredError, UserError
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
+from mmrl.rewards.last_words import in_a_call
 from mmrl.runtime import replica_devices
 from mmrl.runtime.actor import Actor, Beat
 from mmrl.runtime.cluster import (
@@ -318,7 +319,8 @@ class Watch:
             raise
 
     def _lost(self, place: Place, error: Exception) -> LostError:
-        return LostError(f"{self._name(place)} died ({_last_line(error)})")
+        called = in_a_call(self.directory.of_controller(place[0]).path)
+        return LostError(f"{self._name(place)} died{called} ({_last_line(error)})")
 
     def _name(self, place: Place) -> str:
         rank, device = place

@@ -53,11 +53,12 @@ class Vigil:
         pulse: StallWatchdog,
         leave: Callable[[str], None],
         show: Callable[[str], None] = print,
+        called: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self._board, self._rank, self._size = board, rank, len(others)
         self._watched = [r for r in others if r != rank and (rank == 0 or r == 0)]
         self._others, self._patience, self._pulse = others, patience, pulse
-        self._leave, self._show = leave, show
+        self._leave, self._show, self._called = leave, show, called
         self._here = whereabouts()
         self._seen: dict[int, tuple[Json, float]] = {}
         self._silences: dict[int, Silence] = {}
@@ -141,7 +142,12 @@ class Vigil:
                 self._asked = 0.0
             except GoneError:
                 self._asked = 0.0
-                self.lost = f"{self.name(0)} has ended, or the launcher on its host: where all meet nobody answers"
+                called = self._called(0)
+                self.lost = (
+                    f"{self.name(0)} has died{called}"
+                    if called
+                    else f"{self.name(0)} has ended, or the launcher on its host: where all meet nobody answers"
+                )
             if self.lost:
                 with suppress(GoneError):
                     self._board.write("lost", self.lost)
@@ -204,7 +210,7 @@ class Vigil:
         its = self._others[rank]
         if (its["host"], its["space"]) == (self._here["host"], self._here["space"]):
             if seconds > 2 * _EVERY and _ended(its):
-                return f"{self.name(rank)} has died"
+                return f"{self.name(rank)} has died{self._called(rank)}"
             pid = its["pid"]
             assert isinstance(pid, int)
             silence.see(process_probe.read(pid))
