@@ -197,6 +197,7 @@ def commands() -> dict[str, set[str]]:
     add("", typer.main.get_command(app))
     words = {field.name for field in dataclasses.fields(Settings)}
     found["knowledge"] = {*words, "example"}  # python -m mmrl.knowledge
+    found["calibration"] = {"dtype"}  # the command that measures a device, which the message names
     return found
 
 
