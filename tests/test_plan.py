@@ -93,6 +93,7 @@ DRAFT = [
             id="awm",
             marks=pytest.mark.slow,
         ),
+        pytest.param(["model.dtype=bfloat16"], id="half", marks=pytest.mark.slow),
         pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
         pytest.param(["algorithm={type: draft, renoise: 2}", *DRAFT[1:]], id="draft-lv", marks=pytest.mark.long),
     ],
