@@ -2,11 +2,61 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject, as_object
 from mmrl.packages.places import lacking
+from mmrl.untrusted import open_file, read_json
+
+_LARGEST = 256 << 20
+"""Bytes of a file beside the weights; tokenizers have up to some 40 MB."""
+_VALUES = 5_000_000
+"""Values of a configuration or an index; the index of a large mixture of experts has some 200,000."""
+_CONFIGURATION = re.compile(r"(.*_)?config\.json|.*index\.json|.*\.index\..*json|special_tokens_map\.json")
+_WORDS = re.compile(r"(tokenizer|vocab|added_tokens|chat_template)\.json|.*\.(jinja|model)|(merges|vocab)\.txt")
+
+
+def json_of(path: str, name: str) -> JsonObject:
+    """The mapping in the JSON file ``name`` of the checkpoint ``path``. Raises ``OSError`` for the file and
+    ``ValueError`` for its content; both name it."""
+    file = file_of(path, name)
+    return _mapping(file, Path(path) if Path(path).exists() else None)
+
+
+def check_files(path: str) -> None:
+    """Look at the configurations and tokenizers in the folder ``path`` before a library reads them, and at its
+    components' in the folders of a pipeline. Does nothing where ``path`` is no folder here.
+
+    Raises ``UserError`` for a file that is no regular one, leads out of the folder or is too large, and for a
+    configuration that is no mapping, or too deep.
+    """
+    root = Path(path)
+    for file in sorted((*root.glob("*"), *root.glob("*/*"))) if root.is_dir() else ():
+        try:
+            if _CONFIGURATION.fullmatch(file.name):
+                _mapping(file, root)
+            elif _WORDS.fullmatch(file.name):
+                open_file(file, most=_LARGEST, root=root).close()
+            elif file.suffix == ".safetensors":
+                open_file(file).close()
+        except OSError as error:
+            raise UserError(
+                f"{file} cannot be read: {error.strerror or error}; download the checkpoint or save it anew"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{error}; download the checkpoint or save it anew") from error
+
+
+def _mapping(file: Path, root: Path | None) -> JsonObject:
+    try:
+        found = read_json(file, most=_LARGEST, root=root, values=_VALUES)
+    except ValueError as error:
+        raise ValueError(f"{file} {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no mapping")
+    return found
 
 
 def file_of(path: str, name: str) -> Path:
@@ -51,10 +101,11 @@ def _lacks(folder: Path) -> str:
     """A file that a whole checkpoint has and ``folder`` has not; empty where it is whole. Raises ``OSError``."""
     index = folder / "model.safetensors.index.json"
     try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
-    except (ValueError, KeyError, AttributeError):
+        listed = _mapping(index, folder)["weight_map"] if index.is_file() else {}
+        shards = {str(name) for name in as_object(listed).values()}
+    except (ValueError, KeyError, TypeError):
         return index.name
-    needed = ["config.json", *sorted(set(shards) or {"model.safetensors"})]
+    needed = ["config.json", *sorted(shards or {"model.safetensors"})]
     return next((name for name in needed if not (folder / name).is_file()), "")
 
 

@@ -36,6 +36,7 @@ from mmrl.engines.sharded import Sharded
 from mmrl.engines.this_machine import check_features, choose_device
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.out_of_memory import in_phase
 from mmrl.packages.places import lacking
 from mmrl.pipelines.protocol import Pipeline, of_text
@@ -88,6 +89,7 @@ def build(
         _require_gradients(recipe, rewards)
     family = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline))
     ranks = _sharded_over(recipe, controller)
+    check_files(path)
     with local_rows.reading(ranks and ranks[0]):
         pipeline = family.build(recipe, path, device)
     pipeline.features.owner, total = controller.rank, recipe.train.steps * recipe.train.updates_per_step

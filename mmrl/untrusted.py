@@ -26,6 +26,8 @@ MAX_VALUES = 1_000_000
 _INTEGER = 1 << 64
 _SUSPICIOUS = re.compile("[0-9]{16}|[eE][+]?[0-9]{3}")
 """Digits that may be an integer beyond 64 bits, or a number beyond all floats; most texts have none."""
+_HALVES = re.compile(r"\\u[dD][89a-fA-F]")
+"""A surrogate, which may lack its other half."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -86,8 +88,8 @@ def read_json(
 def parse_json(text: str | bytes, values: int = MAX_VALUES, *, strict: bool = False) -> MutableJson:
     """The value of a JSON text, of bounded depth and at most about ``values`` values.
 
-    ``strict``: its numbers are finite, its integers fit 64 bits, and no key stands twice in a mapping. Raises
-    ``ValueError``, which says why ``text`` cannot be read; the sentence begins with its verb.
+    ``strict``: its numbers are finite, its integers fit 64 bits, its texts are text, and no key stands twice in a
+    mapping. Raises ``ValueError``, which says why ``text`` cannot be read; the sentence begins with its verb.
     """
     if isinstance(text, bytes):
         try:
@@ -111,6 +113,8 @@ def parse_json(text: str | bytes, values: int = MAX_VALUES, *, strict: bool = Fa
         raise ValueError(f"is not JSON that can be read ({str(error).partition(';')[0]})") from None
     if opening > MAX_DEPTH and not shallow(value):
         raise ValueError(deep)
+    if strict and _HALVES.search(text) and not _is_text(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("is not JSON that can be read (it has half of a surrogate pair, which is no text)")
     return value
 
 
@@ -168,6 +172,14 @@ def printable(text: str, most: int = 300) -> str:
     and cut after ``most`` characters."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _integer(text: str) -> int:

@@ -31,6 +31,7 @@ TEXTS = {
     b'{"step": 1e999}': "larger than any float",
     b"1" * 5000: "more than 64 bits",
     b'{"step": 1000000000000000000000000000000}': "more than 64 bits",
+    b'{"step": 1, "more": "a\\ud800"}': "half of a surrogate pair",
     b"\xff\xfe\x00": "is not UTF-8",
     b"": "is not JSON",
     b"{" * 3: "is not JSON",
@@ -54,7 +55,7 @@ def test_what_does_not_fit_names_the_file_and_the_place(text, tmp_path):
 
 def test_what_fits_is_read(tmp_path):
     file = tmp_path / "state.json"
-    file.write_text(json.dumps({"step": 2**64 - 1, "rate": 1.5e308, "more": ["1" * 20, [[]] * 500]}))
+    file.write_text(json.dumps({"step": 2**64 - 1, "rate": 1.5e308, "more": ["1" * 20, [[]] * 500, "\U0001f600"]}))
     assert stored.read_as(Schema, file).step == 2**64 - 1
     with pytest.raises(FileNotFoundError):
         stored.read_as(Schema, tmp_path / "none.json")

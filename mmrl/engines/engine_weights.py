@@ -18,7 +18,7 @@ from torch import Tensor
 from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import UserError
-from mmrl.hub_files import folder_of
+from mmrl.hub_files import folder_of, json_of
 from mmrl.json_types import JsonObject
 
 _EXTRA = 1e-3
@@ -158,7 +158,7 @@ def values_of(model: Path) -> int:
         for name, shape in _shapes(file).items():
             total += math.prod(shape)
             tied += math.prod(shape) if name.endswith("lm_head.weight") else 0
-    config = json.loads((model / "config.json").read_text())
+    config = json_of(str(model), "config.json")
     return total - (tied if _ties(config) else 0)
 
 

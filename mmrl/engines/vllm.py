@@ -12,7 +12,6 @@ at temperature 1.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm_api import Adapter, Encoder, Loaded, Media, Model, Prompt, import_vllm, part, refusals
 from mmrl.engines.weight_groups import Backend, WeightGroup
 from mmrl.errors import UserError
+from mmrl.hub_files import json_of
 from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
 
@@ -348,7 +348,7 @@ def _prompt(request: Request, tokenizer: Encoder | None) -> Prompt:
 
 def _note_clips(folder: Path, clips: int) -> None:
     """Warn of models whose text after a clip has other positions in vLLM than in transformers."""
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    kind = json_of(str(folder), "config.json").get("model_type")
     if clips and kind in ("qwen2_vl", "qwen2_5_vl"):
         print(
             f"note: for {kind}, transformers 5 lets text after a clip start where the clip's height or width ends, and "

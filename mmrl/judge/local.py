@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.chat_template import checked
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.installing import install
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
@@ -252,6 +253,7 @@ def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     transformers.utils.logging.disable_progress_bar()
+    check_files(path)
     with _refused(path):
         config = AutoConfig.from_pretrained(path)
         sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

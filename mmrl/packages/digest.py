@@ -8,8 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
+
+from mmrl.untrusted import parse_json
 
 _CHUNK = 1 << 22
+_MOST = 5_000_000
+"""Values of a header: a tensor has some six."""
 
 
 def digest_of(file: Path) -> str:
@@ -19,7 +24,9 @@ def digest_of(file: Path) -> str:
         length = int.from_bytes(stream.read(8), "little")
         if length > 100_000_000:
             raise ValueError(f"{file} is no safetensors file")
-        header = json.loads(stream.read(length))
+        header: Any = parse_json(stream.read(length), _MOST)
+        if not isinstance(header, dict):
+            raise ValueError(f"{file} is no safetensors file")
         header.pop("__metadata__", None)
         for name in sorted(header):
             entry = header[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from mmrl.errors import UserError
 from mmrl.installing import version_of
 from mmrl.packages.table import BY_NAME, PREFIX, Package
+from mmrl.untrusted import read_json
 
 ORIGIN = "mmrl_origin.json"
 """A file beside the weights that says where they come from; written last, and read for the card of an export."""
@@ -72,7 +72,7 @@ def lacking(text: str) -> str:
 def origin_of(folder: Path) -> Mapping[str, str]:
     """What ``ORIGIN`` in ``folder`` says; empty where there is no such file."""
     try:
-        read = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+        read = read_json(folder / ORIGIN, most=1 << 20)
     except (OSError, ValueError):
         return {}
     return {str(k): str(v) for k, v in read.items()} if isinstance(read, dict) else {}

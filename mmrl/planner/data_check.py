@@ -20,6 +20,7 @@ from mmrl.datasets.mixture import Interleaved, Mixture, by_source
 from mmrl.datasets.records import BadRecord
 from mmrl.datasets.tables import has_file, is_table
 from mmrl.errors import BadPromptError, UserError
+from mmrl.hub_files import check_files
 from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, describe
 from mmrl.planner.prompt_check import unread_systems
@@ -247,6 +248,7 @@ def _reader(loaded: LoadedRecipe) -> _Model:
         if not hasattr(module, "describe"):
             said = f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)"
             return _Model(said, _of_size(recipe))
+        check_files(path)
         description = module.describe(recipe, path, architecture)
     except UserError as error:
         return _Model(f"not known: {error}", _of_size(recipe))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,7 +16,7 @@ from mmrl.config.drop_ins import entries
 from mmrl.config.errors import did_you_mean
 from mmrl.config.names import missing_model, resolve, shipped_recipes
 from mmrl.errors import UserError
-from mmrl.hub_files import file_of
+from mmrl.hub_files import json_of
 from mmrl.json_types import Json, JsonObject
 
 
@@ -225,7 +224,6 @@ def _recipes_like(path: str, algorithm: str | None) -> list[Shipped]:
 def _read(path: str, name: str) -> JsonObject | None:
     """A configuration file of the checkpoint; None where it is not to be had."""
     try:
-        found: Json = json.loads(file_of(path, name).read_text(encoding="utf-8"))
+        return json_of(path, name)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, Mapping) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
-from mmrl.json_types import Json
+from mmrl.hub_files import json_of
 from mmrl.packages.places import lacking
 from mmrl.report.sizes import size
 from mmrl.rewards.checkpoints import read_tensors
@@ -182,8 +181,7 @@ def _files(path: str) -> list[str]:
     described = _file(path, "model_index.json")
     if described is None:
         return _shards(path, "", "model")
-    listed: Json = json.loads(Path(described).read_text(encoding="utf-8"))
-    parts = [name for name, of in listed.items() if isinstance(of, list)] if isinstance(listed, Mapping) else []
+    parts = [name for name, of in json_of(path, "model_index.json").items() if isinstance(of, list)]
     models = [name for name in parts if _file(path, f"{name}/config.json") is not None]  # no tokenizer, no scheduler
     if not models:
         raise OSError("model_index.json names no model that is there")
@@ -203,8 +201,7 @@ def _shards(path: str, folder: str, stem: str) -> list[str]:
         if whole is None:
             raise OSError(f"no {folder}{stem}.safetensors" if Path(path).exists() else "it is not in the hub's cache")
         return [whole]
-    listed: Json = json.loads(Path(index).read_text(encoding="utf-8"))
-    shards = listed.get("weight_map") if isinstance(listed, Mapping) else None
+    shards = json_of(path, f"{folder}{stem}.safetensors.index.json").get("weight_map")
     if not isinstance(shards, Mapping):
         raise ValueError(f"{Path(index).name} lists no files")
     found = {name: _file(path, f"{folder}{name}") for name in sorted({str(name) for name in shards.values()})}

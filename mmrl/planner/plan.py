@@ -23,6 +23,7 @@ from mmrl.datasets.loading import in_order, load_prompts
 from mmrl.engines import context, own_class, performance, sampling_options, this_machine
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.media import Media
 from mmrl.packages.places import lacking
 from mmrl.pipelines.description import Description
@@ -90,7 +91,9 @@ def plan(
             made.problems += lacking_truths(recipe, *shown)
             made.notes += unread_systems(recipe, [prompt for split in shown for prompt in split])
         architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
-        description = module.describe(recipe, loaded.resolve(recipe.model.path), architecture)
+        path = loaded.resolve(recipe.model.path)
+        check_files(path)
+        description = module.describe(recipe, path, architecture)
     except UserError as error:
         made.problems += [str(error)] if str(error) not in made.problems else []
         return made

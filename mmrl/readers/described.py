@@ -15,6 +15,7 @@ from mmrl.config.drop_ins import split_file
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.json_types import Json, JsonObject, as_object, as_text
 from mmrl.packages.places import lacking
 from mmrl.python_objects import in_this_process
@@ -103,6 +104,7 @@ def opened(model: JsonObject, what: str, again: str) -> tuple[Recipe, str]:
         raise UserError(f"the model that {what} is not at {path} any more; run {again} again")
     if unset := lacking(path):
         raise UserError(f"the model that {what}: {unset}")
+    check_files(path)
     return recipe, path
 
 

@@ -79,7 +79,10 @@ class RecordedRun:
         """Weight by label of the rewards that are trained on."""
         found = self.resolved.get("rewards")
         rewards = found if isinstance(found, list) else []
-        return {_label(r): float(r.get("weight", 1.0)) for r in rewards if isinstance(r, dict)}
+        weights = {_label(r): r.get("weight", 1.0) for r in rewards if isinstance(r, dict)}
+        if any(not isinstance(weight, int | float) for weight in weights.values()):
+            raise BadFileError(f"{RunDir(self.path).resolved}: a reward's weight is no number; put it back from a copy")
+        return weights
 
     @property
     def labels(self) -> list[str]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
-from mmrl.hub_files import file_of, unreadable
+from mmrl.hub_files import json_of, unreadable
+from mmrl.stored import read_object
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +44,7 @@ def files_of(path: str, architecture: Path | None) -> Generator[Files]:
     Raises ``UserError`` if neither can be read.
     """
     try:
-        json.loads(file_of(path, "config.json").read_text(encoding="utf-8"))
+        json_of(path, "config.json")
     except (OSError, ValueError) as error:
         if architecture is None:
             raise unreadable(path, "config.json", "configuration files", error) from error
@@ -58,7 +59,7 @@ def files_of(path: str, architecture: Path | None) -> Generator[Files]:
 
 def _write(architecture: Path, folder: Path) -> None:
     try:
-        recorded = json.loads(architecture.read_text(encoding="utf-8"))
+        recorded = read_object(architecture)
         files, tokens, media = recorded["files"], recorded["tokens"], recorded.get("media", {})
         if "config.json" not in files:
             raise ValueError("no config.json under files")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.hub_files import file_of, unreadable
+from mmrl.hub_files import json_of, unreadable
+from mmrl.stored import read_object
 
 from .adapter import Adapter
 from .prompt_lengths import tokenizer_of
@@ -133,7 +133,7 @@ def _configurations(family: type[Adapter], path: str, architecture: Path | None)
         if architecture is None:
             raise unreadable(path, "model_index.json", "component configurations", error) from error
     try:
-        components = json.loads(architecture.read_text(encoding="utf-8"))["components"]
+        components = read_object(architecture)["components"]
         needed = [name for name in _files(family) if name not in family.encoders[1:]]
         lacking = [name for name in needed if not isinstance(components.get(name), dict)]
         if lacking:
@@ -163,4 +163,4 @@ def _files(family: type[Adapter]) -> dict[str, str]:
 
 
 def _read(path: str, file: str) -> dict[str, Any]:
-    return json.loads(file_of(path, file).read_text(encoding="utf-8"))
+    return dict(json_of(path, file))

@@ -135,7 +135,9 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
         variant = variant_of(family, path)
         with whole_weights(f"model.path: {path}"):
             return kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
-    except (OSError, ValueError, TypeError) as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a tokenizer's parser in Rust has no narrower class
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         raise UserError(
             f"model.path: {where} cannot be loaded as a {family.family} pipeline: {error}\n"

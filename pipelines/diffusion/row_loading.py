@@ -7,7 +7,6 @@ the class builds the model without memory, as diffusers does, and each rank read
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmrl import local_rows
+from mmrl.hub_files import json_of
+from mmrl.json_types import as_object
 from mmrl.report import notices
 
 _FILE = "diffusion_pytorch_model.safetensors"
@@ -28,7 +29,7 @@ def load_rows(kind: Any, folder: Path, dtype: torch.dtype, ranks: dist.ProcessGr
     """The model in ``folder``, as ``kind.from_pretrained`` with ``dtype`` would load it, with this rank's rows of its
     weights. None where it must be loaded whole, and a notice says why. Raises what reading raises."""
     files = _files(folder)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json_of(str(folder), "config.json")
     reason = f"it has no {_FILE}" if not files else ""
     if "quantization_config" in config:
         reason = "the checkpoint is quantized"
@@ -49,8 +50,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
     index = folder / f"{_FILE}.index.json"
     if index.exists():
-        listed: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in listed.items()}
+        listed = as_object(json_of(str(folder), index.name)["weight_map"])
+        return {name: folder / str(file) for name, file in listed.items()}
     if not (folder / _FILE).exists():
         return {}
     with safe_open(folder / _FILE, framework="pt") as file:

@@ -116,9 +116,9 @@ def load_tokenizer(auto: type[AutoTokenizerClass], path: str, settings: Model | 
             raise UserError(f"model.{key}: this pipeline reads no pictures; remove it, or set a pipeline of vlm/")
     try:
         tokenizer = auto.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # its parser in Rust has no narrower class
         raise UserError(
-            f"model.path: {path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
+            f"model.path: {path} has no tokenizer that can be loaded: {(str(error).splitlines() or [''])[0]}"
         ) from error
     if settings is not None and settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template

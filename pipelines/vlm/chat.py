@@ -184,8 +184,8 @@ def load_processor(path: str, settings: Model | None = None, data: Data | None =
 
     try:
         processor = AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the tokenizer's parser in Rust has no narrower class
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(f"model.path: {path} has no processor that can be loaded: {reason}") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
