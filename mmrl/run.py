@@ -93,9 +93,8 @@ def build(
     with local_rows.reading(ranks and ranks[0]):
         pipeline = family.build(recipe, path, device)
     pipeline.features.owner, total = controller.rank, recipe.train.steps * recipe.train.updates_per_step
-    critic = critic_of(
-        pipeline, recipe, total, controller, ranks
-    )  # a copy of the policy, so before the policy is in shards
+    # A critic is a copy of the policy, so it is made before the policy is in shards.
+    critic = critic_of(pipeline, recipe, total, controller, ranks)
     weights = weights_of(pipeline.policy, recipe, controller, ranks)
     continues = recipe.model.continues_adapter
     policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance, continues=continues)
