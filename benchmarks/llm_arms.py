@@ -101,12 +101,14 @@ def write_model(size: Size, out: Path) -> None:
 
 
 def make_tokenizer(vocabulary: int) -> Any:
-    """Bytes and pairs of characters, ``vocabulary`` tokens with the padding token; the end token is one more."""
+    """Bytes, pairs and triples of characters, ``vocabulary`` tokens with the padding one; the end token is one more."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
     singles = sorted(ByteLevel.alphabet())
-    pairs: Any = list(itertools.islice(itertools.product(LETTERS, LETTERS), vocabulary - len(singles) - 1))
+    pairs: Any = itertools.product(LETTERS, LETTERS)
+    triples = (("".join(pair), letter) for pair in itertools.product(LETTERS, LETTERS) for letter in LETTERS)
+    pairs = list(itertools.islice(itertools.chain(pairs, triples), vocabulary - len(singles) - 1))
     pad, end = "<|pad|>", "<|end|>"
     vocab = {token: n for n, token in enumerate([*singles, *map("".join, pairs), pad, end])}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=pairs, eos_token=end, pad_token=pad, unk_token=pad)
@@ -128,18 +130,18 @@ def length(samples: Sequence[Sample], *, context: Context) -> list[float]:
     return [float(len(sample.text or "")) for sample in samples]
 
 
-def make_run(size: Size, model: Path) -> StepContext:
-    """A run of that size on one CPU thread: GRPO without a reference, all weights train, one update a step.
+def make_run(size: Size, model: Path, device: str = "cpu", dtype: str = "float32") -> StepContext:
+    """A run of that size (on a CPU of one thread): GRPO without a reference, all weights train, one update a step.
 
     A step's samples are drawn in one go, as GRPOTrainer does; micro-batches are those of the update.
     """
     recipe = Recipe.model_validate(
         {
             "name": "benchmark",
-            "device": "cpu",
+            "device": device,
             "threads": 1,
             "pipeline": "llm/chat",
-            "model": {"path": str(model.resolve())},
+            "model": {"path": str(model.resolve()), "dtype": dtype},
             "data": {"name": f"{__file__}:prompts"},
             "sampling": {"max_new_tokens": size.new_tokens, "temperature": 1.0, "batch_size": size.rows},
             "rewards": [{"name": f"{__file__}:length"}],

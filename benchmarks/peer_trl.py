@@ -39,9 +39,9 @@ def length(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 class Peer:
-    """Final class. ``step`` is an arm; ``close`` ends the thread."""
+    """Final class. ``step`` is an arm; ``close`` ends the thread. ``gpu``: it computes there, in bfloat16."""
 
-    def __init__(self, size: Size, model: Path, out: Path) -> None:
+    def __init__(self, size: Size, model: Path, out: Path, *, gpu: bool = False) -> None:
         self.model: Any = None
         self.inputs: dict[str, Any] = {}
         """Of the last micro-batch: what ``compute_loss`` was called with."""
@@ -49,10 +49,10 @@ class Peer:
         self._stopping = False
         self._error: BaseException | None = None
         self._go, self._done = threading.Event(), threading.Event()
-        self.trainer = self._make(size, model, out)
+        self.trainer = self._make(size, model, out, gpu)
         self._thread = threading.Thread(target=self._train, name="GRPOTrainer", daemon=True)
 
-    def _make(self, size: Size, path: Path, out: Path) -> Any:
+    def _make(self, size: Size, path: Path, out: Path, gpu: bool) -> Any:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
@@ -81,8 +81,8 @@ class Peer:
             loss_type="grpo",
             shuffle_dataset=False,
             gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
+            bf16=gpu,
+            use_cpu=not gpu,
             dataloader_pin_memory=False,
             report_to="none",
             logging_strategy="no",

@@ -123,60 +123,6 @@ def language_model(place: Place) -> dict[str, Any]:
 # -- slices of diffusion transformers ----------------------------------------------------------------------------------
 
 
-def sd3(place: Place) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The transformer of SD3.5-medium with random weights, and inputs of four pictures of 512 x 512."""
-    from diffusers import SD3Transformer2DModel
-
-    true: dict[str, Any] = {
-        "num_layers": 24,
-        "num_attention_heads": 24,
-        "caption_projection_dim": 1536,
-        "joint_attention_dim": 4096,
-        "pooled_projection_dim": 2048,
-        "dual_attention_layers": tuple(range(13)),
-    }
-    small: dict[str, Any] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "caption_projection_dim": 128,
-        "joint_attention_dim": 32,
-        "pooled_projection_dim": 32,
-        "dual_attention_layers": (0,),
-    }
-    size = small if place.small else true
-    batch, latent, tokens = (1, 8, 5) if place.small else (4, 64, 333)
-    with torch.device(place.device):
-        torch.manual_seed(0)
-        model = SD3Transformer2DModel(
-            sample_size=latent if place.small else 128,
-            patch_size=2,
-            in_channels=16,
-            out_channels=16,
-            attention_head_dim=64,
-            pos_embed_max_size=latent if place.small else 384,
-            qk_norm="rms_norm",
-            **size,
-        ).requires_grad_(False)
-        inputs = {
-            "hidden_states": torch.randn(batch, 16, latent, latent),
-            "encoder_hidden_states": torch.randn(batch, tokens, size["joint_attention_dim"]),
-            "pooled_projections": torch.randn(batch, size["pooled_projection_dim"]),
-            "timestep": torch.full((batch,), 500.0),
-        }
-    from peft import LoraConfig
-
-    targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    model.add_adapter(LoraConfig(r=8 if place.small else 32, lora_alpha=64, target_modules=targets))
-    return model, inputs
-
-
-def slice_of(model: Any, inputs: dict[str, torch.Tensor], seen: list[torch.Tensor]) -> None:
-    """Forward and backward; the prediction goes into ``seen``."""
-    made = model(**inputs, return_dict=False)[0].float()
-    made.square().mean().backward()
-    seen[:] = [made.detach()]
-
-
 @contextlib.contextmanager
 def tf32(place: Place) -> Iterator[None]:
     """As performance.tf32=true has it."""
@@ -188,82 +134,29 @@ def tf32(place: Place) -> Iterator[None]:
         performance.settle(Performance(), device)
 
 
-def sd35_slice(place: Place) -> dict[str, Any]:
-    """Seconds of a slice in each way, and how far its prediction is from float32's, relative to its size."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    model, inputs = sd3(place)
-    kind, seen, repeats = place.device.partition(":")[0], list[torch.Tensor](), 1 if place.small else 5
-    figures: dict[str, Any] = {}
-    reference: torch.Tensor | None = None
-
-    def measured(label: str, context: Any = None) -> None:
-        nonlocal reference
-        with context or contextlib.nullcontext():
-            seconds = timed(place, lambda: slice_of(model, inputs, seen), repeats)
-        reference = seen[0] if reference is None else reference
-        gap = ((seen[0] - reference).norm() / reference.norm()).item()
-        figures[label] = f"{seconds:.4f} s, off by {gap:.1g}"
-
-    measured("float32")
-    measured("TF32", tf32(place))
-    measured("autocast", torch.autocast(kind, torch.bfloat16))
-    model.to(torch.bfloat16)
-    inputs.update({k: v.to(torch.bfloat16) for k, v in inputs.items() if k != "timestep"})
-    measured("bfloat16")
-    for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        if place.gpu:
-            measured(f"bfloat16, {label} attention", sdpa_kernel(backend))
-    if place.gpu:
-        figures["peak GiB"] = round(peak_gib(), 1)
-    if place.gpu and not find_spec("triton"):
-        figures["bfloat16, blocks compiled"] = "not tried, triton is not installed"
-    elif place.gpu:
-        for block in model.transformer_blocks:
-            block.compile()
-        measured("bfloat16, blocks compiled")
-    return figures
-
-
 def qwen_image_slice(place: Place) -> dict[str, Any]:
-    """LoRA on the transformer of Qwen-Image, one picture of 1024 x 1024: a slice fits, and offload takes seconds."""
-    from diffusers import QwenImageTransformer2DModel
-    from peft import LoraConfig
-
+    """A slice of the recipe for Qwen-Image, as ``mmrl train`` builds it, fits, and offload takes seconds."""
     if place.gpu and torch.cuda.get_device_properties(0).total_memory < 70 * 2**30:
         raise SkippedError("the device has less than 70 GiB of memory")
-    layers, heads, joint, side, tokens = (2, 2, 64, 4, 5) if place.small else (60, 24, 3584, 64, 128)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(place.device):
-            model: Any = QwenImageTransformer2DModel(
-                num_layers=layers, num_attention_heads=heads, joint_attention_dim=joint
-            )
-            inputs = {
-                "hidden_states": torch.randn(1, side * side, 64),
-                "encoder_hidden_states": torch.randn(1, tokens, joint),
-                "encoder_hidden_states_mask": torch.ones(1, tokens, dtype=torch.long),
-                "timestep": torch.full((1,), 0.5),
-                "img_shapes": [[(1, side, side)]],
-            }
-    finally:
-        torch.set_default_dtype(default)
-    model.requires_grad_(False)
-    model.add_adapter(LoraConfig(r=8 if place.small else 32, target_modules=["to_q", "to_k", "to_v"]))
-    model.enable_gradient_checkpointing()
-    model.train()
-    seconds = timed(place, lambda: slice_of(model, inputs, []), 1 if place.small else 3)
-    figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "slice s": round(seconds, 3)}
+    from slices import JPEG, closed, sampled
+    from true_shapes import built
+
+    words = ["train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=1", "train.updates_per_step=1"]
+    small = ["sampling.height=64", "sampling.width=64", "sampling.max_sequence_length=8"] if place.small else []
+    context = built(place, "qwen-image", *words, *small, JPEG)
+    milliseconds = sampled(context).milliseconds(place, 3)
+    module = context.policy.module
+    figures: dict[str, Any] = {"parameters": sum(p.numel() for p in module.parameters()), "slice ms": milliseconds}
     if place.gpu:
         figures["peak GiB"] = round(peak_gib(), 1)
-    frozen = Frozen(model)
+    frozen = Frozen(module)
     moves = {"page-locked copy s": frozen.sleep, "back s": frozen.wake, "offload s": frozen.sleep}
     for label, move in moves.items():
         began = time.perf_counter()
         move(place.device)
         synchronize(place)
         figures[label] = round(time.perf_counter() - began, 2)
+    closed(context)
     return figures
 
 

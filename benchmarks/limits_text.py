@@ -1,0 +1,209 @@
+"""Checks of ``gpu_limits.py`` on text: decoding, slices of the update, TRL's step beside ours."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from slices import Slices, as_before, closed, sampled
+from smoke_models import peak_gib, synchronize, timed
+from smoke_place import Place, SkippedError
+from torch import Tensor
+from true_shapes import decoder, run_of_text
+
+from mmrl.training.batch import samples_of
+from mmrl.training.step_context import StepContext
+
+TOKENS = 8192
+"""Of a slice whose milliseconds are told; those of a slice with fewer are scaled."""
+LORA = "model.lora={rank: 64, alpha: 32, init: default}"
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def decoding(place: Place) -> dict[str, Any]:
+    """Tokens a second with 256 rows: ours, transformers' static cache with CUDA graphs, and its generate_batch."""
+    rows, length = (8, 8) if place.small else (256, 64)
+    context = run_of_text(place, folder := decoder(place), f"sampling.max_new_tokens={length}")
+    slots = context.controller.slots(0, context.prompts, rows // 4, context.rollout.cost)
+    keys = context.pipeline.encode(slots)
+    every = samples_of(slots, 4)
+    asked = [slot for slot, _ in every], [name for _, name in every]
+    figures: dict[str, Any] = {}
+
+    def told(label: str, work: Any) -> None:
+        drawn = [0]
+
+        def once() -> None:
+            drawn[0] = work()
+
+        seconds = timed(place, once, 1)
+        figures[label] = round(drawn[0] / seconds)
+        place.keep(figures)
+
+    def ours() -> int:
+        made = context.pipeline.sample(*asked, (), 0)
+        return sum(made.responses)
+
+    told("ours, tokens/s", ours)
+    inputs: dict[str, Tensor] = context.pipeline._inputs([key for key in keys for _ in range(4)])  # type: ignore[attr-defined]
+    inputs.pop("position_ids", None)
+    closed(context)
+    told("static cache and graphs, tokens/s", static(place, folder, inputs, length))
+    told("generate_batch, tokens/s", batched(place, folder, inputs, length))
+    return figures
+
+
+def loaded(place: Place, folder: Any, **given: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **given).to(place.device).eval()
+
+
+def static(place: Place, folder: Any, inputs: dict[str, Tensor], length: int) -> Any:
+    """transformers' ``generate`` with a cache of fixed size, whose steps it compiles into a CUDA graph."""
+    model = loaded(place, folder)
+    given: dict[str, Any] = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": True, "top_k": 0}
+    given |= {"cache_implementation": "static", "disable_compile": place.small or not place.gpu}
+
+    def work() -> int:
+        model.generate(**inputs, **given)
+        return len(inputs["input_ids"]) * length
+
+    work()  # compiled here
+    return work
+
+
+def batched(place: Place, folder: Any, inputs: dict[str, Tensor], length: int) -> Any:
+    """transformers' continuous batching over a paged cache."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = loaded(place, folder)
+    given = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in given]
+    room = {"num_blocks": 32, "max_batch_tokens": 256} if place.small else {}  # by itself it takes the whole memory
+    how = ContinuousBatchingConfig(**room)
+    settings = GenerationConfig(max_new_tokens=length, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+
+    def work() -> int:
+        made = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=how)
+        return sum(len(one.generated_tokens) for one in made.values())
+
+    return work
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+def sizes(place: Place) -> list[str]:
+    """Of a step whose largest slice has about ``TOKENS`` tokens."""
+    if place.small:
+        return ["train.prompts_per_step=2", "train.group_size=2", "sampling.max_new_tokens=8"]
+    step = ["train.prompts_per_step=8", "train.group_size=8", "train.micro_batch_size=64"]
+    return [*step, f"train.micro_batch_tokens={TOKENS}", "sampling.max_new_tokens=128"]
+
+
+def scaled(slices: Slices, milliseconds: float) -> float:
+    return round(milliseconds * TOKENS / slices.tokens, 1)
+
+
+def update(place: Place) -> dict[str, Any]:
+    """All weights of a decoder of 0.5B: the recipe's slice, without checkpointing, and the body with Liger's fused
+    loss."""
+    context = run_of_text(place, decoder(place), *sizes(place))
+    slices, policy = sampled(context), context.policy.module
+    figures: dict[str, Any] = {"tokens of the slice": slices.tokens}
+    figures["the recipe, ms"] = scaled(slices, slices.milliseconds(place))
+    if place.gpu:
+        figures["peak GiB"] = round(peak_gib(), 1)
+    place.keep(figures)
+    policy.gradient_checkpointing_disable()  # type: ignore[operator]
+    figures["without checkpointing, ms"] = scaled(slices, slices.milliseconds(place))
+    place.keep(figures)
+    if not find_spec("liger_kernel"):
+        figures["Liger's loss"] = "liger-kernel is not installed"
+    else:
+        work = with_liger(context, slices, compiled=place.gpu and not place.small)
+        figures["with Liger's loss, ms"] = scaled(slices, round(1000 * timed(place, work, 1 if place.small else 5), 1))
+    closed(context)
+    return figures
+
+
+def with_liger(context: StepContext, slices: Slices, compiled: bool) -> Any:
+    """Forward and backward of the largest slice without a reference, whose logits Liger computes in chunks."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # pyright: ignore[reportMissingImports]
+
+    pipeline: Any = context.pipeline
+    rows = max(slices.micro_batches, key=lambda one: one.padded).rows
+    assert rows.mask is not None
+    inputs = pipeline._inputs(rows.features, rows.clean, rows.mask)
+    length, model = rows.clean.shape[1], pipeline.policy
+    advantages = torch.ones(len(rows), device=rows.clean.device)
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=compiled, loss_type="grpo")
+
+    def work() -> None:
+        with pipeline._autocast():
+            hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1]
+            found = loss(hidden.contiguous(), model.lm_head.weight, rows.clean, rows.mask, advantages)
+        found[0].backward()
+
+    return work
+
+
+def lora(place: Place) -> dict[str, Any]:
+    """An adapter of rank 64 on a decoder as wide as Qwen2.5-3B, 12 of its 36 layers: the recipe's slice, and as it was
+    before adapters multiplied in half precision."""
+    context = run_of_text(place, decoder(place, "qwen25-vl-3b", layers=12), *sizes(place), LORA)
+    slices = sampled(context)
+    figures: dict[str, Any] = {"tokens of the slice": slices.tokens}
+    figures["the recipe, ms"] = scaled(slices, slices.milliseconds(place))
+    if place.gpu:
+        figures["peak GiB"] = round(peak_gib(), 1)
+    place.keep(figures)
+    with as_before(context):
+        figures["float32 adapters, ms"] = scaled(slices, slices.milliseconds(place))
+    figures["float32 over the recipe"] = round(figures["float32 adapters, ms"] / figures["the recipe, ms"], 2)
+    closed(context)
+    return figures
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+def trl(place: Place) -> dict[str, Any]:
+    """Three steps of ``GRPOTrainer`` and three of ours on the same decoder, prompts, rows and lengths."""
+    if not find_spec("trl"):
+        raise SkippedError("trl is not installed")
+    import llm_arms
+    import peer_trl
+
+    from mmrl.report.clock import Clock
+
+    true = llm_arms.Size(24, 896, 14, 2, 4864, 151_936, new_tokens=128, prompts=8, group=8, micro_batch=32)
+    size = llm_arms.SIZES["tiny"] if place.small else true
+    folder = place.folder / "decoder"
+    llm_arms.write_model(size, folder)
+    figures: dict[str, Any] = {}
+
+    def steps(label: str, step: Any) -> None:
+        clock, found = Clock(torch.device(place.device)), []
+        for n in range(3):
+            synchronize(place)
+            began = time.perf_counter()
+            step(n, clock)
+            synchronize(place)
+            found.append(time.perf_counter() - began)
+        figures[label] = round(min(found[1:]), 3)
+        place.keep(figures)
+
+    context = llm_arms.make_run(size, folder, place.device, "bfloat16")
+    steps("ours, s", llm_arms.ours(context))
+    closed(context)
+    del context
+    with closing(peer_trl.Peer(size, folder, place.folder / "trl", gpu=place.gpu)) as peer:
+        steps("TRL, s", peer.step)
+    figures["TRL over ours"] = round(figures["TRL, s"] / figures["ours, s"], 2)
+    return figures
