@@ -45,7 +45,7 @@ from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.report.environment import environment
 from mmrl.run import build
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, SampleId, Slot, TextRows
 
 BACKENDS = {
     "fsdp": ["train.backend=fsdp"],
@@ -92,7 +92,7 @@ class Rank:
         with self._phase("forward_backward"):
             for rows in self.slices:
                 new = self.run.pipeline.replay(rows, [0], frozenset({"log_probs"}), policy.using)
-                part = -(new["log_probs"] * rows.mask).sum() / self.count
+                part = -(new["log_probs"] * rows.padded("action_mask")).sum() / self.count
                 policy.backward(part)
                 loss += part.item()
         norm = policy.apply()["optim/grad_norm"]
@@ -134,7 +134,7 @@ class Rank:
         return time.perf_counter()
 
 
-def rows_of(run: Any, count: int, new_tokens: int, shortest: float) -> Trajectory:
+def rows_of(run: Any, count: int, new_tokens: int, shortest: float) -> TextRows:
     """The same on every rank: digits as prompts, and random tokens as responses, whose lengths are evenly spread from
     the fraction ``shortest`` of ``new_tokens`` on, in random order."""
     prompts = arms.prompts("train", count=count)
@@ -144,8 +144,10 @@ def rows_of(run: Any, count: int, new_tokens: int, shortest: float) -> Trajector
     tokens = torch.randint(0, 100, (count, new_tokens), generator=random).to(run.compute.device)
     ids = [SampleId(0, n, 0, 0) for n in range(count)]
     lengths = torch.linspace(shortest, 1, count).mul(new_tokens).long()[torch.randperm(count, generator=random)]
-    mask = (torch.arange(new_tokens) < lengths.unsqueeze(1)).float().to(run.compute.device)
-    return Trajectory(slots, ids, tokens, keys, log_probs=torch.zeros_like(mask), mask=mask)
+    asked = [(key, run.pipeline.features.get(key)["input_ids"]) for key in keys]
+    rows = [row[:n] for row, n in zip(tokens, lengths.tolist(), strict=True)]
+    whole = torch.zeros(count, dtype=torch.bool, device=tokens.device)
+    return TextRows.answers(slots, ids, asked, rows, whole, [torch.zeros_like(row).float() for row in rows])
 
 
 def resident() -> float:

@@ -37,7 +37,7 @@ from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.report.environment import environment
 from mmrl.run import build
 from mmrl.training.step_context import StepContext
-from mmrl.trajectory import SampleId, Slot, Trajectory
+from mmrl.trajectory import SampleId, Slot, TextRows
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -90,7 +90,9 @@ def update(context: StepContext, tokens: int) -> float:
     keys = context.pipeline.encode([slot])
     length = tokens - context.pipeline.features.ref(keys[0]).shapes["input_ids"][0]
     drawn = torch.randint(0, 300, (1, length), generator=torch.Generator().manual_seed(0))
-    rows = Trajectory([slot], [SampleId(0, 0, 0, 0)], drawn, keys, mask=torch.ones(1, length))
+    asked = [(keys[0], context.pipeline.features.get(keys[0])["input_ids"])]
+    cut = torch.zeros(1, dtype=torch.bool)
+    rows = TextRows.answers([slot], [SampleId(0, 0, 0, 0)], asked, list(drawn), cut)
     found = context.pipeline.replay(rows, [0], frozenset({"log_probs"}), context.policy.using)["log_probs"]
     context.policy.backward(-found.mean())
     context.policy.apply()

@@ -47,7 +47,7 @@ from mmrl.training.batch import Batch, chunks, rows_of_update, samples_of
 from mmrl.training.loop import train_step
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import DenoisingRows, Rows
 
 ARMS = ("ours", "single", "metadata")
 STEPS = 2
@@ -104,8 +104,8 @@ class Worker:
             own = time.thread_time() - began - sum(of.values())
         return {"own": own, "wall": time.perf_counter() - wall, **of}
 
-    def sample(self, number: int) -> tuple[Trajectory, list[Any]]:
-        """Trajectory and pictures of this worker's slots, as arrays."""
+    def sample(self, number: int) -> tuple[DenoisingRows, list[Any]]:
+        """Rows and pictures of this worker's slots, as arrays."""
         import numpy as np
 
         run = self.run
@@ -118,7 +118,7 @@ class Worker:
                 noisy = run.pipeline.noisy_steps(number)
                 made.append(run.pipeline.sample([s for s, _ in chunk], [i for _, i in chunk], noisy, 0))
         pictures = [s.image for t in made for s in run.pipeline.samples(t, frozenset({"image"}))]
-        out = Trajectory.join(made), [np.asarray(p) for p in pictures]
+        out = Rows.join(made), [np.asarray(p) for p in pictures]
         self.moved += nbytes(out)
         return out
 
@@ -128,7 +128,7 @@ class Worker:
 
         return [ray.put(part) for part in self.sample(number)]
 
-    def update(self, rows: Trajectory, advantages: torch.Tensor) -> None:
+    def update(self, rows: DenoisingRows, advantages: torch.Tensor) -> None:
         """Train on rows that came through the object store."""
         run, n = self.run, len(advantages)
         self.moved += nbytes((rows, []))
@@ -177,7 +177,7 @@ def scores_of(pictures: list[Any]) -> list[float]:
     return sizes
 
 
-def nbytes(out: tuple[Trajectory | None, list[Any]]) -> int:
+def nbytes(out: tuple[DenoisingRows | None, list[Any]]) -> int:
     tensors = [t for t in (vars(out[0]).values() if out[0] is not None else ()) if isinstance(t, torch.Tensor)]
     return sum(t.nbytes for t in tensors) + sum(p.nbytes for p in out[1])
 

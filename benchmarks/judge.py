@@ -126,7 +126,7 @@ def check_same(rounds: Mapping[str, Round]) -> None:
     """Raise ``ValueError`` where the arms did not sample the same tokens or got other scores for them."""
     a, b = rounds.values()
     tokens = zip(a.micro_batches, b.micro_batches, strict=True)
-    if not all(torch.equal(x.clean, y.clean) for x, y in tokens):
+    if not all(torch.equal(x.tokens, y.tokens) for x, y in tokens):
         raise ValueError("the arms sampled different tokens, so they did not do the same work")
     if not all(torch.allclose(a.scores.parts[k], b.scores.parts[k], equal_nan=True) for k in a.scores.parts):
         raise ValueError("the judge scored the same samples otherwise in the other arm")

@@ -34,12 +34,12 @@ from mmrl.rollout.branches import branch_ids, inner_std
 from mmrl.rollout.midway import chosen, rank_correlation
 from mmrl.run import build
 from mmrl.training.step_context import StepContext
-from mmrl.trajectory import SampleId, Slot, Trajectory
+from mmrl.trajectory import Rows, SampleId, Slot
 
 Rule = Literal["spread", "extremes", "best"]
 
 
-def scored(run: StepContext, trajectory: Trajectory, labels: Sequence[str] = ()) -> Tensor:
+def scored(run: StepContext, trajectory: Rows, labels: Sequence[str] = ()) -> Tensor:
     """The total reward of each sample, ``[B]``; ``labels``: the sum of these rewards."""
     samples = run.pipeline.samples(trajectory, run.rewards.inputs)
     found = run.rewards.score(samples, [range(len(samples))])

@@ -22,7 +22,7 @@ from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
 from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Sample, SampleId, Trajectory
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot, TextRows
 
 TIMED = {"_tokenize_prompts": "encode", "_generate_single_turn": "sample", "_calculate_rewards": "reward"}
 """Its methods and the phases they are; all else of its step counts as ``train``, advantages and metrics among it."""
@@ -259,7 +259,12 @@ def our_loss(context: StepContext, inputs: dict[str, Any]) -> torch.Tensor:
     for key, tokens, mask in zip(keys, inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
         context.pipeline.features.put(key, {"input_ids": tokens[mask.bool()]})
     mask = inputs["completion_mask"].float()
-    rows = Trajectory([], [], inputs["completion_ids"], keys, mask=mask)
+    given = [row[:n] for row, n in zip(inputs["completion_ids"], mask.sum(1).long().tolist(), strict=True)]
+    asked = [(key, context.pipeline.features.get(key)["input_ids"]) for key in keys]
+    slots = [Slot(0, n, 0, Prompt(key, "")) for n, key in enumerate(keys)]
+    ids = [SampleId(0, n, 0, 0) for n in range(len(keys))]
+    rows = TextRows.answers(slots, ids, asked, given, mask.sum(1) < 0)
+    mask = rows.padded("action_mask").float()
     new = context.pipeline.replay(rows, [0], context.objective.needs, context.policy.using)
     old = {
         "log_probs": new["log_probs"].detach(),

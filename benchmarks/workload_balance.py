@@ -47,7 +47,7 @@ from mmrl.training.batch import Batch, chunks
 from mmrl.training.micro_batches import parts, split_micro_batches
 from mmrl.training.step_context import StepContext
 from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import Rows
 
 CASES = ("sums", "long_tail")
 Sizes = Sequence[Sequence[int]]
@@ -67,7 +67,7 @@ def sampled(context: StepContext) -> Batch:
 
 def long_tailed(context: StepContext, batch: Batch, median: float, sigma: float, longest: int) -> Batch:
     """``batch`` with responses of random tokens, of lognormal length up to ``longest``."""
-    rng, whole = random.Random(0), Trajectory.join(batch.micro_batches)
+    rng, whole = random.Random(0), Rows.join(batch.micro_batches)
     lengths = [min(longest, max(1, round(rng.lognormvariate(math.log(median), sigma)))) for _ in range(len(whole))]
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)).float()
     tokens = torch.randint(0, 60, mask.shape, generator=torch.Generator().manual_seed(0)) * mask.long()

@@ -8,15 +8,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.trajectory import Sample, Trajectory
+from mmrl.trajectory import Rows, Sample
 
 
-def make_samples(trajectory: Trajectory, images: Tensor, inputs: Collection[str]) -> list[Sample]:
+def make_samples(rows: Rows, images: Tensor, inputs: Collection[str]) -> list[Sample]:
     """One sample per row of ``images`` ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [0, 1], with the inputs its
     rewards declared, no others."""
     clips = images.ndim == 5
-    pictures = to_pil(images.detach()) if "image" in inputs and not clips else [None] * len(trajectory)
-    videos = [tuple(to_pil(v.detach())) for v in images] if "video" in inputs and clips else [None] * len(trajectory)
+    pictures = to_pil(images.detach()) if "image" in inputs and not clips else [None] * len(rows)
+    videos = [tuple(to_pil(v.detach())) for v in images] if "video" in inputs and clips else [None] * len(rows)
     return [
         Sample(
             prompt=slot.prompt,
@@ -25,9 +25,7 @@ def make_samples(trajectory: Trajectory, images: Tensor, inputs: Collection[str]
             video=video,
             tensor=images[i] if "tensor" in inputs else None,
         )
-        for i, (slot, sample_id, picture, video) in enumerate(
-            zip(trajectory.slots, trajectory.ids, pictures, videos, strict=True)
-        )
+        for i, (slot, sample_id, picture, video) in enumerate(zip(rows.slots, rows.ids, pictures, videos, strict=True))
     ]
 
 

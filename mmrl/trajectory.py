@@ -1,7 +1,7 @@
-"""The data of the loop: prompts, samples (which rewards see) and trajectories (which updates use).
+"""The data of the loop: prompts, samples (which rewards see) and rows (which updates use).
 
 Shapes: ``B`` samples (groups of ``K`` samples of one prompt, contiguous), ``T`` actions (denoising steps, or
-tokens). Log-probs, masks and ratios are ``[B, T]`` whatever the modality.
+tokens). In an update log-probs, masks and ratios are ``[B, T]`` whatever the modality.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 from mmrl.json_types import Cell
 from mmrl.media import Media
-from mmrl.transfer import picked
+from mmrl.transfer import picked, to_device
 
 if TYPE_CHECKING:
     import torch
@@ -118,85 +119,239 @@ class Sample:
     begun: str = ""
 
 
-_ROWS = ("clean", "states", "log_probs", "paused", "mask", "truncated", "under_way", "drawn_at")
-"""The tensors of a trajectory that have a row per sample."""
+R = TypeVar("R", bound="Rows")
 
 
 @dataclass
-class Trajectory:
-    """What sampling left behind for a batch of ``B`` samples, on the controller that owns them.
-
-    ``clean`` is the final result in the policy's own space: latents ``[B, C, H, W]`` float32, or response tokens
-    ``[B, T]`` int64. ``log_probs`` ``[B, T]`` are those of the actions under the distribution they were drawn from.
-    ``features`` name what each row is conditioned on in the controller's feature store.
-
-    Of denoising: ``states`` before and after each recorded action, ``[B, T + 1, ...]`` float32, and ``actions``
-    ``[T]``, their indices in the schedule; None where no action was recorded (forward-process objectives). Of samples
-    that are begun and not finished (``midway``): ``paused`` ``[B, 2 or 3, ...]``, the latents, the velocity there and,
-    of a solver of second order, the prediction before; ``clean`` is the predicted result. Of text:
-    ``mask`` ``[B, T]`` float32, 1 on response tokens (the end-of-text token among them), 0 on padding; ``truncated``
-    ``[B]`` bool, cut at the length limit. Of text drawn in parts: ``under_way`` ``[B]`` bool, to be gone on with, and
-    ``drawn_at`` ``[B, T]`` int64, the training step under whose weights each token was drawn.
-    """
+class Rows:
+    """The rows of an update: whose they are. Rows of prompts alone, as offline and pathwise objectives take them, hold
+    nothing else."""
 
     slots: list[Slot]
     ids: list[SampleId]
-    clean: torch.Tensor
-    features: list[str]
-    states: torch.Tensor | None = None
-    actions: torch.Tensor | None = None
-    log_probs: torch.Tensor | None = None
-    paused: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    truncated: torch.Tensor | None = None
-    under_way: torch.Tensor | None = None
-    drawn_at: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    @cached_property
-    def responses(self) -> list[int]:
-        """Text: the number of tokens of each response, copied from the device once."""
-        assert self.mask is not None
-        return self.mask.sum(1).long().tolist()
+    def rows(self, index: Sequence[int]) -> Self:
+        """The rows ``index``, in this order."""
+        return replace(self, slots=[self.slots[i] for i in index], ids=[self.ids[i] for i in index])
 
     @staticmethod
-    def join(parts: Sequence[Trajectory]) -> Trajectory:
-        """The rows of several trajectories, which recorded the same actions, one after another.
+    def join(parts: Sequence[R]) -> R:
+        """The rows of several of one kind, one after another."""
+        return parts[0]._joined(parts)  # pyright: ignore[reportPrivateUsage]
 
-        Responses are padded with 0 to the longest.
-        """
-        columns = {name: [getattr(p, name) for p in parts] for name in _ROWS}
-        return replace(
-            parts[0],
-            slots=[s for p in parts for s in p.slots],
-            ids=[i for p in parts for i in p.ids],
-            features=[f for p in parts for f in p.features],
-            **{name: None if column[0] is None else _stacked(column) for name, column in columns.items()},
-        )
-
-    def rows(self, index: list[int]) -> Trajectory:
-        """The trajectory of the rows ``index``; padding after the longest of their responses is removed."""
-        longest = None if self.mask is None else max(1, *(self.responses[i] for i in index))
-        columns = {name: getattr(self, name) for name in _ROWS}
-        found = {name: None if column is None else picked(column, index) for name, column in columns.items()}
-        cut = {name: c if c is None or c.ndim == 1 else c[:, :longest] for name, c in found.items()}
-        return replace(
-            self,
-            slots=[self.slots[i] for i in index],
-            ids=[self.ids[i] for i in index],
-            features=[self.features[i] for i in index],
-            **cut,
-        )
+    def _joined(self, parts: Sequence[Any]) -> Self:
+        return replace(self, slots=[s for p in parts for s in p.slots], ids=[i for p in parts for i in p.ids])
 
 
-def _stacked(column: list[torch.Tensor]) -> torch.Tensor:
-    """Rows of several tensors, padded with zeros along their second dimension where that differs."""
+@dataclass
+class DenoisingRows(Rows):
+    """Pictures or clips that were sampled step by step.
+
+    ``clean`` ``[B, C, H, W]`` float32: the final latents. ``states`` ``[B, T + 1, ...]`` float32: latents before and
+    after each recorded action; ``actions`` ``[T]``: the places of those in the schedule; ``log_probs`` ``[B, T]``. All
+    three are None where no action was recorded (forward-process objectives). ``paused`` ``[B, 2 or 3, ...]``, of
+    samples that are begun and not finished (``midway``): the latents, the velocity there and, of a solver of second
+    order, the prediction before; ``clean`` is then the predicted result.
+    """
+
+    clean: torch.Tensor
+    states: torch.Tensor | None = None
+    actions: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    paused: torch.Tensor | None = None
+
+    def rows(self, index: Sequence[int]) -> Self:
+        return replace(super().rows(index), **{name: picked(c, index) for name, c in self._columns()})
+
+    def _joined(self, parts: Sequence[Any]) -> Self:
+        import torch
+
+        columns = {n: torch.cat([getattr(p, n) for p in parts]) for n, _ in self._columns()}
+        return replace(super()._joined(parts), **columns)
+
+    def _columns(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that have a row per sample."""
+        found = {"clean": self.clean, "states": self.states, "log_probs": self.log_probs, "paused": self.paused}
+        return [(name, column) for name, column in found.items() if column is not None]
+
+
+class Segment(NamedTuple):
+    """``tokens[start:stop]`` of a row. The policy wrote them, or was told them: in the prompt, or later."""
+
+    start: int
+    stop: int
+    kind: Literal["prompt", "written", "told"]
+    features: str | None = None
+    """Names what the controller's feature store has of a prompt: its tokens, and its pictures and clips."""
+    turn: int = 0
+
+
+PerToken = Literal["tokens", "action_mask", "log_probs", "drawn_at"]
+"""The columns of ``TextRows`` with an entry per token."""
+
+
+@dataclass
+class TextRows(Rows):
+    """Rows of tokens, one behind another: ``R`` rows, ``N`` tokens in all.
+
+    ``segments``: those of each row, without gaps; the first is its prompt. ``tokens`` ``[N]`` int64, media expanded.
+    ``action_mask`` ``[N]`` bool: what a loss counts. ``truncated`` ``[R]`` bool: cut at the length limit. ``log_probs``
+    ``[N]`` float32: of what was sampled, under the distribution it was drawn from, 0 elsewhere; None where the data
+    gave the text. Of text drawn in parts: ``under_way`` ``[R]`` bool, to be gone on with; ``drawn_at`` ``[N]`` int64,
+    the training step under whose weights each token was drawn.
+    """
+
+    segments: list[tuple[Segment, ...]]
+    tokens: torch.Tensor
+    action_mask: torch.Tensor
+    truncated: torch.Tensor
+    log_probs: torch.Tensor | None = None
+    under_way: torch.Tensor | None = None
+    drawn_at: torch.Tensor | None = None
+
+    @classmethod
+    def answers(
+        cls,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        prompts: Sequence[tuple[str, torch.Tensor]],
+        tokens: Sequence[torch.Tensor],
+        truncated: torch.Tensor,
+        log_probs: Sequence[torch.Tensor] | None = None,
+        drawn_at: Sequence[torch.Tensor] | None = None,
+    ) -> TextRows:
+        """Rows of one turn: ``tokens`` ``[T_i]`` of each behind its prompt. ``prompts``: the key of each one's features
+        and its tokens."""
+        segments = [
+            (Segment(0, len(asked), "prompt", key), Segment(len(asked), len(asked) + len(row), "written"))
+            for (key, asked), row in zip(prompts, tokens, strict=True)
+        ]
+        made = cls(list(slots), list(ids), segments, _behind([p for _, p in prompts], tokens), truncated, truncated)
+        made.action_mask = to_device(made._marked("written"), made.tokens.device)
+        made.log_probs, made.drawn_at = made._column(log_probs), made._column(drawn_at)
+        return made
+
+    def _column(self, behind: Sequence[torch.Tensor] | None) -> torch.Tensor | None:
+        """Values of what is behind each prompt, as a column with 0 for the prompts."""
+        if behind is None:
+            return None
+        none = behind[0].new_zeros(max(self.prompts))
+        return _behind([none[:n] for n in self.prompts], behind)
+
+    def _marked(self, kind: str) -> torch.Tensor:
+        import torch
+
+        spans = [torch.full((s.stop - s.start,), s.kind == kind) for of in self.segments for s in of]
+        return torch.cat(spans)
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each row begins, and where the last one ends: ``R + 1`` numbers."""
+        return [0, *accumulate(self.lengths)]
+
+    @cached_property
+    def prompts(self) -> list[int]:
+        """The number of tokens of each prompt."""
+        return [of[0].stop for of in self.segments]
+
+    @cached_property
+    def responses(self) -> list[int]:
+        """The number of tokens behind each prompt."""
+        return [n - prompt for n, prompt in zip(self.lengths, self.prompts, strict=True)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row."""
+        return [of[-1].stop for of in self.segments]
+
+    @property
+    def written(self) -> list[int]:
+        """The number of tokens of each row that the policy wrote, or the data gave."""
+        return [sum(s.stop - s.start for s in of if s.kind == "written") for of in self.segments]
+
+    @property
+    def features(self) -> list[str]:
+        """Names the features of each prompt."""
+        return [of[0].features or "" for of in self.segments]
+
+    @property
+    def width(self) -> int:
+        """The tokens behind the prompt of the longest row, and at least 1: the ``T`` of ``padded``."""
+        return max(1, *self.responses)
+
+    def column(self, name: PerToken) -> torch.Tensor:
+        """``[N]``. Raises ``TypeError`` where these rows have none."""
+        found: torch.Tensor | None = getattr(self, name)
+        if found is None:
+            raise TypeError(f"these rows of text have no {name}")
+        return found
+
+    def padded(self, name: PerToken) -> torch.Tensor:
+        """``[R, T]``: the part of a column that is behind each prompt, with 0 behind each row."""
+        import torch
+
+        column = self.column(name)
+        return torch.cat([column, column.new_zeros(1)])[self._places]
+
+    @property
+    def inside(self) -> torch.Tensor:
+        """``[R, T]`` bool: where ``padded`` has tokens."""
+        return self._places < len(self.tokens)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """``[R, T]``: the place of each entry in a column, ``N`` for padding."""
+        import torch
+
+        step, n = torch.arange(self.width), torch.tensor(self.responses).unsqueeze(1)
+        first = torch.tensor([at + p for at, p in zip(self.offsets, self.prompts, strict=False)]).unsqueeze(1)
+        return to_device(torch.where(step < n, first + step, self.offsets[-1]), self.tokens.device)
+
+    def spoken(self) -> list[list[int]]:
+        """The tokens behind each prompt. Waits for the device."""
+        flat = self.tokens.tolist()
+        return [flat[at + p : end] for at, p, end in zip(self.offsets, self.prompts, self.offsets[1:], strict=False)]
+
+    def rows(self, index: Sequence[int]) -> Self:
+        import torch
+
+        spans = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in index]
+        at = to_device(torch.cat(spans), self.tokens.device)
+        columns = {n: c[at] if per_token else picked(c, index) for n, c, per_token in self._columns()}
+        return replace(super().rows(index), segments=[self.segments[i] for i in index], **columns)
+
+    def _joined(self, parts: Sequence[Any]) -> Self:
+        import torch
+
+        columns = {n: torch.cat([getattr(p, n) for p in parts]) for n, _, _ in self._columns()}
+        return replace(super()._joined(parts), segments=[of for p in parts for of in p.segments], **columns)
+
+    def _columns(self) -> list[tuple[str, torch.Tensor, bool]]:
+        """Its tensors, and whether each has an entry per token, or one per row."""
+        per_token = get_args(PerToken)
+        found = [(name, getattr(self, name)) for name in (*per_token, "truncated", "under_way")]
+        return [(name, column, name in per_token) for name, column in found if column is not None]
+
+
+def text_rows(rows: Rows) -> TextRows:
+    """``rows`` of tokens. The recipe's checks refuse to ask for others: raises ``TypeError``."""
+    if not isinstance(rows, TextRows):
+        raise TypeError(f"{type(rows).__name__} have no tokens")
+    return rows
+
+
+def denoised(rows: Rows) -> DenoisingRows:
+    """``rows`` of pictures or clips. The recipe's checks refuse to ask for others: raises ``TypeError``."""
+    if not isinstance(rows, DenoisingRows):
+        raise TypeError(f"{type(rows).__name__} were not denoised")
+    return rows
+
+
+def _behind(prompts: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each row behind its prompt, one after another."""
     import torch
-    from torch.nn.functional import pad
 
-    if column[0].ndim != 2:
-        return torch.cat(column)
-    longest = max(c.shape[1] for c in column)
-    return torch.cat([pad(c, (0, longest - c.shape[1])) for c in column])
+    return torch.cat([part for pair in zip(prompts, rows, strict=True) for part in pair])

@@ -79,4 +79,4 @@ def rounds(run, slots=None):
 
 
 def responses(trajectory):
-    return [row[:n] for row, n in zip(trajectory.clean.tolist(), trajectory.responses, strict=True)]
+    return [row[:n] for row, n in zip(trajectory.padded("tokens").tolist(), trajectory.responses, strict=True)]

@@ -128,12 +128,15 @@ def test_a_response_goes_on_with_the_weights_of_the_step_that_takes_it_up(folder
     for now, landed in enumerate(rounds):
         ages = []
         for rows_of_step in landed.micro_batches:
-            for i, n in enumerate(rows_of_step.mask.sum(1).long().tolist()):
-                tokens, dates = rows_of_step.clean[i, :n].tolist(), rows_of_step.drawn_at[i, :n].tolist()
+            for i, n in enumerate(rows_of_step.padded("action_mask").sum(1).long().tolist()):
+                tokens, dates = (
+                    rows_of_step.padded("tokens")[i, :n].tolist(),
+                    rows_of_step.padded("drawn_at")[i, :n].tolist(),
+                )
                 prompt = run.pipeline.conditioner.encode(rows_of_step.slots[i].prompt)["input_ids"].tolist()
                 under = {v: replayed(weights[v], model, prompt, tokens) for v in set(dates)}
                 then = torch.stack([under[v][t] for t, v in enumerate(dates)])
-                assert (rows_of_step.log_probs[i, :n] - then).abs().max() < 1e-5
+                assert (rows_of_step.padded("log_probs")[i, :n] - then).abs().max() < 1e-5
                 assert dates == sorted(dates)
                 assert all(v <= max(0, now - staleness) for v in dates)
                 mixed += len(set(dates)) > 1
@@ -171,11 +174,10 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(folder, whole, staleness,
     assert figures(found) == figures(whole[staleness])
     anew = opened(folder, staleness)
     run_state.restore(anew, saved)
-    for name in ("mask", "clean", "log_probs", "drawn_at"):  # had it kept no tokens
-        anew.rollout.parts["flight"].in_flight = [
-            replace(g, rows=replace(g.rows, **{name: getattr(g.rows, name)[:, :0]}))
-            for g in anew.rollout.parts["flight"].in_flight
-        ]
+    anew.rollout.parts["flight"].in_flight = [  # had it kept no tokens
+        replace(g, rows=anew.pipeline.unwritten(g.rows.slots, g.rows.ids))
+        for g in anew.rollout.parts["flight"].in_flight
+    ]
     assert figures(steps(anew, 3)) != figures(whole[staleness])[3:]
 
 

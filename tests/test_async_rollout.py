@@ -25,6 +25,7 @@ from mmrl.run import build
 from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
+from mmrl.trajectory import DenoisingRows
 from tests.ray_runs import ended, learned, rows, run, same_heldout, train
 from tests.tiny_diffusion import two_blocks
 
@@ -118,11 +119,11 @@ def replayed(run, trajectory, version):
     """The largest distance of the recorded log-probs from those under ``version``."""
     run.policy.load_version(version)
     with torch.no_grad():
-        if trajectory.mask is None:
+        if isinstance(trajectory, DenoisingRows):
             new = run.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), run.policy.using)["log_probs"]
             return (new - trajectory.log_probs[:, :1]).abs().max().item()
         new = run.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), run.policy.using)["log_probs"]
-        return ((new - trajectory.log_probs) * trajectory.mask).abs().max().item()
+        return ((new - trajectory.padded("log_probs")) * trajectory.padded("action_mask")).abs().max().item()
 
 
 def log_probs(run, trajectory, action, version):

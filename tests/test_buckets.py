@@ -32,7 +32,7 @@ from mmrl.sample import draw
 from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
-from mmrl.trajectory import AskedSize, Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import AskedSize, Prompt, Rows, SampleId, Slot
 from tests import test_families, test_picture_dpo
 from tests.tiny_diffusion import save, two_blocks
 
@@ -326,7 +326,7 @@ def test_pairs_are_compared_at_the_size_of_the_better_picture():
     ]
     pipeline.encode(slots)
     for slot, size in zip(slots, [(24, 32), (32, 24), (32, 32)], strict=True):
-        rows = Trajectory([slot], [SampleId(0, slot.index, 0, 0)], torch.empty(1, 0), [""])
+        rows = Rows([slot], [SampleId(0, slot.index, 0, 0)])
         assert pipeline.pairs._latents([slot]).shape == (2, *shapes[size])
         found = pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)
         assert torch.equal(found["chosen_error"].detach(), found["reference_chosen_error"])

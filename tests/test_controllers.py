@@ -21,6 +21,7 @@ from mmrl.training.loop import train_step
 from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Prompt
 from tests.ranks import launched
+from tests.rows import add_gap, contents
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -67,7 +68,7 @@ def with_gaps(run):
         made = sample(slots, ids, *args, **named)
         for row, one in enumerate(ids):
             draw = torch.Generator().manual_seed(100 * one.slot + one.sample)
-            made.log_probs[row] += (0.5 * torch.rand(len(made.log_probs[row]), generator=draw) - 0.35) * made.mask[row]
+            add_gap(made, row, 0.5 * torch.rand(made.width, generator=draw) - 0.35)
         return made
 
     run.pipeline.sample = off
@@ -80,8 +81,7 @@ def work(run):
 
     def sample(slots, ids, *args, **kwargs):
         trajectory = pipeline_sample(slots, ids, *args, **kwargs)
-        for n, (i, row) in enumerate(zip(ids, trajectory.clean, strict=True)):
-            content = row if trajectory.mask is None else row[trajectory.mask[n] > 0]
+        for i, content in zip(ids, contents(trajectory), strict=True):
             sampled[f"{i.slot}/{i.attempt}/{i.sample}"] = hashlib.sha256(
                 content.contiguous().numpy().tobytes()
             ).hexdigest()

@@ -193,7 +193,7 @@ def test_policy_gradient_matches_finite_differences():
     trajectory = pipeline.sample(slots, ids, [1], seed=0)
     # float64 throughout, or the difference quotient drowns in rounding
     pipeline.policy.double()
-    for row in (pipeline.features.get(key) for key in set(trajectory.features)):
+    for row in (pipeline.features.get(key) for key in {pipeline.key(slot.prompt) for slot in trajectory.slots}):
         row.update({k: v.double() for k, v in row.items()})
 
     def objective():

@@ -180,7 +180,7 @@ def test_the_distance_of_texts_is_their_log_prob_gap():
     total, tokens = heldout._gaps(drawn)
     expected = []
     for row, key in enumerate(keys):
-        asked, said = run.pipeline.features.get(key)["input_ids"].view(-1), drawn.clean[row, : drawn.responses[row]]
+        asked, said = run.pipeline.features.get(key)["input_ids"].view(-1), torch.tensor(drawn.spoken()[row])
         every, gap = torch.cat([asked, said]).unsqueeze(0), []
         for name in ("current", "reference"):
             with torch.no_grad(), run.policy.using(name):

@@ -131,7 +131,7 @@ def velocities(run, trajectory, new, guidance=1.0):
     """The prediction of a row with its prompt alone, or guided away from the negative one's."""
 
     def velocity(i):
-        v = predicted(run, new, i, trajectory.features[i])
+        v = predicted(run, new, i, run.pipeline.key(trajectory.slots[i].prompt))
         if guidance == 1:
             return v
         without = predicted(run, new, i, run.pipeline.adapter.negative)

@@ -9,6 +9,7 @@ from mmrl.report.metrics import describe
 from mmrl.run import build
 from mmrl.training import loop
 from tests import tiny
+from tests.rows import add_gap
 from tests.test_sft import answers, flat, gradient_of, write
 
 RECIPE = """
@@ -49,8 +50,7 @@ def make(folder, *changes):
         made = sample(slots, ids, *args, **named)
         for row, name in enumerate(ids):
             draw = torch.Generator().manual_seed(100 * name.slot + name.sample)
-            gap = 0.5 * torch.rand(made.log_probs.shape[1], generator=draw) - 0.35
-            made.log_probs[row] += gap * made.mask[row]
+            add_gap(made, row, 0.5 * torch.rand(made.width, generator=draw) - 0.35)
         return made
 
     run.pipeline.sample = off

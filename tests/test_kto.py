@@ -131,9 +131,9 @@ def test_each_prompt_is_scored_with_the_response_of_the_one_before(folder):
 
 
 def _rows(slots):
-    from mmrl.trajectory import SampleId, Trajectory
+    from mmrl.trajectory import Rows, SampleId
 
-    return Trajectory(slots, [SampleId(0, s.index, 0, 0) for s in slots], torch.empty(len(slots), 0), [""])
+    return Rows(slots, [SampleId(0, s.index, 0, 0) for s in slots])
 
 
 @pytest.mark.parametrize("changes", [[], [LORA]], ids=["full", "lora"])

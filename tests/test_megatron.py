@@ -88,7 +88,7 @@ def updates(run, rows):
     def loss_of(rows):
         weigh = torch.linspace(-1, 1.5, 8)[[s.index for s in rows.slots]].unsqueeze(1)
         new = run.pipeline.replay(rows, [0], policy, run.policy.using)
-        return ((weigh * new["log_probs"] + 0.01 * new["entropy"]) * rows.mask).sum() / 100
+        return ((weigh * new["log_probs"] + 0.01 * new["entropy"]) * rows.padded("action_mask")).sum() / 100
 
     halves = [rows.rows(list(range(n, len(rows), 2))) for n in range(2)]
     for _ in range(UPDATES):
@@ -98,7 +98,7 @@ def updates(run, rows):
         found["after"] = after["log_probs"]
     close = 1e-4 if run.recipe.model.dtype == "float32" else 0.15
     with torch.no_grad(), run.policy.unsharded("current"):  # what is sampled with and exported
-        inside = run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
+        inside = run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.padded("action_mask")
         torch.testing.assert_close(inside, found.get("after", inside), rtol=0, atol=close)
     return found | {f"weights/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}
 
@@ -111,7 +111,7 @@ def replayed(run, rows, needs):
 
     with torch.no_grad():  # twice, as slices go through several stages of a rank by two
         found = run.policy.each([rows, rows], made)
-    return {name: found[0][name] * rows.mask for name in needs} if found else {}
+    return {name: found[0][name] * rows.padded("action_mask") for name in needs} if found else {}
 
 
 def keep(run, found):

@@ -56,7 +56,7 @@ def updates(run, rows):
     def loss_of(rows):
         weigh = torch.linspace(-1, 1.5, 8)[[s.index for s in rows.slots]].unsqueeze(1)
         new = run.pipeline.replay(rows, [0], NEEDS, run.policy.using)
-        return ((weigh * new["log_probs"] + (new["values"] - weigh) ** 2) * rows.mask).sum() / 100
+        return ((weigh * new["log_probs"] + (new["values"] - weigh) ** 2) * rows.padded("action_mask")).sum() / 100
 
     halves = [rows.rows(list(range(n, len(rows), 2))) for n in range(2)]
     for _ in range(megatron.UPDATES):

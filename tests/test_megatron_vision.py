@@ -46,7 +46,9 @@ def compare(out, rank, size, port, path, *overrides):
         run.pipeline.encode(slots)
 
         def found(rows):
-            return run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
+            return run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.padded(
+                "action_mask"
+            )
 
         with torch.no_grad():
             with run.policy.unsharded("current"):

@@ -52,7 +52,7 @@ def test_two_parts_are_one_whole(folder, changes):
     assert begun.under_way.tolist() == [len(row) > AT for row in responses(whole)]
     assert responses(finished) == responses(whole)
     assert finished.truncated.tolist() == whole.truncated.tolist()
-    torch.testing.assert_close(finished.log_probs, whole.log_probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(finished.padded("log_probs"), whole.padded("log_probs"), rtol=1e-4, atol=1e-5)
     assert finished.under_way is None
     some = made.pipeline.finish(begun.rows([7, 1, 12]), [], 5, AT)
     assert responses(some) == [responses(whole)[n] for n in (7, 1, 12)]
@@ -148,7 +148,7 @@ def test_an_engine_finishes_the_same_beginnings(folder, monkeypatch):
         for name, tokens in zip(part.ids, responses(part), strict=True):
             assert tokens[:AT] == starts[name]
         new = made.pipeline.replay(part, [0], frozenset({"log_probs"}), None)["log_probs"]
-        torch.testing.assert_close(new * part.mask, part.log_probs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(new * part.padded("action_mask"), part.padded("log_probs"), rtol=1e-4, atol=1e-4)
     row, _ = train_step(made, 0, Clock(torch.device("cpu")))
     assert row["midway/dropped"] == 2 * (BEGUN - SIZE)
 

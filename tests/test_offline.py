@@ -26,7 +26,7 @@ from mmrl.text.answered import ending
 from mmrl.text.pairs import Pair, pair_of
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot
 from tests import tiny
 
 COLUMNS = "{path: pairs.jsonl, meta: [chosen, rejected], heldout: 64}"
@@ -82,7 +82,7 @@ def slots_of(*given):
 def rows_of(pipeline, slots):
     pipeline.encode(slots)
     ids = [SampleId(0, slot.index, 0, 0) for slot in slots]
-    return Trajectory(slots, ids, torch.empty(len(slots), 0), [""] * len(slots))
+    return Rows(slots, ids)
 
 
 UNEVEN = slots_of(

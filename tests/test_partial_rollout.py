@@ -79,12 +79,12 @@ def test_every_token_keeps_the_log_prob_of_the_weights_that_drew_it(folder):
     for now, landed in enumerate(rounds):
         ages, gaps = [], []
         for rows_of_step in landed.micro_batches:
-            for i, n in enumerate(rows_of_step.mask.sum(1).long().tolist()):
-                tokens, dates = rows_of_step.clean[i, :n].tolist(), rows_of_step.drawn_at[i, :n]
+            for i, n in enumerate(rows_of_step.padded("action_mask").sum(1).long().tolist()):
+                tokens, dates = rows_of_step.padded("tokens")[i, :n].tolist(), rows_of_step.padded("drawn_at")[i, :n]
                 prompt = run.pipeline.conditioner.encode(rows_of_step.slots[i].prompt)["input_ids"].tolist()
                 under = {v: replayed(weights[v], model, prompt, tokens) for v in {*dates.tolist(), now}}
                 then = torch.stack([under[v][t] for t, v in enumerate(dates.tolist())])
-                assert (rows_of_step.log_probs[i, :n] - then).abs().max() < 1e-5
+                assert (rows_of_step.padded("log_probs")[i, :n] - then).abs().max() < 1e-5
                 assert dates.tolist() == sorted(dates.tolist())
                 mixed += len(set(dates.tolist())) > 1
                 ages.append(now - dates)
@@ -108,18 +108,18 @@ def test_drawn_in_parts_or_whole_a_greedy_response_is_the_same(folder, temperatu
         )
         for n in range(4)
     ]
-    assert max(len(t.drawn_at.unique()) for r in rounds for t in r.micro_batches) > 1
+    assert max(len(t.drawn_at[t.action_mask].unique()) for r in rounds for t in r.micro_batches) > 1
     equal = []
     for cut in (t for r in rounds for t in r.micro_batches):
         keys = run.pipeline.encode(cut.slots)
         whole = run.pipeline.sample(cut.slots, cut.ids, [], run.recipe.seed)
         run.pipeline.features.release(keys)
-        for i, n in enumerate(whole.mask.sum(1).long().tolist()):
+        for i, n in enumerate(whole.padded("action_mask").sum(1).long().tolist()):
             equal.append(
-                n == cut.mask[i].sum()
-                and torch.equal(cut.clean[i, :n], whole.clean[i, :n])
+                n == cut.padded("action_mask")[i].sum()
+                and torch.equal(cut.padded("tokens")[i, :n], whole.padded("tokens")[i, :n])
                 and bool(cut.truncated[i] == whole.truncated[i])
-                and bool((cut.log_probs[i, :n] - whole.log_probs[i, :n]).abs().max() < 1e-5)
+                and bool((cut.padded("log_probs")[i, :n] - whole.padded("log_probs")[i, :n]).abs().max() < 1e-5)
             )
     assert all(equal) == (temperature == 0)  # what goes on draws with numbers of its own
 
@@ -132,9 +132,9 @@ def test_what_the_engine_must_not_draw_ends_a_response(folder):
         step(run, n)
     ends = 0
     for rows in (t for r in rounds for t in r.micro_batches):
-        assert not torch.isin(rows.clean, torch.tensor(run.pipeline.conditioner.forbidden)).any()
-        for i, n in enumerate(rows.mask.sum(1).long().tolist()):
-            stopped = n > 0 and rows.clean[i, n - 1].item() in run.pipeline.conditioner.stop_tokens
+        assert not torch.isin(rows.padded("tokens"), torch.tensor(run.pipeline.conditioner.forbidden)).any()
+        for i, n in enumerate(rows.padded("action_mask").sum(1).long().tolist()):
+            stopped = n > 0 and rows.padded("tokens")[i, n - 1].item() in run.pipeline.conditioner.stop_tokens
             assert bool(rows.truncated[i]) != stopped
             ends += not stopped and n < LONGEST
     assert ends >= 2
@@ -262,7 +262,7 @@ def gone_through(folder, pools, *stages):
                 assert len(slots) == 4
                 trained += slots
                 flying = {
-                    (g.slot.step, g.slot.index): g.rows.clean.tolist()
+                    (g.slot.step, g.slot.index): g.rows.padded("tokens").tolist()
                     for r in runs
                     for g in r.rollout.parts["flight"].in_flight
                 }

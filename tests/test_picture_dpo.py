@@ -22,7 +22,7 @@ from mmrl.run import build
 from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 SMALL = ["train.prompts_per_step=4", "train.micro_batch_size=4", "sampling.steps=4", "eval.samples=4", "eval.grid=2"]
@@ -37,9 +37,7 @@ def rows(run, n=3):
     prompts = mmrl.load("datasets", "shape_pairs").prompts("train")
     slots = [Slot(5, i, 0, prompts[i]) for i in range(n)]
     run.pipeline.encode(slots)
-    return Trajectory(
-        slots, [SampleId(5, i, 0, 0) for i in range(n)], torch.empty(n, 0), [s.prompt.text for s in slots]
-    )
+    return Rows(slots, [SampleId(5, i, 0, 0) for i in range(n)])
 
 
 def moved(run):

@@ -28,7 +28,7 @@ from mmrl.planner.render import render
 from mmrl.rollout.collect import SynchronousRollout
 from mmrl.training.batch import Batch, rows_of_update
 from mmrl.training.micro_batches import split_micro_batches
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import DenoisingRows, Prompt, SampleId, Slot
 from tests import planning
 from tests.planning import LEFT_OUT, random_weights, resident, run_steps, without_the_step
 from tests.tiny_diffusion import two_blocks
@@ -161,7 +161,7 @@ def batch_of(recipe):
     ids = [SampleId(0, p, 0, k) for p in range(recipe.train.prompts_per_step) for k in range(recipe.train.group_size)]
     chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
     slots = [[Slot(0, i.slot, 0, Prompt(f"{i.slot}", "")) for i in c] for c in chunks]
-    rows = [Trajectory(s, c, torch.zeros(len(c), 1), [""] * len(c)) for s, c in zip(slots, chunks, strict=True)]
+    rows = [DenoisingRows(s, c, torch.zeros(len(c), 1)) for s, c in zip(slots, chunks, strict=True)]
     places = [(m, i) for m, chunk in enumerate(chunks) for i in range(len(chunk))]
     return Batch(rows, places, torch.zeros(len(ids)), torch.ones(len(ids)), torch.ones(len(ids)))
 
@@ -185,6 +185,9 @@ class Counting:
         @staticmethod
         def recorded(rows, entry):
             return {}
+
+    class compute:
+        device = torch.device("cpu")
 
     recomputes_old_log_probs = False
 

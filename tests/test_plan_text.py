@@ -192,8 +192,11 @@ def test_the_roles_of_a_critic_and_an_engine(folder):
     assert roles["gradients, critic"].bytes == 4 * critic
     assert roles["copy: reference"].parameters == policy
     assert roles["optimizer"].parameters == 2 * (policy + critic)
-    kept = made.measured.trajectory
-    assert 12 * (8 + 4 + 4) <= kept <= 12 * (8 + 4 + 4) + 8, "a token, its log-prob, its mask, and whether it was cut"
+    kept, tokens = made.measured.trajectory, made.counts.row_tokens
+    assert tokens > 12
+    assert tokens * (8 + 4 + 1) <= kept <= tokens * (8 + 4 + 1) + 8, (
+        "a token, its log-prob, its mask; whether it was cut"
+    )
 
 
 @pytest.mark.parametrize(

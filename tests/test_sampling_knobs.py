@@ -24,6 +24,7 @@ from mmrl.text.token_sampling import Draw, Penalty, narrowed
 from mmrl.training import loop
 from mmrl.trajectory import Prompt, SampleId, Slot
 from tests import tiny
+from tests.rows import distance
 
 allow_cpu_only()
 
@@ -136,11 +137,11 @@ def test_log_probs_are_those_of_replay_and_no_sample_depends_on_its_neighbours(f
     pipeline = pipeline_of(folder, *KNOBS)
     trajectory = drawn(pipeline, evaluate=evaluate)
     found = pipeline.replay(trajectory, [0], frozenset({"log_probs"}), None)["log_probs"]
-    assert ((found - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    assert distance(found, trajectory) < 2e-5
     alone = drawn(pipeline, QUESTIONS[:1], evaluate=evaluate)
-    n = alone.clean.shape[1]
-    assert torch.equal(alone.clean, trajectory.clean[:2, :n])
-    assert trajectory.mask[:2, n:].sum() == 0
+    n = alone.padded("tokens").shape[1]
+    assert torch.equal(alone.padded("tokens"), trajectory.padded("tokens")[:2, :n])
+    assert trajectory.padded("action_mask")[:2, n:].sum() == 0
 
 
 def test_the_first_ratio_of_a_step_is_one(folder):
@@ -155,11 +156,11 @@ def test_each_setting_changes_what_it_says(folder):
     plain = pipeline_of(folder)
     trajectory = drawn(plain)
     greedy = drawn(plain, evaluate=True)
-    assert torch.equal(drawn(pipeline_of(folder, "sampling.min_p=1.0")).clean, greedy.clean)
-    assert not torch.equal(trajectory.clean, greedy.clean)
+    assert torch.equal(drawn(pipeline_of(folder, "sampling.min_p=1.0")).padded("tokens"), greedy.padded("tokens"))
+    assert not torch.equal(trajectory.padded("tokens"), greedy.padded("tokens"))
 
     def distinct(of):
-        return sum(len(set(row[:n])) / n for row, n in zip(of.clean.tolist(), of.responses, strict=True))
+        return sum(len(set(row[:n])) / n for row, n in zip(of.padded("tokens").tolist(), of.responses, strict=True))
 
     penalised = pipeline_of(folder, "sampling.repetition_penalty=5.0")
     assert distinct(drawn(penalised)) > distinct(trajectory)
@@ -195,10 +196,10 @@ def test_a_response_ends_where_a_stop_string_appears(folder):
         at = text.find(stop)
         assert made == (text if at < 0 else text[: at + len(stop)])
         kept = cut.responses[n]
-        assert cut.clean[n, :kept].tolist() == trajectory.clean[n, :kept].tolist()
+        assert cut.padded("tokens")[n, :kept].tolist() == trajectory.padded("tokens")[n, :kept].tolist()
         if at >= 0:
             assert not cut.truncated[n]
-            assert cut.clean[n, kept:].sum() == 0
+            assert cut.padded("tokens")[n, kept:].sum() == 0
     assert texts(pipeline, cut)[0].endswith(stop)
     assert pipeline_of(folder, f"sampling.stop={json.dumps(stop)}").settings.stop == [stop]
 
@@ -268,8 +269,8 @@ def test_a_records_limit_lowers_that_of_its_prompt(folder):
     assert free.responses[0] > 5
     assert limited.responses == [5, free.responses[1]]
     assert limited.truncated[0]
-    assert limited.clean[0, :5].tolist() == free.clean[0, :5].tolist()
-    assert limited.clean[1].tolist() == free.clean[1].tolist()
+    assert limited.padded("tokens")[0, :5].tolist() == free.padded("tokens")[0, :5].tolist()
+    assert limited.padded("tokens")[1].tolist() == free.padded("tokens")[1].tolist()
 
 
 @pytest.mark.parametrize("most", [0, -1, 2.5, True, "9"])

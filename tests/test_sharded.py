@@ -22,6 +22,7 @@ from mmrl.run import build
 from mmrl.training.loop import train_step
 from tests import damage
 from tests.ranks import launched
+from tests.rows import contents
 
 LOAD = {"balance/load", "balance/load_predicted"}
 """What there is to say of several controllers alone."""
@@ -54,8 +55,7 @@ def work(run, steps=1):
 
     def sample(slots, ids, *args, **kwargs):
         trajectory = pipeline_sample(slots, ids, *args, **kwargs)
-        for n, (i, row) in enumerate(zip(ids, trajectory.clean, strict=True)):
-            content = row if trajectory.mask is None else row[trajectory.mask[n] > 0]
+        for i, content in zip(ids, contents(trajectory), strict=True):
             if not rows:
                 name = f"{i.slot}/{i.attempt}/{i.sample}"
                 sampled[name] = hashlib.sha256(content.contiguous().numpy().tobytes()).hexdigest()

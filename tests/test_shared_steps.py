@@ -15,7 +15,7 @@ from mmrl.planner.render import render
 from mmrl.report.clock import Clock
 from mmrl.rollout.rounds import sample_and_score
 from mmrl.run import build
-from mmrl.trajectory import AskedSize, SampleId, Slot, Trajectory
+from mmrl.trajectory import AskedSize, Rows, SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 STEPS, SIZE, FIRST = 5, 4, 2
@@ -65,7 +65,7 @@ def drawn(run, most, version=NOW, actions=(2, 3)):
         for n in range(0, len(ids), most)
     ]
     hook.remove()
-    return Trajectory.join(parts), calls
+    return Rows.join(parts), calls
 
 
 def unshared(run, most, **how):

@@ -35,7 +35,6 @@ BY_PLACE = {
 """Files whose public functions may take booleans by place, and why."""
 LARGE = {
     "Judge": "its parameters are the options that a recipe writes",
-    "Trajectory": "columns of a table, most of which one kind of pipeline has",
     "Counts": "numbers of a step that a plan shows",
     "Measured": "numbers of a step that was run without data",
     "Plan": "what a plan shows",

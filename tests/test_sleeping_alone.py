@@ -97,7 +97,8 @@ def test_a_round_is_one_call_of_an_engine_and_its_micro_batches_are_as_before(fo
         before, shown = device_tasks.sample(run, asked[n], how)
         assert [s.text for s in samples] == [s.text for s in shown]
         assert (trajectory.ids, trajectory.features) == (before.ids, before.features)
-        for name in ("clean", "log_probs", "mask", "truncated"):
+        assert trajectory.segments == before.segments
+        for name in ("tokens", "log_probs", "action_mask", "truncated"):
             assert torch.equal(getattr(trajectory, name), getattr(before, name)), name
     assert [n for _, n in calls[1:]] == [3, 3, 2]
     given = run.pipeline.updates()

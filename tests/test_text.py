@@ -1,6 +1,7 @@
 """Sampling and recomputing text on tiny real models: randomness, log-probs, padding, packing, updates, refusals."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from mmrl.text.features import key_of
 from mmrl.text.likelihood import entropy, token_log_probs
 from mmrl.text.token_sampling import Draw, choose, uniforms, without
 from mmrl.training.micro_batches import packed
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows
 from tests import tiny
+from tests.rows import distance
 
 chat = mmrl.load("pipelines", "llm/chat")
 QUESTIONS = ["What is 2+3?", "Say a.", "A much longer question than the two before it, so that padding matters."]
@@ -61,31 +63,29 @@ def test_the_log_probs_of_sampling_are_those_of_replay(pipeline):
     drawn = sampled(pipeline)
     new = pipeline.replay(drawn, [0], frozenset({"log_probs"}), None)["log_probs"]
     assert new.requires_grad
-    gap = ((new - drawn.log_probs) * drawn.mask).abs().max()
+    gap = distance(new, drawn)
     assert gap < 1e-5
-    other = Trajectory(**{**vars(drawn), "clean": (drawn.clean + 1) % 256})
+    other = replace(drawn, tokens=(drawn.tokens + 1) % 256)
     wrong = pipeline.replay(other, [0], frozenset({"log_probs"}), None)["log_probs"]
-    assert ((wrong - drawn.log_probs) * drawn.mask).abs().max() > 0.5, "the comparison cannot fail"
+    assert distance(wrong, drawn) > 0.5, "the comparison cannot fail"
 
 
 def test_log_probs_are_at_the_sampling_temperature(path):
     made = chat.build(recipe(path, sampling={"temperature": 0.5}), str(path), torch.device("cpu"))
     drawn = sampled(made)
-    row = made._inputs(drawn.features[:1], drawn.clean[:1], drawn.mask[:1])
-    logits = made.policy(**row).logits[0, -drawn.clean.shape[1] - 1 : -1].double() / 0.5
-    closed = logits.log_softmax(-1).gather(-1, drawn.clean[0].unsqueeze(-1)).squeeze(-1)
-    assert ((closed - drawn.log_probs[0]) * drawn.mask[0]).abs().max() < 1e-4
+    row = drawn.rows([0])
+    logits = made.policy(**made._read(row)).logits[0, -row.width - 1 : -1].double() / 0.5
+    closed = logits.log_softmax(-1).gather(-1, row.padded("tokens")[0].unsqueeze(-1)).squeeze(-1)
+    assert ((closed - row.padded("log_probs")[0]) * row.padded("action_mask")[0]).abs().max() < 1e-4
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(pipeline):
     whole = sampled(pipeline)
     slots, ids = rows()
     alone = pipeline.sample(slots[3:4], ids[3:4], [], 7)
-    n = int(alone.mask.sum())
-    assert n == int(whole.mask[3].sum())
-    assert torch.equal(alone.clean[0, :n], whole.clean[3, :n])
-    assert not torch.equal(sampled(pipeline, seed=8).clean[:, :4], whole.clean[:, :4])
-    assert len({tuple(r.tolist()) for r in whole.clean}) > 3, "the samples of a group are alike"
+    assert alone.spoken() == [whole.spoken()[3]]
+    assert not torch.equal(sampled(pipeline, seed=8).padded("tokens")[:, :4], whole.padded("tokens")[:, :4])
+    assert len({tuple(row) for row in whole.spoken()}) > 3, "the samples of a group are alike"
 
 
 def test_the_choice_follows_the_distribution():
@@ -123,15 +123,13 @@ def test_greedy_is_the_librarys_greedy(path, pipeline):
         )
         given = tokenizer(text, return_tensors="pt").input_ids
         theirs = model.generate(given, do_sample=False, max_new_tokens=12, eos_token_id=greedy.conditioner.stop_tokens)
-        n = int(drawn.mask[i].sum())
-        assert theirs[0, given.shape[1] :].tolist()[:n] == drawn.clean[i, :n].tolist()
+        assert theirs[0, given.shape[1] :].tolist()[: drawn.responses[i]] == drawn.spoken()[i]
 
 
 def test_what_ends_and_what_is_cut(pipeline):
     drawn = sampled(pipeline, size=8)
     stop = pipeline.conditioner.stop_tokens
-    for row, mask, cut in zip(drawn.clean, drawn.mask, drawn.truncated, strict=True):
-        tokens = row[: int(mask.sum())].tolist()
+    for tokens, cut in zip(drawn.spoken(), drawn.truncated, strict=True):
         assert (tokens[-1] in stop) != bool(cut)
         assert not any(t in stop for t in tokens[:-1])
         assert len(tokens) == 12 or not cut
@@ -147,13 +145,14 @@ def test_padding_changes_no_gradient(pipeline):
         pipeline.policy.zero_grad()
         for part in parts:
             log_probs = pipeline.replay(part, [0], frozenset({"log_probs"}), None)["log_probs"]
-            (log_probs * part.mask).sum().backward()
+            (log_probs * part.padded("action_mask")).sum().backward()
         return torch.cat([p.grad.flatten() for p in pipeline.policy.parameters()])
 
     together, apart = gradient([drawn]), gradient([drawn.rows([i]) for i in range(len(drawn))])
     assert torch.allclose(together, apart, rtol=1e-4, atol=1e-5 * together.abs().max())
-    joined = Trajectory.join([drawn.rows([0, 1]), drawn.rows([2]), drawn.rows([3, 4, 5])])
-    assert torch.equal(joined.clean * joined.mask.long(), drawn.clean[:, : joined.clean.shape[1]])
+    joined = Rows.join([drawn.rows([0, 1]), drawn.rows([2]), drawn.rows([3, 4, 5])])
+    assert torch.equal(joined.padded("tokens"), drawn.padded("tokens"))
+    assert joined.segments == drawn.segments
 
 
 def test_micro_batches_are_packed_by_length():
@@ -168,7 +167,8 @@ def test_micro_batches_are_packed_by_length():
 
 def test_spans_of_characters_reach_their_tokens(pipeline):
     drawn = sampled(pipeline, ["Say a."], 1)
-    row = Trajectory(**{**vars(drawn), "clean": torch.tensor([[64, 65, 66, 67]]), "mask": torch.ones(1, 4)})
+    asked = [(drawn.features[0], drawn.tokens[: drawn.prompts[0]])]
+    row = TextRows.answers(drawn.slots, drawn.ids, asked, [torch.tensor([64, 65, 66, 67])], drawn.truncated)
     assert pipeline.conditioner.decode([64, 65, 66, 67]) == "abcd"
     assert pipeline.token_values(row, [(1, 3, -1.0), (2, 4, -0.5)]) == [0, -1, -1.5, -0.5]
 

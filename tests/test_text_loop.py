@@ -179,7 +179,7 @@ def test_a_slice_has_the_rows_that_its_columns_speak_of(sampled, updated):
     seen = []
     for micro_batch in split_micro_batches(run, batch, list(range(24))):
         assert micro_batch.rows.ids == [batch.ids[n] for n in micro_batch.index]
-        assert micro_batch.rows.mask.sum(1).tolist() == [lengths[n] for n in micro_batch.index]
+        assert micro_batch.rows.padded("action_mask").sum(1).tolist() == [lengths[n] for n in micro_batch.index]
         assert torch.equal(micro_batch.old["advantages"], batch.advantages[micro_batch.index])
         seen += micro_batch.index
     assert sorted(seen) == list(range(24))

@@ -9,7 +9,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.diffusion.renoising import Renoising
 from mmrl.run import build
-from mmrl.trajectory import SampleId, Trajectory
+from mmrl.trajectory import DenoisingRows, SampleId
 
 STEPS = 10
 
@@ -28,9 +28,9 @@ def renoising(pipeline, **algorithm):
 def drawn(of, entries, samples=40):
     """The levels (by their index) of each sample's entries."""
     ids = [SampleId(3, n, 0, 0) for n in range(samples)]
-    trajectory = Trajectory([], ids, torch.zeros(samples, 0), [])
+    rows = DenoisingRows([], ids, torch.zeros(samples, 0))
     table = of.adapter.schedule(STEPS).sigmas.tolist()
-    columns = [of.sigma(trajectory, entry, seed=1).tolist() for entry in range(entries)]
+    columns = [of.sigma(rows, entry, seed=1).tolist() for entry in range(entries)]
     return [[table.index(s) for s in row] for row in zip(*columns, strict=True)]
 
 

@@ -16,6 +16,7 @@ from mmrl.media import Media
 from mmrl.text.overlong import Fitter, Limit
 from mmrl.trajectory import Prompt, SampleId, Slot
 from tests import tiny
+from tests.rows import distance, with_prompts_of
 
 allow_cpu_only()
 pytest.importorskip("torchvision")
@@ -92,43 +93,55 @@ def test_sampling_and_replay_agree_with_pictures(pipeline):
         Prompt("before", "No placeholder.", media=(picture(40, 70, 3),)),
     ]
     trajectory = drawn(pipeline, prompts)
-    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    assert (
+        (replayed(pipeline, trajectory) - trajectory.padded("log_probs")) * trajectory.padded("action_mask")
+    ).abs().max() < 2e-5
     others = [
         Prompt(p.id, p.text, media=(picture(*size, 9),))
         for p, size in zip(prompts, [(40, 40), (90, 40), (40, 70)], strict=True)
     ]
     other = drawn(pipeline, others)
-    swapped = type(trajectory)(**{**vars(trajectory), "features": other.features})
-    assert ((replayed(pipeline, swapped) - trajectory.log_probs) * trajectory.mask).abs().max() > 1e-2, "blind"
+    swapped = with_prompts_of(trajectory, other)
+    assert (
+        (replayed(pipeline, swapped) - trajectory.padded("log_probs")) * trajectory.padded("action_mask")
+    ).abs().max() > 1e-2, "blind"
 
 
 def test_several_pictures_in_a_prompt(pipeline):
     two = Prompt("two", "<image> or <image>?", media=(picture(40, 40, 1), picture(60, 40, 2)))
     turned = Prompt("turned", "<image> or <image>?", media=(picture(60, 40, 2), picture(40, 40, 1)))
     trajectory = drawn(pipeline, [two, turned])
-    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    assert (
+        (replayed(pipeline, trajectory) - trajectory.padded("log_probs")) * trajectory.padded("action_mask")
+    ).abs().max() < 2e-5
     alone = trajectory.rows([0])
-    assert (replayed(pipeline, alone)[0] - replayed(pipeline, trajectory)[0, : alone.clean.shape[1]]).abs().max() < 2e-5
+    assert (replayed(pipeline, alone)[0] - replayed(pipeline, trajectory)[0, : alone.width]).abs().max() < 2e-5
 
 
 def test_prompts_with_one_and_with_two_pictures_share_a_batch(pipeline):
     one = Prompt("one alone", "What is <image>?", media=(picture(40, 40, 5),))
     two = Prompt("two beside", "<image> or <image>?", media=(picture(40, 40, 6), picture(60, 40, 7)))
     trajectory = drawn(pipeline, [one, two])
-    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    assert (
+        (replayed(pipeline, trajectory) - trajectory.padded("log_probs")) * trajectory.padded("action_mask")
+    ).abs().max() < 2e-5
     for row in (0, 2):
         alone = trajectory.rows([row])
-        length = alone.clean.shape[1]
+        length = alone.padded("tokens").shape[1]
         assert (replayed(pipeline, alone)[0] - replayed(pipeline, trajectory)[row, :length]).abs().max() < 2e-5
 
 
 def test_clips(pipeline):
     prompts = [Prompt("a", "Which way? <video>", media=(clip(0),)), Prompt("b", "<video> Which way?", media=(clip(1),))]
     trajectory = drawn(pipeline, prompts)
-    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    assert (
+        (replayed(pipeline, trajectory) - trajectory.padded("log_probs")) * trajectory.padded("action_mask")
+    ).abs().max() < 2e-5
     other = drawn(pipeline, prompts[::-1])
-    swapped = type(trajectory)(**{**vars(trajectory), "features": other.features})
-    assert ((replayed(pipeline, swapped) - trajectory.log_probs) * trajectory.mask).abs().max() > 1e-2, "blind"
+    swapped = with_prompts_of(trajectory, other)
+    assert (
+        (replayed(pipeline, swapped) - trajectory.padded("log_probs")) * trajectory.padded("action_mask")
+    ).abs().max() > 1e-2, "blind"
 
 
 def test_the_processor_sees_a_prompt_once(pipeline, monkeypatch):
@@ -225,7 +238,7 @@ def in_rows(pipeline, trajectory, trained=None):
     found = replayed(pipeline, trajectory)
     if trained is None:
         return found.detach()
-    return found.detach(), torch.autograd.grad((found * trajectory.mask).sum(), trained)[0]
+    return found.detach(), torch.autograd.grad((found * trajectory.padded("action_mask")).sum(), trained)[0]
 
 
 def test_a_response_in_two_parts_is_that_drawn_at_once(pipeline):
@@ -238,9 +251,9 @@ def test_a_response_in_two_parts_is_that_drawn_at_once(pipeline):
     begun = pipeline.begin(whole.slots, whole.ids, [], 3, 4)
     assert begun.under_way.any()
     finished = pipeline.finish(begun, [], 3, 4)
-    assert torch.equal(finished.clean, whole.clean)
-    assert torch.equal(finished.mask, whole.mask)
-    torch.testing.assert_close(finished.log_probs, whole.log_probs, rtol=1e-3, atol=2e-5)
+    assert torch.equal(finished.padded("tokens"), whole.padded("tokens"))
+    assert torch.equal(finished.padded("action_mask"), whole.padded("action_mask"))
+    torch.testing.assert_close(finished.padded("log_probs"), whole.padded("log_probs"), rtol=1e-3, atol=2e-5)
 
 
 def test_a_picture_is_encoded_once_for_its_group_and_the_rows_are_those_of_each_alone(pipeline, monkeypatch):
@@ -258,7 +271,7 @@ def test_a_picture_is_encoded_once_for_its_group_and_the_rows_are_those_of_each_
     assert calls[2] == 3 * calls[1]
     assert torch.allclose(shared, plain, rtol=0, atol=1e-5)
     assert torch.allclose(gradient, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max())
-    assert ((shared - mixed.log_probs) * mixed.mask).abs().max() < 2e-5
+    assert distance(shared, mixed) < 2e-5
 
 
 def test_a_clip_is_encoded_once_for_its_group(pipeline, monkeypatch):
@@ -280,7 +293,7 @@ def test_a_copy_encodes_with_its_own_weights_and_other_batches_are_left_alone(pi
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    inputs = pipeline._inputs(trajectory.features)
+    inputs = pipeline._asked(trajectory.features)
     pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
     with torch.no_grad():
         copied = other.base_model.get_image_features(**pixels, return_dict=True).pooler_output
@@ -337,6 +350,6 @@ def test_pixels_have_the_dtype_of_the_weights(tmp_path):
     processor.save_pretrained(tmp_path)
     made = chat.build(recipe(tmp_path), str(tmp_path), torch.device("cpu"))
     trajectory = drawn(made, [Prompt("p", "What is <image>?", media=(picture(40, 40, 1),))])
-    assert trajectory.clean.shape[0] == 2
+    assert trajectory.padded("tokens").shape[0] == 2
     assert made.features.get(trajectory.features[0])["pixel_values"].dtype == torch.float32
     assert replayed(made, trajectory).isfinite().all()

@@ -15,7 +15,7 @@ from mmrl.controller.workload_balance import TERMS, Lengths, Size, Workload, res
 from mmrl.json_types import JsonObject, as_object
 from mmrl.media import Media
 from mmrl.training.step_context import FinishedStep, StepContext, StepPart
-from mmrl.trajectory import Prompt, Trajectory
+from mmrl.trajectory import Prompt, Rows, TextRows
 
 CHARACTERS = 4.0
 """Characters per token. The estimate need not be right, because the seconds per token are measured."""
@@ -103,20 +103,20 @@ class Balance(StepPart):
             return Size(times * text + texts, times * image, times * frames)
         return Size(text, image, frames, response)
 
-    def _terms(self, micro_batches: Sequence[Trajectory]) -> list[float]:
+    def _terms(self, micro_batches: Sequence[Rows]) -> list[float]:
         """The terms summed over all rows, with their sampled responses."""
         total = [0.0] * len(TERMS)
-        for trajectory in micro_batches:
-            for slot, response in zip(trajectory.slots, _responses(trajectory), strict=True):
+        for rows in micro_batches:
+            for slot, response in zip(rows.slots, _responses(rows), strict=True):
                 terms = self._size(slot.prompt, response).terms
                 total = [a + b for a, b in zip(total, terms, strict=True)]
         return total
 
-    def _groups(self, micro_batches: Sequence[Trajectory]) -> list[tuple[list[int], str, float, float]]:
+    def _groups(self, micro_batches: Sequence[Rows]) -> list[tuple[list[int], str, float, float]]:
         """For each group its place, its prompt's id and length, and the mean length of its responses."""
         found: dict[tuple[int, int, int], tuple[Prompt, list[int]]] = {}
-        for trajectory in micro_batches:
-            for slot, response in zip(trajectory.slots, _responses(trajectory), strict=True):
+        for rows in micro_batches:
+            for slot, response in zip(rows.slots, _responses(rows), strict=True):
                 place = (slot.step, slot.index, slot.attempt)
                 found.setdefault(place, (slot.prompt, []))[1].append(response)
         return [
@@ -134,6 +134,6 @@ def pixels(medium: Media) -> float:
     return _UNKNOWN if size is None else size * _PER_BYTE[medium.kind]
 
 
-def _responses(trajectory: Trajectory) -> list[int]:
+def _responses(rows: Rows) -> list[int]:
     """Tokens of each row's response; 0 without sampling."""
-    return [0] * len(trajectory) if trajectory.mask is None else trajectory.responses
+    return rows.responses if isinstance(rows, TextRows) else [0] * len(rows)

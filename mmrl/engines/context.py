@@ -199,7 +199,7 @@ def imagined(module: Any, size: int) -> Generator[None]:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-class Rows:
+class SplitRows:
     """Final class: which tokens of the rows of the last forward this rank has, and which of the logits wanted."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -241,7 +241,7 @@ class Cut:
     def __init__(self, module: Any, ranks: Ranks) -> None:
         from transformers import AttentionInterface
 
-        self._module, self.rows = module, Rows(ranks)
+        self._module, self.rows = module, SplitRows(ranks)
         self._whole_forward, self._attention = module.forward, _config(module)._attn_implementation
         AttentionInterface.register(_NAME, self._attend)  # type: ignore[arg-type]
         module.get_output_embeddings().register_forward_pre_hook(self._only_kept)

@@ -1,4 +1,4 @@
-"""The protocols of pipelines: sample prompts into trajectories and recompute them with the current weights.
+"""The protocols of pipelines: sample prompts into rows and recompute those with the current weights.
 
 There are two kinds, by ``makes``: text, and what denoising makes, pictures and clips. A pipeline knows its model
 family, its latent layout or chat template, and no algorithm. ``build(recipe, ...)`` of its module makes one;
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.policy import Policy
 from mmrl.report.card import Usage, What
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import DenoisingRows, Prompt, Rows, Sample, SampleId, Slot, TextRows
 
 Weights = Callable[[str], AbstractContextManager[None]]
 """``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
@@ -27,13 +27,13 @@ Weights = Callable[[str], AbstractContextManager[None]]
 class PairUpdates(Protocol):
     """What an offline objective asks of a pipeline."""
 
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """Both sides of each row's given pair with a graph, as needed, ``[B]`` each. Of texts: chosen_log_probs and
         rejected_log_probs, or chosen_scores and rejected_scores; of pictures: chosen_error and rejected_error. Of a
         given response: completion_log_probs. The same with ``reference_`` before it is without a graph."""
         ...
 
-    def sizes(self, trajectory: Trajectory) -> Sequence[int]:
+    def sizes(self, rows: Rows) -> Sequence[int]:
         """What each row counts in an update's denominator, where the objective counts by length: the tokens of a given
         response, 1 of a pair."""
         ...
@@ -49,8 +49,17 @@ class ResponseUpdates(Protocol):
         ...
 
 
-class _Pipeline(Protocol):
+Made = TypeVar("Made", bound=Rows)
+"""The rows that a pipeline samples."""
+
+
+class _Pipeline(Protocol[Made]):
     """What the loop asks of every pipeline."""
+
+    @property
+    def makes(self) -> Literal["text", "image", "video"]:
+        """What its samples are."""
+        ...
 
     policy: nn.Module
     """The module that trains; parameters that do not train have ``requires_grad`` False."""
@@ -84,7 +93,7 @@ class _Pipeline(Protocol):
         *,
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> Made:
         """Sample a micro-batch without gradients. Pictures record the steps ``actions`` (none: a plain ODE); text
         records every token.
 
@@ -101,34 +110,32 @@ class _Pipeline(Protocol):
         seed: int,
         until: int,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> Made:
         """The first ``until`` denoising steps, or tokens, of a micro-batch, as ``sample`` draws them. Of pictures
         ``clean`` is predicted and ``paused`` set; of text ``under_way`` marks the responses that have not ended."""
         ...
 
-    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+    def finish(self, begun: Made, actions: Sequence[int], seed: int, at: int) -> Made:
         """The rest of samples that ``begin`` left after ``at`` steps or tokens: what ``sample`` makes of them, within
         the rounding of another batch shape. An engine of text draws the rest with another seed."""
         ...
 
-    def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
+    def samples(self, rows: Made, inputs: frozenset[str]) -> list[Sample]:
         """Decode clean results to what rewards see, with the ``inputs`` they declared, no others."""
         ...
 
-    def lengths(self, trajectory: Trajectory) -> list[int]:
+    def lengths(self, rows: Rows) -> list[int]:
         """Tokens of each row, prompt and response, by which micro-batches are packed; pairs: of both texts;
         pictures: 1 each."""
         ...
 
-    def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
+    def recorded(self, rows: Rows, entries: Sequence[int]) -> dict[str, Tensor]:
         """What an objective may compare the slice of these ``K`` entries with. Pictures: log_probs ``[B, K]``, std, dt
         and c_v (how far the mean moves with the velocity) ``[K]``; text, whatever ``entries``:
         mask and rollout_log_probs ``[B, T]``; given texts: what the data says of them (margins ``[B]``)."""
         ...
 
-    def replay(
-        self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
-    ) -> dict[str, Tensor]:
+    def replay(self, rows: Made, actions: Sequence[int], needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """Recompute these ``K`` of the recorded actions with a graph, in one forward: log_probs ``[B, K]`` (text: all
         tokens, ``[B, T]``) and what else is needed."""
         ...
@@ -159,7 +166,7 @@ class _Pipeline(Protocol):
         ...
 
 
-class TextPipeline(_Pipeline, Protocol):
+class TextPipeline(_Pipeline[TextRows], Protocol):
     """Samples tokens, with the model that trains or with an engine that has weights of its own."""
 
     @property
@@ -180,16 +187,20 @@ class TextPipeline(_Pipeline, Protocol):
         """A critic with weights of its own, which ``replay`` asks for ``values`` from then on."""
         ...
 
-    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+    def unwritten(self, slots: Sequence[Slot], ids: Sequence[SampleId]) -> TextRows:
+        """Rows without a token behind their prompts, all under way."""
+        ...
+
+    def continue_generation(self, rows: TextRows, most: int, seed: int) -> TextRows:
         """Draw at most ``most`` further tokens for every row, all of them under way, with its engine."""
         ...
 
-    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
+    def token_values(self, row: TextRows, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         """Sum the values of character ``spans`` (start, end, value) of one response on each of its tokens."""
         ...
 
 
-class DenoisingPipeline(_Pipeline, Protocol):
+class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
     """Samples pictures or clips step by step, with the model that trains."""
 
     @property
@@ -206,7 +217,7 @@ class DenoisingPipeline(_Pipeline, Protocol):
         ...
 
     def renoise(
-        self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
+        self, rows: DenoisingRows, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         """Noise clean results afresh to the ``level``-th noise level of each sample's own shuffle, predict with a
         graph: v, v_old, ... and target (noise less clean) ``[B, ...]`` as needed, x_s, x0 and sigma ``[B]``."""
@@ -230,21 +241,22 @@ class DenoisingPipeline(_Pipeline, Protocol):
         ...
 
 
-Pipeline = TextPipeline | DenoisingPipeline
+Pipeline = _Pipeline[Any]
+"""A ``TextPipeline`` or a ``DenoisingPipeline``: ``of_text`` and ``of_pictures`` say which."""
 
 
 def of_text(pipeline: Pipeline) -> TextPipeline:
     """For what only text has. The recipe's checks refuse to ask another pipeline for it: raises ``TypeError``."""
     if pipeline.makes != "text":
         raise TypeError(f"{type(pipeline).__name__} makes {pipeline.makes}, and only text has this")
-    return pipeline
+    return cast("TextPipeline", pipeline)
 
 
 def of_pictures(pipeline: Pipeline) -> DenoisingPipeline:
     """For what only denoising has. The recipe's checks refuse to ask another pipeline for it: raises ``TypeError``."""
     if pipeline.makes == "text":
         raise TypeError(f"{type(pipeline).__name__} makes text, and only pictures and clips have this")
-    return pipeline
+    return cast("DenoisingPipeline", pipeline)
 
 
 def pairs_of(pipeline: Pipeline) -> PairUpdates:
@@ -257,9 +269,9 @@ def pairs_of(pipeline: Pipeline) -> PairUpdates:
 def recorded_steps(pipeline: Pipeline, step: int) -> list[int]:
     """Which denoising steps an objective on log-probs has recorded in training step ``step``; none of text, where every
     token is an action."""
-    return [] if pipeline.makes == "text" else pipeline.noisy_steps(step)
+    return [] if pipeline.makes == "text" else of_pictures(pipeline).noisy_steps(step)
 
 
 def entries_of(pipeline: Pipeline, kind: Kind) -> int:
     """In how many slices an update of this kind takes a sample; text: 1, all tokens."""
-    return 1 if pipeline.makes == "text" else pipeline.entries(kind)
+    return 1 if pipeline.makes == "text" else of_pictures(pipeline).entries(kind)

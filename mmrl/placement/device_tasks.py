@@ -23,27 +23,27 @@ from mmrl.report.clock import Clock
 from mmrl.rewards.returned import Answer
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.trajectory import Sample, Trajectory
+from mmrl.trajectory import R, Rows, Sample, TextRows
 
 
 def sample(
     context: StepContext, chunk: Chunk, how: SamplingSpec, clock: Clock | None = None
-) -> tuple[Trajectory, list[Sample]]:
+) -> tuple[Rows, list[Sample]]:
     """Sample a micro-batch and decode it; of samples that are begun only (``how.until``) the predicted results."""
     clock = clock or Clock(torch.device("cpu"))
     with context.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
             _sync(context)
 
-            def drawn(rows: range) -> Trajectory:
+            def drawn(rows: range) -> Rows:
                 return _drawn(context, chunk, rows, how)
 
             parts = in_parts(context.compute.local.at_once, "sample", len(chunk.ids), drawn, _batch_size_edit(context))
-            trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
-        return trajectory, _shown(context, trajectory, how, clock)
+            made = parts[0] if len(parts) == 1 else Rows.join(parts)
+        return made, _shown(context, made, how, clock)
 
 
-def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -> Trajectory:
+def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -> Rows:
     """These ``rows`` of a micro-batch."""
     if chunk.begun is not None:
         begun = chunk.begun if len(rows) == len(chunk.begun) else chunk.begun.rows(list(rows))
@@ -57,14 +57,14 @@ def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -
 
 def sample_at_once(
     context: StepContext, chunks: Sequence[Chunk], how: SamplingSpec, clock: Clock
-) -> Iterator[tuple[Trajectory, list[Sample]]]:
+) -> Iterator[tuple[Rows, list[Sample]]]:
     """Sample several micro-batches in one call of an engine, which chooses its own batches; each is decoded separately.
 
     There is no retry with fewer rows: an engine's memory does not depend on the number of rows in a call.
     """
     slots, ids = [slot for chunk in chunks for slot in chunk.slots], [i for chunk in chunks for i in chunk.ids]
     begun = [chunk.begun for chunk in chunks if chunk.begun is not None]
-    asked = Chunk(slots, ids, Trajectory.join(begun) if begun else None)
+    asked = Chunk(slots, ids, Rows.join(begun) if begun else None)
     with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
         _sync(context)
         whole = _drawn(context, asked, range(len(ids)), how)
@@ -75,26 +75,26 @@ def sample_at_once(
 def _sync(context: StepContext) -> None:
     """Update a text engine's weights to those of the policy. Pictures are sampled with the trained weights directly."""
     if context.pipeline.makes == "text":
-        context.pipeline.sync(context.policy)
+        of_text(context.pipeline).sync(context.policy)
 
 
-def _divided(whole: Trajectory, sizes: Sequence[int]) -> Iterator[Trajectory]:
+def _divided(whole: R, sizes: Sequence[int]) -> Iterator[R]:
     first = 0
     for size in sizes:
         yield whole.rows(list(range(first, first + size)))
         first += size
 
 
-def _shown(context: StepContext, trajectory: Trajectory, how: SamplingSpec, clock: Clock) -> list[Sample]:
+def _shown(context: StepContext, whole: Rows, how: SamplingSpec, clock: Clock) -> list[Sample]:
     """Decode a micro-batch to the samples that rewards get."""
 
     def shown(rows: range) -> list[Sample]:
-        part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
+        part = whole if len(rows) == len(whole) else whole.rows(list(rows))
         return context.pipeline.samples(part, how.inputs)
 
     with clock("decode"):
         parts = in_parts(
-            context.compute.local.at_once, "decode", len(trajectory), shown, "sampling.batch_size={} starts with that"
+            context.compute.local.at_once, "decode", len(whole), shown, "sampling.batch_size={} starts with that"
         )
         return [sample for part in parts for sample in part]
 
@@ -108,19 +108,17 @@ def _batch_size_edit(context: StepContext) -> str:
     return f"{edit}; {dtype} rounds differently in training's larger batch, so lower train.micro_batch_size as well"
 
 
-def continue_generation(context: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
+def continue_generation(context: StepContext, rows: TextRows, most: int, how: SamplingSpec) -> TextRows:
     """Draw at most ``most`` more tokens for every row; no row may be finished."""
     with context.policy.using(how.weights):
         pipeline = of_text(context.pipeline)
         pipeline.sync(context.policy)
-        return pipeline.continue_generation(trajectory, most, how.seed)
+        return pipeline.continue_generation(rows, most, how.seed)
 
 
-def continue_all(context: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
-    """``continue_generation`` for the rows of several trajectories in one call of the engine."""
-    return list(
-        _divided(continue_generation(context, Trajectory.join(parts), most, how), [len(part) for part in parts])
-    )
+def continue_all(context: StepContext, parts: Sequence[TextRows], most: int, how: SamplingSpec) -> list[TextRows]:
+    """``continue_generation`` for the rows of several in one call of the engine."""
+    return list(_divided(continue_generation(context, Rows.join(parts), most, how), [len(part) for part in parts]))
 
 
 def enter_sampling(context: StepContext, weights: str) -> None:
@@ -244,7 +242,7 @@ def switch_role(context: StepContext, role: str, sleep: bool, judge: str = "", a
         free(context)  # woken models get memory from the driver, not from torch's cache
     if role == "judge":
         return context.rewards.wake(judge)
-    return role == "rollout" and context.pipeline.makes == "text" and context.pipeline.wake()
+    return role == "rollout" and context.pipeline.makes == "text" and of_text(context.pipeline).wake()
 
 
 def free(context: StepContext) -> None:

@@ -33,7 +33,7 @@ from mmrl.report.clock import Clock
 from mmrl.rewards.contract import Context
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, ComingChunks, Drawn, R, SamplingSpec, StepContext, Ts
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import TextRows
 
 _SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
 """The tasks that count as work; the others are bookkeeping."""
@@ -161,11 +161,11 @@ class MultiDevice:
     def continue_generation(
         self,
         context: StepContext,
-        parts: Sequence[Trajectory],
+        parts: Sequence[TextRows],
         most: int,
         how: SamplingSpec,
         version: Version | None = None,
-    ) -> list[Trajectory]:
+    ) -> list[TextRows]:
         assert self.settings.apart  # other placements refuse partial rollout
         version = version or self.version(context, how.weights)
         tasks = [

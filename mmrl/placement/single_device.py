@@ -14,7 +14,7 @@ from mmrl.report.clock import Clock
 from mmrl.report.notices import starting
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import TextRows
 
 
 class SingleDevice:
@@ -77,11 +77,11 @@ class SingleDevice:
     def continue_generation(
         self,
         context: StepContext,
-        parts: Sequence[Trajectory],
+        parts: Sequence[TextRows],
         most: int,
         how: SamplingSpec,
         version: Version | None = None,
-    ) -> list[Trajectory]:
+    ) -> list[TextRows]:
         assert version is None
         self._switch_role(context, "judge")
         return device_tasks.continue_all(context, parts, most, how)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from mmrl.pipelines.protocol import Pipeline, of_pictures, pairs_of, recorded_st
 from mmrl.planner.counts import Counts, with_steps
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
 from mmrl.planner.operations import Operations, Work, mean_of
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows, denoised
 
 
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:
@@ -195,16 +195,16 @@ def _growth(
     recipe: Recipe,
     objective: Objective,
     trained: list[Policy],
-    trajectory: Trajectory,
+    trajectory: Rows,
     counts: Counts,
     train: int,
 ) -> tuple[float, int]:
     """The growth of a slice's ``train`` bytes per additional token in every row, and per additional denoising step in a
     forward; 0 if the recipe does not need it."""
     token, step = 0.0, 0
-    if recipe.train.context_parallel > 1 and trajectory.mask is not None:
-        less = trajectory.clean.shape[1] // 2
-        short = replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS})
+    if recipe.train.context_parallel > 1 and isinstance(trajectory, TextRows):
+        less = trajectory.width // 2
+        short = _shorter(trajectory, less)
         token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows).bytes) / max(1, less)
     if recipe.train.steps_per_forward == "auto" and counts.entries > 1:
         two = with_steps(recipe, 2)
@@ -212,8 +212,15 @@ def _growth(
     return token, step
 
 
-_COLUMNS = ("clean", "mask", "log_probs")
-"""The tensors of a text trajectory that have an entry per response token."""
+def _shorter(rows: TextRows, less: int) -> TextRows:
+    """``rows`` with so many tokens less behind each prompt."""
+    kept = [n - less for n in rows.lengths]
+    tokens, log_probs = (rows.column(name).split(rows.lengths) for name in ("tokens", "log_probs"))
+    prompts = [(key, row[:n]) for key, row, n in zip(rows.features, tokens, rows.prompts, strict=True)]
+    behind = [
+        [row[n:most] for row, n, most in zip(column, rows.prompts, kept, strict=True)] for column in (tokens, log_probs)
+    ]
+    return TextRows.answers(rows.slots, rows.ids, prompts, behind[0], rows.truncated, behind[1])
 
 
 def kept_copies(objective: Objective) -> list[str]:
@@ -236,12 +243,12 @@ def _sampled(
     counts: Counts,
     slots: list[Slot],
     ids: list[SampleId],
-) -> tuple[Trajectory, int, int, int, Drawn]:
+) -> tuple[Rows, int, int, int, Drawn]:
     """As ``_micro_batch``, with the weights that sample and with the rows of a slice of training, which may be of
     several micro-batches; where nothing is sampled before the update, its rows without samples."""
     n = counts.slice_rows
     if not counts.micro_batches:
-        return Trajectory(slots[:n], ids[:n], torch.empty(n, 0), [s.prompt.text for s in slots[:n]]), 0, 0, 0, Drawn()
+        return Rows(slots[:n], ids[:n]), 0, 0, 0, Drawn()
     with policy.using(sampler(objective, 0)):
         made = _micro_batch(pipeline, recipe, objective, slots[: counts.batch], ids[: counts.batch])
         if n > counts.batch:
@@ -252,7 +259,7 @@ def _sampled(
 @torch.no_grad()
 def _micro_batch(
     pipeline: Pipeline, recipe: Recipe, objective: Objective, slots: list[Slot], ids: list[SampleId]
-) -> tuple[Trajectory, int, int, int, Drawn]:
+) -> tuple[Rows, int, int, int, Drawn]:
     """Sample and decode a micro-batch. Returns its trajectory, the bytes of sampling, of a picture and of decoding, and
     the operators of sampling and decoding."""
     actions = recorded_steps(pipeline, 0) if "log_probs" in objective.needs else []
@@ -295,7 +302,7 @@ class _Slice(NamedTuple):
 
 
 def _slice(
-    pipeline: Pipeline, recipe: Recipe, objective: Objective, trained: list[Policy], trajectory: Trajectory, n: int
+    pipeline: Pipeline, recipe: Recipe, objective: Objective, trained: list[Policy], trajectory: Rows, n: int
 ) -> _Slice:
     """Run forward and backward of a training slice of ``n`` rows; gradients of an earlier slice exist already.
 
@@ -317,7 +324,7 @@ def _slice(
                     old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
                     old |= {"values": new["values"].detach()} if "values" in new else {}
             case "forward_process":
-                new = of_pictures(pipeline).renoise(rows, 0, recipe.seed, objective.needs, policy.using)
+                new = of_pictures(pipeline).renoise(denoised(rows), 0, recipe.seed, objective.needs, policy.using)
             case "offline":
                 new = pairs_of(pipeline).compare(rows, objective.needs, policy.using)
                 old |= pipeline.recorded(rows, [0])

@@ -33,7 +33,7 @@ from mmrl.training.batch import Batch, Groups, Round, rows_of_update, samples_of
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import StepContext
 from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Slot, Trajectory
+from mmrl.trajectory import Rows, Slot, TextRows
 
 
 def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
@@ -47,7 +47,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
     metrics.set(reward_metrics(first, context.controller.gather, rows_by_source(context, rounds[0].slots)))
     batch, scored = assemble(context, rounds, groups)
     batch.slots = rounds[0].slots if moves(context, 0) else slots
-    if batch.micro_batches[0].mask is not None or context.recomputes_old_log_probs:
+    if batch.texts or context.recomputes_old_log_probs:
         with clock("prepare"):
             scored = prepare(context, batch, scored)
     how: AdvantageAggregation = getattr(context.recipe.algorithm, "advantage_aggregation", "sum")
@@ -97,13 +97,13 @@ class SynchronousRollout:
 def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
     """Join the groups (round, group in it) that are trained on into one batch, with their rewards."""
     size = context.recipe.train.group_size
-    sampled = [trajectory for r in rounds for trajectory in r.micro_batches]
+    sampled = [rows for r in rounds for rows in r.micro_batches]
     before = [0, *accumulate(len(r.micro_batches) for r in rounds)]
     places = [r.places(first) for r, first in zip(rounds, before, strict=False)]
     rows = [(r, n * size + k) for r, n in groups for k in range(size)]
     kept = sorted({places[r][i][0] for r, i in rows})  # micro-batches of replaced groups are dropped
     micro_batches = [sampled[m] for m in kept]
-    lengths = [row_lengths(context, trajectory) for trajectory in micro_batches]
+    lengths = [row_lengths(context, of) for of in micro_batches]
     chosen = [(kept.index(m), k) for m, k in (places[r][i] for r, i in rows)]
     batch = Batch(
         micro_batches,
@@ -127,11 +127,11 @@ def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, 
     return batch, scored
 
 
-def row_lengths(context: StepContext, trajectory: Trajectory) -> list[int]:
-    """The entries of each row that an update trains on: response tokens, denoising steps, or noise levels."""
-    if context.pipeline.makes == "text":
-        return trajectory.responses
-    return [context.pipeline.entries(context.objective.kind)] * len(trajectory)
+def row_lengths(context: StepContext, rows: Rows) -> list[int]:
+    """The entries of each row that an update trains on: written tokens, denoising steps, or noise levels."""
+    if isinstance(rows, TextRows):
+        return rows.written
+    return [entries_of(context.pipeline, context.objective.kind)] * len(rows)
 
 
 def groups_of(whole: Round) -> Groups:
@@ -170,11 +170,11 @@ def span_rewards(context: StepContext, batch: Batch, rounds: list[Round], rows: 
     if not labels:
         return None
     weights = {label_of(r.name, r.label): r.weight for r in context.recipe.rewards}
-    out = torch.zeros(len(rows), max(t.clean.shape[1] for t in batch.micro_batches), dtype=torch.float64)
+    out = torch.zeros(len(rows), max(t.width for t in batch.texts), dtype=torch.float64)
     for n, ((r, i), (m, k)) in enumerate(zip(rows, batch.places, strict=True)):
         given = [(s.start, s.end, s.value * weights[x]) for x in labels for s in rounds[r].scores.spans[x][i] or ()]
         if given:
-            values = of_text(context.pipeline).token_values(batch.micro_batches[m].rows([k]), given)
+            values = of_text(context.pipeline).token_values(batch.texts[m].rows([k]), given)
             out[n, : len(values)] = torch.tensor(values, dtype=torch.float64)
     return out
 
@@ -220,10 +220,10 @@ def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
 
 def mask_of(batch: Batch) -> Tensor | None:
     """``[B, T]``: 1 for the response tokens of each row; None for pictures."""
-    if batch.micro_batches[0].mask is None:
+    if not batch.texts:
         return None
-    mask = torch.zeros(len(batch.places), max(t.clean.shape[1] for t in batch.micro_batches))
-    masks = [t.mask.cpu() for t in batch.micro_batches]  # type: ignore[union-attr]
+    masks = [t.padded("action_mask").float().cpu() for t in batch.texts]
+    mask = torch.zeros(len(batch.places), max(m.shape[1] for m in masks))
     for n, (m, i) in enumerate(batch.places):
         mask[n, : masks[m].shape[1]] = masks[m][i]
     return mask
@@ -247,13 +247,12 @@ def unsampled_batch(context: StepContext, slots: list[Slot], step: int, clock: C
 def prompts_only(context: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
     """A batch that holds prompts and no samples; every row has weight 1."""
     rows = samples_of(slots, context.recipe.train.group_size)
-    empty = torch.empty(len(rows), 0, device=next(iter(context.policy.trainable.values())).device)
-    trajectory = Trajectory([s for s, _ in rows], [i for _, i in rows], empty, [s.prompt.text for s, _ in rows])
+    of_prompts = Rows([s for s, _ in rows], [i for _, i in rows])
     ones = torch.ones(len(rows))
     given = context.pipeline.pairs
-    lengths = ones if given is None else torch.tensor([float(n) for n in given.sizes(trajectory)])
+    lengths = ones if given is None else torch.tensor([float(n) for n in given.sizes(of_prompts)])
     places = [(0, i) for i in range(len(rows))]
-    return Batch([trajectory], places, torch.zeros(len(rows)), ones, lengths, keys, failures=list(failures))
+    return Batch([of_prompts], places, torch.zeros(len(rows)), ones, lengths, keys, failures=list(failures))
 
 
 def rows_by_source(context: StepContext, slots: Sequence[Slot]) -> Mapping[str, list[int]]:
@@ -298,5 +297,5 @@ def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
 
 def truncated_rows(batch: Batch) -> list[bool]:
     """For each row of text whether the response was cut at the length limit."""
-    truncated = [t.truncated.tolist() for t in batch.micro_batches]  # type: ignore[union-attr]
+    truncated = [t.truncated.tolist() for t in batch.texts]
     return [truncated[m][i] for m, i in batch.places]

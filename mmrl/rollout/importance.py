@@ -31,11 +31,9 @@ def mean_weight(context: StepContext, batch: Batch, mask: Tensor) -> float:
     all weights are 0. ``mask`` ``[B, T]``; ``batch.prepared`` has the trainer's log-probs. All controllers call it
     together."""
     engine = torch.zeros_like(mask)
-    drawn = [None if t.log_probs is None else t.log_probs.float().cpu() for t in batch.micro_batches]
+    drawn = [rows.padded("log_probs").float().cpu() for rows in batch.texts]
     for n, (m, i) in enumerate(batch.places):
-        row = drawn[m]
-        assert row is not None
-        engine[n, : row.shape[1]] = row[i]
+        engine[n, : drawn[m].shape[1]] = drawn[m][i]
     counted = mask * batch.weights.unsqueeze(1)
     mine = summed_weights(batch.prepared["log_probs"], engine, counted, correction_of(context))
     total, count = context.controller.total(torch.stack(mine).double()).tolist()

@@ -30,7 +30,7 @@ from mmrl.rollout.branches import branch_ids, inner_std
 from mmrl.training.batch import chunks_of_a_size, gather, samples_of
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.training.step_metrics import StepMetrics, Sums
-from mmrl.trajectory import SampleId, Slot, Trajectory
+from mmrl.trajectory import Rows, SampleId, Slot, text_rows
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Beginning:
     def prune(self) -> Pruned:
         """Wait for the samples and their rewards, and choose which are finished. Raises ``RewardError``."""
         size, midway = self._midway.group_size, self._midway
-        micro_batches: dict[int, Trajectory] = {}
+        micro_batches: dict[int, Rows] = {}
         groups = [list(range(first, first + size)) for first in range(0, len(self._slots) * size, size)]
         try:
-            for n, trajectory, samples in self._drawn:
-                micro_batches[n] = trajectory
+            for n, rows, samples in self._drawn:
+                micro_batches[n] = rows
                 self._scoring.add(samples, self._rows[n])
             scores = self._scoring.finish(groups)
         except RewardError as error:
@@ -87,8 +87,9 @@ class Beginning:
         chunks, rows = self._chunks(parts, kept)
         if midway.tokens is None:
             return Pruned(chunks, rows, values, kept, scores.failures)
-        tokens = self._in_order([torch.tensor(part.responses) for part in parts]).view(-1, size)
-        ended = self._in_order([~part.under_way.cpu() for part in parts if part.under_way is not None]).view(-1, size)
+        texts = [text_rows(part) for part in parts]
+        tokens = self._in_order([torch.tensor(part.responses) for part in texts]).view(-1, size)
+        ended = self._in_order([~part.under_way.cpu() for part in texts if part.under_way is not None]).view(-1, size)
         return Pruned(chunks, rows, values, kept, scores.failures, tokens, ended)
 
     def _in_order(self, columns: list[Tensor]) -> Tensor:
@@ -112,7 +113,7 @@ class Beginning:
             found = found + weights[label] * torch.tensor(pieces, dtype=found.dtype)
         return found
 
-    def _chunks(self, parts: list[Trajectory], kept: Tensor) -> tuple[list[Chunk], list[list[int]]]:
+    def _chunks(self, parts: list[Rows], kept: Tensor) -> tuple[list[Chunk], list[list[int]]]:
         """The micro-batches of the kept samples, and the places of their rows in the round."""
         size = self._midway.group_size
         place = {row: (m, i) for m, of in enumerate(self._rows) for i, row in enumerate(of)}
@@ -158,7 +159,7 @@ def _low(values: Tensor, keep: int) -> int:
     return min(ties, key=lambda low: abs(2 * low - keep))  # of equal ones the most balanced
 
 
-def measures(pruned: Pruned, final: Tensor, finished: Sequence[Trajectory]) -> Sums:
+def measures(pruned: Pruned, final: Tensor, finished: Sequence[Rows]) -> Sums:
     """The metrics ``midway/*``. ``final``: the rewards ``[N, K]`` of the ``finished`` samples, NaN without one."""
     metrics = StepMetrics()
     before, after = pruned.values, pruned.values.gather(1, pruned.kept)
@@ -184,7 +185,7 @@ def measures(pruned: Pruned, final: Tensor, finished: Sequence[Trajectory]) -> S
         metrics.gather({"midway/branch_std": inner.nansum()}, {}, int((~inner.isnan()).sum()))
     if pruned.tokens is not None and pruned.ended is not None:
         at = int(pruned.tokens[~pruned.ended].max()) if not pruned.ended.all() else 0
-        later = sum(max(0, n - at) for part in finished for n in part.responses) if at else 0
+        later = sum(max(0, n - at) for part in finished for n in text_rows(part).responses) if at else 0
         dropped = pruned.tokens.sum() - pruned.tokens.gather(1, pruned.kept).sum()
         metrics.gather({"midway/tokens_dropped": dropped}, {}, int(pruned.tokens.sum()) + later)
         metrics.gather({"midway/ended": pruned.ended.sum()}, {}, pruned.ended.numel())

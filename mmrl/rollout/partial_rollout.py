@@ -36,6 +36,7 @@ from mmrl.config.schema import Partial
 from mmrl.engines.policy import Version
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_integer, as_list, as_text
+from mmrl.pipelines.protocol import of_text
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scoring
 from mmrl.rollout.collect import groups_of
@@ -43,11 +44,10 @@ from mmrl.rollout.encoding import encode
 from mmrl.training.batch import Groups, Round, chunks, samples_of
 from mmrl.training.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
 from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Slot, Trajectory
+from mmrl.trajectory import Slot, TextRows
 
 _FILE = "flight"
 """Prefix of its files in a checkpoint; the pool follows."""
-_SAVED = ("clean", "log_probs", "mask", "truncated", "under_way", "drawn_at")
 
 
 def _read_place(row: Json) -> tuple[int, int, int, str]:
@@ -70,11 +70,11 @@ class Group:
 
     slot: Slot
     keys: list[str]
-    rows: Trajectory
+    rows: TextRows
 
     @property
     def whole(self) -> bool:
-        return not _column(self.rows.under_way).any()
+        return not _going(self.rows).any()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PartialRound:
     flight, in the order of the stream. ``taken``: for each pool the number of slots taken from its stream so far."""
 
     groups: list[Group]
-    micro_batches: list[Trajectory]
+    micro_batches: list[TextRows]
     scoring: Scoring
     unusable: list[Failure]
     rounds: int
@@ -127,13 +127,13 @@ class PartialRollout(StepPart):
             unusable = self._fill(context, wanted)
         scoring = context.rewards.start(step, context.recipe.train.group_size)
         landed: list[Group] = []
-        micro_batches: list[Trajectory] = []
+        micro_batches: list[TextRows] = []
         rounds = 0
         while True:
             ready = [group for pool, most in wanted.items() for group in self._whole(pool)[:most]]
             if ready:
                 with clock("decode"):
-                    micro_batches.append(Trajectory.join([group.rows for group in ready]))
+                    micro_batches.append(TextRows.join([group.rows for group in ready]))
                     scoring.add(context.pipeline.samples(micro_batches[-1], context.rewards.inputs))
                 self.in_flight = [group for group in self.in_flight if group not in ready]
                 landed += ready
@@ -178,11 +178,10 @@ class PartialRollout(StepPart):
         """The groups in flight after the last finished step: for each pool of this controller the rows of its groups,
         joined, and the slots of all controllers."""
         groups, state = self._settled  # neither the list nor its groups are changed in place
-        rows: dict[int, Trajectory] = {}
+        rows: dict[int, TextRows] = {}
         for pool in sorted({self._pool(group.slot) for group in groups}):
-            rows[pool] = Trajectory.join([group.rows for group in groups if self._pool(group.slot) == pool])
-        of = {f"{_FILE}-{pool}": {name: _column(getattr(r, name)) for name in _SAVED} for pool, r in rows.items()}
-        return PartState(state, of)
+            rows[pool] = TextRows.join([group.rows for group in groups if self._pool(group.slot) == pool])
+        return PartState(state, {f"{_FILE}-{pool}": _saved(of) for pool, of in rows.items()})
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
         """Restore this controller's part, including the prompts' features.
@@ -209,10 +208,8 @@ class PartialRollout(StepPart):
                 )
             group = _begun(context, slot)
             first, size = rows[pool], len(group.rows)
-            device = group.rows.clean.device
-            saved = {name: column[first : first + size].to(device) for name, column in tensors[pool].items()}
-            without_padding = replace(group.rows, **saved).rows(list(range(size)))
-            self.in_flight.append(replace(group, rows=without_padding))
+            saved = {name: column[first : first + size] for name, column in tensors[pool].items()}
+            self.in_flight.append(replace(group, rows=_restored(group.rows, saved)))
             rows[pool] += size
         taken = as_list(state["taken"])
         self._taken = {pool: as_integer(taken[pool]) for pool in pools}
@@ -252,15 +249,15 @@ class PartialRollout(StepPart):
         """One round: sample at most ``cut_after`` tokens for every unfinished response in ``pools``."""
         size = context.recipe.train.group_size
         flying = [group for group in self.in_flight if not group.whole and self._pool(group.slot) in pools]
-        before = Trajectory.join([group.rows for group in flying])
-        going = _column(before.under_way).tolist()
+        before = TextRows.join([group.rows for group in flying])
+        going = _going(before).tolist()
         order = sorted(range(len(before)), key=lambda row: going[row])  # stable: complete rows first
         done, asked = order[: going.count(False)], order[going.count(False) :]
         most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
         parts = [before.rows(rows) for rows in chunks(asked, most)]
         grown = context.compute.devices.continue_generation(context, parts, self.settings.cut_after, how, version)
         dated = [_with_steps(part, more, of) for part, more in zip(parts, grown, strict=True)]
-        after = Trajectory.join([*([before.rows(done)] if done else []), *dated])
+        after = TextRows.join([*([before.rows(done)] if done else []), *dated])
         place = {row: n for n, row in enumerate(order)}
         rows = [after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)]
         further = {id(group): replace(group, rows=of) for group, of in zip(flying, rows, strict=True)}
@@ -268,7 +265,7 @@ class PartialRollout(StepPart):
 
 
 def _measure(drawn: PartialRound, step: int, metrics: StepMetrics) -> None:
-    ages = torch.cat([step - _column(t.drawn_at)[_column(t.mask) > 0] for t in drawn.micro_batches])
+    ages = torch.cat([step - t.column("drawn_at")[t.action_mask] for t in drawn.micro_batches])
     oldest = ages.max() if len(ages) else torch.tensor(0)
     largest = {"sampling/stale_steps": oldest, "sampling/rounds": torch.tensor(drawn.rounds)}
     metrics.gather({"sampling/stale_tokens": (ages > 0).sum(), "sampling/stale_age": ages.sum()}, largest, len(ages))
@@ -284,30 +281,41 @@ def _begun(context: StepContext, slot: Slot) -> Group:
     """A group without tokens yet; it holds its prompt's features."""
     keys = context.pipeline.encode([slot])
     rows = samples_of([slot], context.recipe.train.group_size)
-    device = next(iter(context.policy.trainable.values())).device
-    none = torch.zeros(len(rows), 0, device=device)
-    start = Trajectory(
-        [s for s, _ in rows],
-        [i for _, i in rows],
-        none.long(),
-        keys * len(rows),
-        log_probs=none,
-        mask=none,
-        truncated=torch.ones(len(rows), dtype=torch.bool, device=device),
-        under_way=torch.ones(len(rows), dtype=torch.bool, device=device),
-        drawn_at=none.long(),
-    )
-    return Group(slot, keys, start)
+    return Group(slot, keys, of_text(context.pipeline).unwritten([s for s, _ in rows], [i for _, i in rows]))
 
 
-def _with_steps(before: Trajectory, after: Trajectory, step: int) -> Trajectory:
+def _with_steps(before: TextRows, after: TextRows, step: int) -> TextRows:
     """``after`` with the step of each token; tokens that ``before`` does not have get ``step``."""
-    mask, old = _column(after.mask), _column(before.mask)
-    known = pad(old, (0, mask.shape[1] - old.shape[1])) > 0
-    dates = pad(_column(before.drawn_at), (0, mask.shape[1] - old.shape[1]))
-    return replace(after, drawn_at=torch.where(known, dates, step) * mask.long())
+    known = before.column("drawn_at").split(before.lengths)
+    dates = [pad(old, (0, n - len(old)), value=step) for old, n in zip(known, after.lengths, strict=True)]
+    return replace(after, drawn_at=torch.cat(dates))
 
 
-def _column(column: Tensor | None) -> Tensor:
-    assert column is not None
-    return column
+def _saved(rows: TextRows) -> dict[str, Tensor]:
+    """What a checkpoint has of the responses of ``rows``, ``[R, T]`` or ``[R]`` each."""
+    return {
+        "clean": rows.padded("tokens"),
+        "log_probs": rows.padded("log_probs"),
+        "mask": rows.padded("action_mask").float(),
+        "truncated": rows.truncated,
+        "under_way": _going(rows),
+        "drawn_at": rows.padded("drawn_at"),
+    }
+
+
+def _restored(begun: TextRows, saved: Mapping[str, Tensor]) -> TextRows:
+    """``begun``, which has prompts alone, with the responses that ``_saved`` left."""
+    of = {name: column.to(begun.tokens.device) for name, column in saved.items()}
+    lengths = saved["mask"].sum(1).long().tolist()
+    tokens, log_probs, dates = (
+        [row[:n] for row, n in zip(of[name], lengths, strict=True)] for name in ("clean", "log_probs", "drawn_at")
+    )
+    prompts = list(zip(begun.features, begun.tokens.split(begun.lengths), strict=True))
+    rows = TextRows.answers(begun.slots, begun.ids, prompts, tokens, of["truncated"], log_probs, dates)
+    return replace(rows, under_way=of["under_way"])
+
+
+def _going(rows: TextRows) -> Tensor:
+    """``[R]`` bool: the responses that are not finished."""
+    assert rows.under_way is not None
+    return rows.under_way

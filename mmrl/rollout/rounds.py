@@ -11,7 +11,7 @@ from mmrl.rollout.midway import Beginning, Pruned, chunked, measures
 from mmrl.rollout.moving import Coming, moves
 from mmrl.training.batch import Round, samples_of
 from mmrl.training.step_context import SamplingSpec, StepContext
-from mmrl.trajectory import Slot, Trajectory
+from mmrl.trajectory import Rows, Slot
 
 
 def sample_and_score(
@@ -56,7 +56,7 @@ class Sampling:
         self._scoring = context.rewards.start(
             step, self._size, scale=not context.rollout.strategy.replaces_groups, round=number
         )
-        self._micro_batches: dict[int, Trajectory] = {}
+        self._micro_batches: dict[int, Rows] = {}
         if self._coming is not None:
             self._rows = self._coming.rows
             self._drawn = context.compute.devices.sample(context, self._coming, how, inside, version)
@@ -74,8 +74,8 @@ class Sampling:
             self._drawn = self._context.compute.devices.sample(
                 self._context, asked, self._how, self._inside, self._version
             )
-        for n, trajectory, samples in self._drawn:
-            self._micro_batches[n] = trajectory
+        for n, rows, samples in self._drawn:
+            self._micro_batches[n] = rows
             self._scoring.add(samples, self._rows[n])
 
     def finish(self, clock: Clock) -> Round:

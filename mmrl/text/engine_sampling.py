@@ -24,7 +24,7 @@ from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
 from mmrl.pipelines.lora import PREFIX, lora_layers, modules_of
 from mmrl.text.base_model import base_model, has_adapter, peft_model
-from mmrl.trajectory import Prompt, SampleId, Trajectory
+from mmrl.trajectory import Prompt, SampleId, TextRows
 
 if TYPE_CHECKING:  # slow to import
     from peft import PeftModel
@@ -277,12 +277,10 @@ def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Sett
     )
 
 
-def unstack(trajectory: Trajectory) -> list[Completion]:
+def unstack(rows: TextRows) -> list[Completion]:
     """The tokens drawn for each row so far, to be continued; ``prompt_tokens`` is 0."""
-    assert trajectory.mask is not None
-    assert trajectory.log_probs is not None
-    rows = zip(trajectory.clean.tolist(), trajectory.log_probs.tolist(), trajectory.mask.sum(1).int(), strict=True)
-    return [Completion(tokens[:n], log_probs[:n], "cut", 0) for tokens, log_probs, n in rows]
+    found = zip(rows.spoken(), rows.padded("log_probs").tolist(), rows.responses, strict=True)
+    return [Completion(tokens, log_probs[:n], "cut", 0) for tokens, log_probs, n in found]
 
 
 def appended(done: Completion, more: Completion) -> Completion:

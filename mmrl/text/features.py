@@ -15,8 +15,6 @@ from mmrl.trajectory import Prompt
 PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """Features with one entry per prompt token; all others belong to media and are joined along their first dimension."""
 
-_WITHOUT = "/without/"
-
 
 def key_of(prompt: Prompt) -> str:
     """Names a prompt's features: equal for equal content, whatever the prompt is called."""
@@ -25,18 +23,12 @@ def key_of(prompt: Prompt) -> str:
     return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
 
 
-def key_without_end(key: str, tokens: int) -> str:
-    """Names the features ``key`` without their last ``tokens``, which ``features_of`` leaves out."""
-    return f"{key}{_WITHOUT}{tokens}" if tokens else key
-
-
-def features_of(store: FeatureStore, key: str) -> dict[str, Tensor]:
-    """The features ``key``, or a part of them (``key_without_end``)."""
-    whole, _, tokens = key.partition(_WITHOUT)
-    found = store.get(whole)
-    if not tokens:
+def features_of(store: FeatureStore, key: str, tokens: int) -> dict[str, Tensor]:
+    """The features ``key`` of a prompt's first ``tokens``."""
+    found = store.get(key)
+    if len(found["input_ids"]) == tokens:
         return found
-    return {name: value[: -int(tokens)] if name in PER_TOKEN else value for name, value in found.items()}
+    return {name: value[:tokens] if name in PER_TOKEN else value for name, value in found.items()}
 
 
 def joined(

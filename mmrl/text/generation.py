@@ -18,7 +18,7 @@ from mmrl.config.sampling import TextSampling
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.stop_strings import Ends, StopStrings
 from mmrl.text.token_sampling import draw_of, uniforms
-from mmrl.trajectory import SampleId, Trajectory
+from mmrl.trajectory import SampleId, TextRows
 from mmrl.transfer import to_device
 
 GENERATE = "generate"
@@ -80,21 +80,20 @@ def generate(
     return tokens, log_probs, mask, ~(stops.any(1) | stopped)
 
 
-def begun(drawn: Trajectory, until: int, most: int) -> Trajectory:
+def begun(drawn: TextRows, until: int, most: int) -> TextRows:
     """Responses of which ``until`` tokens were drawn at most, with ``under_way`` for those to be gone on with;
     ``most``: the tokens that a response may have."""
-    assert drawn.truncated is not None
     room = [min(slot.prompt.max_new_tokens or most, most) > until for slot in drawn.slots]
     going = [n == until and more for n, more in zip(drawn.responses, room, strict=True)]
-    return replace(drawn, under_way=to_device(torch.tensor(going), drawn.clean.device) & drawn.truncated)
+    return replace(drawn, under_way=to_device(torch.tensor(going), drawn.tokens.device) & drawn.truncated)
 
 
-def finished(begun: Trajectory, go_on: Callable[[Trajectory], Trajectory]) -> Trajectory:
+def finished(begun: TextRows, go_on: Callable[[TextRows], TextRows]) -> TextRows:
     """The whole responses; ``go_on`` draws the rest of those under way."""
     assert begun.under_way is not None
     going = torch.nonzero(begun.under_way).flatten().tolist()
     if not going:
         return replace(begun, under_way=None)
-    both = Trajectory.join([begun, replace(go_on(begun.rows(going)), under_way=begun.under_way[begun.under_way])])
+    both = TextRows.join([begun, replace(go_on(begun.rows(going)), under_way=begun.under_way[begun.under_way])])
     place = {row: len(begun) + n for n, row in enumerate(going)}
     return replace(both.rows([place.get(row, row) for row in range(len(begun))]), under_way=None)

@@ -22,8 +22,9 @@ from mmrl.json_types import Json, JsonObject
 from mmrl.pipelines.protocol import Weights
 from mmrl.text.answered import answer_tokens, content_of
 from mmrl.text.conditioner import Conditioner
-from mmrl.text.features import key_of, key_without_end
-from mmrl.trajectory import REASONING, Prompt, Slot, Trajectory, Turn
+from mmrl.text.features import key_of
+from mmrl.trajectory import REASONING, Prompt, Rows, TextRows, Turn
+from mmrl.transfer import to_device
 
 _CUT = "/cut"
 """Behind the name of a text: how many of the prompt's last tokens it replaces."""
@@ -40,12 +41,12 @@ class WritingModel(Protocol):
     context: int | None
     """The most tokens of a prompt and its response; None where the model says none."""
 
-    def response_log_probs(self, trajectory: Trajectory, temperature: float, *, every_token: bool = False) -> Tensor:
+    def response_log_probs(self, rows: TextRows, temperature: float, *, every_token: bool = False) -> Tensor:
         """``[B, T]`` of the rows' tokens. ``every_token``: among all of the vocabulary, those that sampling never draws
         too."""
         ...
 
-    def response_scores(self, trajectory: Trajectory) -> Tensor:
+    def response_scores(self, rows: TextRows) -> Tensor:
         """``[B]`` float32."""
         ...
 
@@ -68,15 +69,15 @@ class GivenTexts(ABC):
         on."""
 
     @abstractmethod
-    def recorded(self, trajectory: Trajectory) -> dict[str, Tensor]:
+    def recorded(self, rows: Rows) -> dict[str, Tensor]:
         """What the data says of each row beside its texts, ``[B]``."""
 
     @abstractmethod
-    def sizes(self, trajectory: Trajectory) -> list[int]:
+    def sizes(self, rows: Rows) -> list[int]:
         """What each row counts in the update's denominator, where the objective counts by length."""
 
     @abstractmethod
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """See ``mmrl.pipelines.protocol.PairUpdates``."""
 
     def key(self, prompt: Prompt) -> str:
@@ -114,30 +115,33 @@ class GivenTexts(ABC):
         except ValueError as error:
             raise BadPromptError(prompt.id, f"meta[{column!r}] {error}; mend it or take the record out") from None
 
-    def lengths(self, trajectory: Trajectory) -> list[int]:
+    def lengths(self, rows: Rows) -> list[int]:
         """Tokens of each row: prompt and longest text, once for each text, as they lie in a forward."""
         features, times = self.pipeline.features, len(self.columns)
-        prompts = [features.ref(key_of(s.prompt)).shapes["input_ids"][0] for s in trajectory.slots]
-        texts = [features.ref(self.key(s.prompt)).shapes for s in trajectory.slots]
+        prompts = [features.ref(key_of(s.prompt)).shapes["input_ids"][0] for s in rows.slots]
+        texts = [features.ref(self.key(s.prompt)).shapes for s in rows.slots]
         return [times * (n + max(of[name][0] for name in self.columns)) for n, of in zip(prompts, texts, strict=True)]
 
-    def rows(self, slots: Sequence[Slot]) -> Trajectory:
-        """A row for each text: all of the first name, then those of the next."""
-        found = [self.pipeline.features.get(self.key(slot.prompt)) for slot in slots]
+    def given(self, rows: Rows) -> TextRows:
+        """A row for each text of ``rows``: all of the first name, then those of the next."""
+        found = [self.pipeline.features.get(self.key(slot.prompt)) for slot in rows.slots]
         cuts = [len(of.get(name + _CUT, ())) for name in self.columns for of in found]
-        return self.trajectory([*slots] * len(self.columns), [of[name] for name in self.columns for of in found], cuts)
+        every = rows.join([rows] * len(self.columns))
+        return self.behind_prompts(every, [of[name] for name in self.columns for of in found], cuts)
 
-    def trajectory(self, slots: list[Slot], texts: Sequence[Tensor], cuts: Sequence[int]) -> Trajectory:
-        """Rows of ``texts`` ``[T_i]``, each behind the prompt of its slot without its last ``cuts`` tokens."""
-        tokens, mask = stacked(texts, self.pipeline.conditioner.pad_token, self.pipeline.device)
-        keys = [key_without_end(key_of(slot.prompt), cut) for slot, cut in zip(slots, cuts, strict=True)]
-        return Trajectory(slots, [], tokens, keys, mask=mask)
+    def behind_prompts(self, rows: Rows, texts: Sequence[Tensor], cuts: Sequence[int]) -> TextRows:
+        """Rows of ``texts`` ``[T_i]``, each behind the prompt of its row without its last ``cuts`` tokens."""
+        device, prompts = self.pipeline.device, list[tuple[str, Tensor]]()
+        for slot, cut in zip(rows.slots, cuts, strict=True):
+            tokens = self.pipeline.features.get(key_of(slot.prompt))["input_ids"]
+            prompts.append((key_of(slot.prompt), tokens[: len(tokens) - cut]))
+        whole = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        return TextRows.answers(rows.slots, rows.ids, prompts, [to_device(text, device) for text in texts], whole)
 
-    def log_probs(self, rows: Trajectory) -> Tensor:
+    def log_probs(self, rows: TextRows) -> Tensor:
         """Summed over each row's tokens, ``[B]``, of the model at temperature 1, whatever samples are drawn at."""
         per_token = self.pipeline.response_log_probs(rows, 1.0, every_token=self.every_token)
-        assert rows.mask is not None
-        return (per_token * rows.mask).sum(1)
+        return (per_token * rows.padded("action_mask")).sum(1)
 
     def by_name(self, what: str, values: Tensor) -> dict[str, Tensor]:
         """``values`` of ``rows``, as ``<name>_<what>`` ``[B]`` each."""

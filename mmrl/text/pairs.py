@@ -16,7 +16,7 @@ from torch import Tensor
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.protocol import Weights
 from mmrl.text.given import GivenTexts, WritingModel, given_message, given_text
-from mmrl.trajectory import Prompt, Trajectory
+from mmrl.trajectory import Prompt, Rows
 
 COLUMNS = ("chosen", "rejected")
 
@@ -49,25 +49,24 @@ class Pairs(GivenTexts):
         pair = pair_of(prompt)
         return {"chosen": pair.chosen, "rejected": pair.rejected}
 
-    def recorded(self, trajectory: Trajectory) -> dict[str, Tensor]:
+    def recorded(self, rows: Rows) -> dict[str, Tensor]:
         """``margins``, 0 where the data gives none."""
-        values = [pair_of(slot.prompt).margin for slot in trajectory.slots]
+        values = [pair_of(slot.prompt).margin for slot in rows.slots]
         return {"margins": torch.tensor(values, device=self.pipeline.device)}
 
-    def sizes(self, trajectory: Trajectory) -> list[int]:
-        return [1] * len(trajectory)
+    def sizes(self, rows: Rows) -> list[int]:
+        return [1] * len(rows)
 
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """What is needed of chosen_log_probs, rejected_log_probs, the same of the reference without a graph, and
         chosen_scores, rejected_scores: ``[B]`` float32 each. Log-probs are summed over the text and its end, whose
         tokens are counted by chosen_tokens and rejected_tokens."""
-        both = self.rows(trajectory.slots)
+        both = self.given(rows)
         if self.scores:
             return self.by_name("scores", self.pipeline.response_scores(both))
         out = self.by_name("log_probs", self.log_probs(both))
         if "chosen_tokens" in needs:
-            assert both.mask is not None
-            out |= self.by_name("tokens", both.mask.sum(1))
+            out |= self.by_name("tokens", both.padded("action_mask").float().sum(1))
         if any(name.startswith("reference_") for name in needs):
             with torch.no_grad(), weights("reference"):
                 out |= {f"reference_{k}": v for k, v in self.by_name("log_probs", self.log_probs(both)).items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmrl import finite, local_rows
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.engines.context import Rows
+from mmrl.engines.context import SplitRows
 from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
@@ -39,7 +39,7 @@ from mmrl.text.shared_pictures import Shared
 from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, TextRows, text_rows
 from mmrl.transfer import to_device
 
 
@@ -128,19 +128,21 @@ class LanguagePipeline:
         context = self.context if samples else None  # Pairs checks the context with the responses
         return limit_of(settings.max_prompt_tokens, settings.max_new_tokens, context, self.engine_context)
 
-    def _inputs(
-        self, keys: Sequence[str], responses: Tensor | None = None, mask: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """The model's arguments: prompts padded on the left, then responses ``[B, T]``."""
-        rows = [features_of(self.features, k) for k in keys]
-        made = joined(
-            rows,
-            self.conditioner.pad_token,
-            own_positions=self.conditioner.own_positions,
-            responses=responses,
-            mask=mask,
-        )
-        return self.shared.expected(keys, rows, made)
+    def _asked(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """The model's arguments for prompts alone, padded on the left."""
+        return self._inputs(keys, [self.features.get(key) for key in keys])
+
+    def _read(self, rows: TextRows) -> dict[str, Tensor]:
+        """The model's arguments: prompts padded on the left, then what is behind them, ``[R, T]``."""
+        found = zip(rows.features, rows.prompts, strict=True)
+        prompts = [features_of(self.features, key, length) for key, length in found]
+        tokens = torch.where(rows.inside, rows.padded("tokens"), self.conditioner.pad_token)
+        return self._inputs(rows.features, prompts, tokens, rows.inside)
+
+    def _inputs(self, keys: Sequence[str], prompts: Sequence[dict[str, Tensor]], *behind: Tensor) -> dict[str, Tensor]:
+        chat = self.conditioner
+        made = joined(prompts, chat.pad_token, *behind, own_positions=chat.own_positions)
+        return self.shared.expected(keys, prompts, made)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class LanguagePipeline:
         *,
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> TextRows:
         temperature = self.recipe.eval.temperature if evaluate else None
         return self._drawn(slots, ids, seed, self.settings.temperature if temperature is None else temperature)
 
@@ -206,75 +208,78 @@ class LanguagePipeline:
         seed: int,
         until: int,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> TextRows:
         drawn = self._drawn(slots, ids, seed, self.settings.temperature, until)
         return generation.begun(drawn, until, self.settings.max_new_tokens)
 
     @torch.no_grad()
-    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
-        def go_on(rows: Trajectory) -> Trajectory:
+    def finish(self, begun: TextRows, actions: Sequence[int], seed: int, at: int) -> TextRows:
+        def go_on(rows: TextRows) -> TextRows:
             if self.engine is not None:
                 return self.continue_generation(rows, self.settings.max_new_tokens - at, seed)
-            inputs = self._inputs(rows.features, rows.clean, rows.mask)
+            inputs, before = self._read(rows), rows.padded("log_probs")
             limits = [slot.prompt.max_new_tokens for slot in rows.slots]
             with self._autocast():
                 made = generation.generate(
-                    self, inputs, rows.ids, limits, seed, self.settings.temperature, before=rows.log_probs
+                    self, inputs, rows.ids, limits, seed, self.settings.temperature, before=before
                 )
-            return self._checked(rows.slots, rows.ids, rows.features, made)
+            return self._checked(rows.slots, rows.ids, made)
 
         return generation.finished(begun, go_on)
 
     def _drawn(
         self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, temperature: float, until: int | None = None
-    ) -> Trajectory:
+    ) -> TextRows:
         """Responses from their first token on; ``until``: only so many tokens of each."""
-        keys = [key_of(slot.prompt) for slot in slots]
         if self.engine is None:
-            inputs, limits = self._inputs(keys), [slot.prompt.max_new_tokens for slot in slots]
+            inputs = self._asked([key_of(slot.prompt) for slot in slots])
+            limits = [slot.prompt.max_new_tokens for slot in slots]
             with self._autocast():
                 drawn = generation.generate(self, inputs, ids, limits, seed, temperature, until)
         else:
             settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
             made = self._ask(self._requests(slots, ids, seed), replace(settings, cut_after=until))
             drawn = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
-        return self._checked(slots, ids, keys, drawn)
+        return self._checked(slots, ids, drawn)
 
     def _checked(
-        self,
-        slots: Sequence[Slot],
-        ids: Sequence[SampleId],
-        keys: Sequence[str],
-        drawn: tuple[Tensor, Tensor, Tensor, Tensor],
-    ) -> Trajectory:
+        self, slots: Sequence[Slot], ids: Sequence[SampleId], drawn: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> TextRows:
         tokens, log_probs, mask, truncated = drawn
         finite.check_tokens(log_probs, mask, ids)
-        log_probs = torch.where(mask > 0, log_probs, 0.0)
-        clean = tokens * mask.long()
-        return Trajectory(list(slots), list(ids), clean, list(keys), None, None, log_probs, None, mask, truncated)
+        lengths = mask.sum(1).long().tolist()
+        cut = [[row[:n] for row, n in zip(column, lengths, strict=True)] for column in (tokens, log_probs)]
+        return TextRows.answers(slots, ids, self._prompts(slots), cut[0], truncated, cut[1])
+
+    def _prompts(self, slots: Sequence[Slot]) -> list[tuple[str, Tensor]]:
+        """The key of each prompt's features, and its tokens."""
+        keys = [key_of(slot.prompt) for slot in slots]
+        tokens = {key: self.features.get(key)["input_ids"] for key in dict.fromkeys(keys)}
+        return [(key, tokens[key]) for key in keys]
+
+    def unwritten(self, slots: Sequence[Slot], ids: Sequence[SampleId]) -> TextRows:
+        going = torch.ones(len(ids), dtype=torch.bool, device=self.device)
+        none = [torch.empty(0, device=self.device)] * len(ids)
+        tokens = [t.long() for t in none]
+        made = TextRows.answers(slots, ids, self._prompts(slots), tokens, going, none, tokens)
+        return replace(made, under_way=going)
 
     @torch.no_grad()
-    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
-        before = engine_sampling.unstack(trajectory)
-        asked = self._requests(trajectory.slots, trajectory.ids, seed)
+    def continue_generation(self, rows: TextRows, most: int, seed: int) -> TextRows:
+        before = engine_sampling.unstack(rows)
+        asked = self._requests(rows.slots, rows.ids, seed)
         settings = engine_sampling.settings_of(self.recipe, self.settings.temperature, self.conditioner.stop_tokens)
         drawn = self._ask(
             [replace(r, partial=done.token_ids) for r, done in zip(asked, before, strict=True)],
             replace(settings, cut_after=most),
         )
         made = [engine_sampling.appended(done, more) for done, more in zip(before, drawn, strict=True)]
-        tokens, log_probs, mask, truncated = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
-        finite.check_tokens(log_probs, mask, trajectory.ids)
-        kept = mask.sum(1).tolist()  # fewer if a forbidden token was drawn: it ends the row
-        cut = [c.finish == "cut" and n == len(c.token_ids) for c, n in zip(made, kept, strict=True)]
-        return replace(
-            trajectory,
-            clean=tokens,
-            log_probs=log_probs,
-            mask=mask,
-            truncated=truncated,
-            under_way=torch.tensor(cut, device=self.device),
+        grown = self._checked(
+            rows.slots, rows.ids, engine_sampling.stack(made, self.conditioner.forbidden, self.device)
         )
+        kept = grown.responses  # fewer tokens if a forbidden one was drawn: it ends the row
+        cut = [c.finish == "cut" and n == len(c.token_ids) for c, n in zip(made, kept, strict=True)]
+        return replace(grown, under_way=torch.tensor(cut, device=self.device))
 
     def _requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
         """The engine's requests; the media of a prompt are opened once for all its samples."""
@@ -288,21 +293,16 @@ class LanguagePipeline:
             for key, slot, sample in zip((key_of(s.prompt) for s in slots), slots, ids, strict=True)
         ]
 
-    def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
-        assert trajectory.mask is not None
-        assert trajectory.truncated is not None
-        lengths = trajectory.responses
-        texts = [self.stops.text(row[:n]) for row, n in zip(trajectory.clean.tolist(), lengths, strict=True)]
-        cut = trajectory.truncated.tolist()
-        begun = left_open(self.conditioner.render(trajectory.slots[0].prompt)) if lengths else ""
+    def samples(self, rows: TextRows, inputs: frozenset[str]) -> list[Sample]:
+        texts, cut = [self.stops.text(row) for row in rows.spoken()], rows.truncated.tolist()
+        begun = left_open(self.conditioner.render(rows.slots[0].prompt)) if len(rows) else ""
         return [
             Sample(slot.prompt, sample, text=text, truncated=was_cut, begun=begun)
-            for slot, sample, text, was_cut in zip(trajectory.slots, trajectory.ids, texts, cut, strict=True)
+            for slot, sample, text, was_cut in zip(rows.slots, rows.ids, texts, cut, strict=True)
         ]
 
-    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
-        assert row.mask is not None
-        tokens = row.clean[0, : int(row.mask[0].sum())].tolist()
+    def token_values(self, row: TextRows, spans: Sequence[tuple[int, int, float]]) -> list[float]:
+        (tokens,) = row.spoken()
         ends = [len(self.conditioner.decode(tokens[: n + 1])) for n in range(len(tokens))]
         return [
             sum(value for first, last, value in spans if first < end and last > begin)
@@ -311,45 +311,43 @@ class LanguagePipeline:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def lengths(self, trajectory: Trajectory) -> list[int]:
+    def lengths(self, rows: Rows) -> list[int]:
         if self.pairs is not None:
-            return self.pairs.lengths(trajectory)
-        assert trajectory.mask is not None
-        found = zip(trajectory.features, trajectory.responses, strict=True)
-        return [self.features.ref(key).shapes["input_ids"][0] + n for key, n in found]
+            return self.pairs.lengths(rows)
+        return text_rows(rows).lengths
 
-    def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
+    def recorded(self, rows: Rows, entries: Sequence[int]) -> dict[str, Tensor]:
         if self.pairs is not None:
-            return self.pairs.recorded(trajectory)
-        assert trajectory.mask is not None
-        assert trajectory.log_probs is not None
-        return {"mask": trajectory.mask, "rollout_log_probs": trajectory.log_probs}
+            return self.pairs.recorded(rows)
+        drawn = text_rows(rows)
+        mask = drawn.padded("action_mask").float()
+        return {"mask": mask, "rollout_log_probs": drawn.padded("log_probs")}
 
     def replay(
-        self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
+        self, rows: TextRows, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         temperature, out = self.settings.temperature, {}
         if needs != frozenset({"reference_log_probs"}):
-            logits = self._logits(trajectory)
-            out["log_probs"] = self.token_log_probs(logits, trajectory.clean, temperature)
+            logits = self._logits(rows)
+            out["log_probs"] = self.token_log_probs(logits, rows.padded("tokens"), temperature)
             if "entropy" in needs:
                 found = entropy(logits, temperature, self._vocabulary)
                 out["entropy"] = found if self._cut is None else self._cut.whole(found)
         if "values" in needs:
-            out["values"] = self._values(trajectory)
+            out["values"] = self._values(rows)
         if "reference_log_probs" in needs:
             with torch.no_grad(), weights("reference"):
-                out["reference_log_probs"] = self.response_log_probs(trajectory, temperature)
+                out["reference_log_probs"] = self.response_log_probs(rows, temperature)
         return out
 
-    def response_log_probs(self, trajectory: Trajectory, temperature: float, *, every_token: bool = False) -> Tensor:
+    def response_log_probs(self, rows: TextRows, temperature: float, *, every_token: bool = False) -> Tensor:
         """Log-probs ``[B, T]`` of the rows' tokens. ``every_token``: among the whole vocabulary, see ``_logits``."""
-        logits = self._logits(trajectory, every_token=every_token)
-        return self.token_log_probs(logits, trajectory.clean, temperature)
+        logits = self._logits(rows, every_token=every_token)
+        return self.token_log_probs(logits, rows.padded("tokens"), temperature)
 
-    def response_scores(self, trajectory: Trajectory) -> Tensor:
+    def response_scores(self, rows: TextRows) -> Tensor:
         """``[B]`` float32: the scores of a reward model."""
-        inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
+        inputs = self._read(rows)
         with self._autocast():
             return self.policy(**inputs, use_cache=False).logits[:, 0].float()
 
@@ -360,7 +358,7 @@ class LanguagePipeline:
         return found if self._cut is None else self._cut.whole(found)
 
     @property
-    def _cut(self) -> Rows | None:
+    def _cut(self) -> SplitRows | None:
         """How the ranks divide rows (context parallelism); None if they do not."""
         return getattr(self.policy, "cut", None)
 
@@ -373,19 +371,19 @@ class LanguagePipeline:
         self.critic = local_rows.move(Critic(self.policy), self.device)
         return self.critic
 
-    def _values(self, trajectory: Trajectory) -> Tensor:
+    def _values(self, rows: TextRows) -> Tensor:
         """Values ``[B, T]`` of the state before each response token."""
         assert self.critic is not None
-        inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
+        inputs = self._read(rows)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self.critic(**inputs)[:, -trajectory.clean.shape[1] - 1 : -1]
+            return self.critic(**inputs)[:, -rows.width - 1 : -1]
 
-    def _logits(self, trajectory: Trajectory, *, every_token: bool = False) -> Tensor:
+    def _logits(self, rows: TextRows, *, every_token: bool = False) -> Tensor:
         """Logits ``[B, T, V]`` of each response token, this rank's part. ``every_token``: of forbidden ones too."""
-        inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
+        inputs = self._read(rows)
         with self._autocast():
             end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
-            kept = torch.arange(end - trajectory.clean.shape[1], end, device=self.device)
+            kept = torch.arange(end - rows.width, end, device=self.device)
             logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits
         return logits if every_token else without(logits, self.conditioner.forbidden, self._vocabulary)
 

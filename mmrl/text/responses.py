@@ -17,7 +17,7 @@ from mmrl.errors import BadPromptError
 from mmrl.pipelines.protocol import Weights
 from mmrl.text.features import key_of
 from mmrl.text.given import GivenTexts, WritingModel, given_message, given_text
-from mmrl.trajectory import Prompt, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, Slot, TextRows
 
 OTHER = "response of another prompt"
 """In ``meta``, beside a prompt's own response."""
@@ -42,16 +42,16 @@ class Responses(GivenTexts):
         columns = [column] if self.label is None else [column, self.label]
         return {"completion": given_text(prompt, column, columns)}
 
-    def recorded(self, trajectory: Trajectory) -> dict[str, Tensor]:
+    def recorded(self, rows: Rows) -> dict[str, Tensor]:
         """``labels``, 1 for good responses, where the data has labels."""
         if self.label is None:
             return {}
-        labels = [float(label_of(slot.prompt, self.label)) for slot in trajectory.slots]
+        labels = [float(label_of(slot.prompt, self.label)) for slot in rows.slots]
         return {"labels": torch.tensor(labels, device=self.pipeline.device)}
 
-    def sizes(self, trajectory: Trajectory) -> list[int]:
+    def sizes(self, rows: Rows) -> list[int]:
         """The tokens of each response, its end among them."""
-        return [self.pipeline.features.ref(self.key(slot.prompt)).shapes["completion"][0] for slot in trajectory.slots]
+        return [self.pipeline.features.ref(self.key(slot.prompt)).shapes["completion"][0] for slot in rows.slots]
 
     def beside(self, slot: Slot, other: Prompt) -> Slot:
         """See ``mmrl.pipelines.protocol.ResponseUpdates``."""
@@ -59,33 +59,33 @@ class Responses(GivenTexts):
         meta = {**slot.prompt.meta, OTHER: [dict(given_message(other, self.columns["completion"]))]}
         return replace(slot, prompt=replace(slot.prompt, meta=meta))
 
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """What is needed of completion_log_probs, summed over the response and its end, and the same of the reference
         without a graph; of mismatched_log_ratio, both without: ``[B]`` float32 each."""
         out: dict[str, Tensor] = {}
         if "completion_log_probs" in needs:
-            rows = self.rows(trajectory.slots)
-            out = self.by_name("log_probs", self.log_probs(rows))
+            given = self.given(rows)
+            out = self.by_name("log_probs", self.log_probs(given))
             if "reference_completion_log_probs" in needs:
                 with torch.no_grad(), weights("reference"):
-                    out["reference_completion_log_probs"] = self.log_probs(rows)
+                    out["reference_completion_log_probs"] = self.log_probs(given)
         if "mismatched_log_ratio" in needs:
-            rows = self._mismatched(trajectory.slots)
+            others = self._mismatched(rows)
             with torch.no_grad():
-                own = self.log_probs(rows)
+                own = self.log_probs(others)
                 with weights("reference"):
-                    out["mismatched_log_ratio"] = own - self.log_probs(rows)
+                    out["mismatched_log_ratio"] = own - self.log_probs(others)
         return out
 
-    def _mismatched(self, slots: list[Slot]) -> Trajectory:
+    def _mismatched(self, rows: Rows) -> TextRows:
         """Each prompt with the response of another, cut where the model's context ends."""
         texts, cuts, context = list[Tensor](), list[int](), self.pipeline.context
-        for slot in slots:
+        for slot in rows.slots:
             tokens, cut = self.behind(slot.prompt, OTHER)
             length = self.pipeline.features.ref(key_of(slot.prompt)).shapes["input_ids"][0] - cut
             texts.append(torch.tensor(tokens if context is None else tokens[: max(1, context - length)]))
             cuts.append(cut)
-        return self.trajectory(slots, texts, cuts)
+        return self.behind_prompts(rows, texts, cuts)
 
 
 def label_of(prompt: Prompt, column: str) -> bool:

@@ -15,7 +15,7 @@ from mmrl.config.sampling import Sampling, TextSampling
 from mmrl.datasets.buckets import by_size
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.training.step_metrics import Sums
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows
 
 T = TypeVar("T")
 
@@ -33,14 +33,14 @@ class Round:
 
     slots: list[Slot]
     keys: list[str]
-    micro_batches: list[Trajectory]
+    micro_batches: Sequence[Rows]
     scores: Scores
     order: list[int] | None = None
     measured: Sums | None = None
 
     def places(self, first: int) -> list[tuple[int, int]]:
         """Of each row the (micro-batch, row in it); the first of its micro-batches is number ``first``."""
-        found = [(first + m, i) for m, trajectory in enumerate(self.micro_batches) for i in range(len(trajectory))]
+        found = [(first + m, i) for m, rows in enumerate(self.micro_batches) for i in range(len(rows))]
         if self.order is None:
             return found
         return [place for _, place in sorted(zip(self.order, found, strict=True))]
@@ -56,7 +56,7 @@ class Batch:
     the updates (log-probs, values) and the critic's targets; for pictures a column is a denoising step.
     """
 
-    micro_batches: list[Trajectory]
+    micro_batches: Sequence[Rows]
     places: list[tuple[int, int]]
     advantages: Tensor
     weights: Tensor
@@ -73,13 +73,18 @@ class Batch:
     def ids(self) -> list[SampleId]:
         return [self.micro_batches[m].ids[i] for m, i in self.places]
 
+    @property
+    def texts(self) -> list[TextRows]:
+        """The micro-batches, where text was sampled; else none."""
+        return [rows for rows in self.micro_batches if isinstance(rows, TextRows)]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """A slice of an update, computed in one forward and backward pass: some rows, and some entries of each (denoising
     steps, or one noise level; all tokens of text)."""
 
-    rows: Trajectory
+    rows: Rows
     entries: list[int]
     index: list[int]
     """The places of the rows in the batch."""
@@ -114,7 +119,7 @@ def rows_with_weight(batch: Batch, rows: list[int]) -> list[int]:
     return [n for n in rows if batch.weights[n] > 0] or rows
 
 
-def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Trajectory:
+def gather(micro_batches: Sequence[Rows], places: list[tuple[int, int]]) -> Rows:
     """The rows at ``places`` (micro-batch, row), in this order. A whole micro-batch is returned as it is, so that its
     replay has the shape of its sampling."""
     whole = places[0][0]
@@ -122,20 +127,20 @@ def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Tr
         return micro_batches[whole]
     order = sorted(range(len(places)), key=lambda n: places[n][0])  # stable: by micro-batch
     parts = [micro_batches[m].rows([places[n][1] for n in of]) for m, of in groupby(order, lambda n: places[n][0])]
-    joined = parts[0] if len(parts) == 1 else Trajectory.join(parts)
+    joined = parts[0] if len(parts) == 1 else Rows.join(parts)
     if order == sorted(order):
         return joined
     return joined.rows(sorted(range(len(order)), key=order.__getitem__))
 
 
-def groups_of(rows: Trajectory) -> Tensor:
+def groups_of(rows: Rows) -> Tensor:
     """The group of each row ``[B]`` int64, numbered from 0 in the order of the rows."""
     keys = [(i.step, i.slot, i.attempt) for i in rows.ids]
     number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     return torch.tensor([number[key] for key in keys])
 
 
-def with_group_noise(rows: Trajectory) -> Trajectory:
+def with_group_noise(rows: Rows) -> Rows:
     """``rows`` with the random seeds of their group's first sample, so that a group shares its noise."""
     return replace(rows, ids=[replace(i, sample=0) for i in rows.ids])
 

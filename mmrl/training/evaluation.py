@@ -39,7 +39,7 @@ from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.per_sample import PerSample
 from mmrl.training.repeated import sums_at
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, text_rows
 
 SEED = 20_261_121
 """The seed of all held-out noise. It does not depend on the run's seed, so that runs are compared with equal noise."""
@@ -305,16 +305,16 @@ class Evaluator:
             run.compute.devices.sampling_phase(run, how.weights),
             Progress(len(slots), "evaluate", "samples") as progress,
         ):
-            for n, trajectory, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
+            for n, rows, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
                 made |= zip(order[n], samples, strict=True)
-                total, tokens = self._gaps(trajectory)
+                total, tokens = self._gaps(rows)
                 gaps = gaps[0] + total, gaps[1] + tokens
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
         run.compute.devices.run_on_other_trainers(run, device_tasks.release)
         return Made([made[n] for n in sorted(made)], gaps=gaps), bad
 
-    def _gaps(self, trajectory: Trajectory) -> tuple[float, int]:
+    def _gaps(self, rows: Rows) -> tuple[float, int]:
         """See ``Made.gaps``; 0 and 0 if it is not available: for pictures, if an engine samples, if the model is
         sharded, or without a reference (full weights, or training that continues a saved adapter)."""
         run, train = self.run, self.run.recipe.train
@@ -322,16 +322,16 @@ class Evaluator:
         beside = run.recipe.rollout.engine == "transformers" and train.backend == "replicated" and train.width == 1
         if run.pipeline.makes != "text" or not (kept and beside):
             return 0.0, 0
-        longest = max(trajectory.responses)
+        drawn = text_rows(rows)
+        longest = max(drawn.responses)
         size = max(1, min(train.micro_batch_size, (train.micro_batch_tokens or math.inf) // max(1, longest)))
         total, tokens = 0.0, 0
         with torch.no_grad(), run.policy.using(run.policy.evaluated):
-            for rows in chunks(list(range(len(trajectory))), int(size)):
-                part = trajectory.rows(rows)
+            for index in chunks(list(range(len(drawn))), int(size)):
+                part = drawn.rows(index)
                 found = run.pipeline.replay(part, [], frozenset({"log_probs", "reference_log_probs"}), run.policy.using)
-                assert part.mask is not None
-                gap = (found["log_probs"] - found["reference_log_probs"]).double() * part.mask
-                total, tokens = total + gap.sum().item(), tokens + sum(part.responses)
+                gap = (found["log_probs"] - found["reference_log_probs"]).double() * part.padded("action_mask")
+                total, tokens = total + gap.sum().item(), tokens + sum(part.written)
         return total, tokens
 
 

@@ -33,7 +33,7 @@ from mmrl.training.batch import Batch, MicroBatch, rows_of_update, rows_with_wei
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import FinishedStep, StepContext
 from mmrl.training.step_metrics import StepMetrics, Sums
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import Rows, denoised
 
 
 def train_step(
@@ -133,7 +133,7 @@ def recompute(context: StepContext, micro_batch: MicroBatch, step: int, metrics:
         case "forward_process":
             rows = with_group_noise(rows) if objective.shares_noise else rows
             pipeline, weights = of_pictures(context.pipeline), partial(sampling_weights, context)
-            return pipeline.renoise(rows, entries[0], context.recipe.seed, needs, weights)
+            return pipeline.renoise(denoised(rows), entries[0], context.recipe.seed, needs, weights)
         case "offline":
             return pairs_of(context.pipeline).compare(rows, needs, context.policy.using)
         case "pathwise":
@@ -165,7 +165,7 @@ def importance_weights(
 
 
 def pathwise_rollout(
-    context: StepContext, objective: Pathwise, rows: Trajectory, step: int, metrics: StepMetrics
+    context: StepContext, objective: Pathwise, rows: Rows, step: int, metrics: StepMetrics
 ) -> dict[str, Tensor]:
     """Sample ``rows`` with an autograd graph and score the pictures with differentiable rewards.
 

@@ -13,7 +13,7 @@ from mmrl.datasets.buckets import by_size
 from mmrl.pipelines.protocol import Pipeline, entries_of
 from mmrl.training.batch import Batch, MicroBatch, chunks, gather, groups_of
 from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import Rows, TextRows
 from mmrl.transfer import to_device
 
 
@@ -26,7 +26,7 @@ def split_micro_batches(
     ``lockstep_count`` maps this rank's number of micro-batches to the number that all ranks run
     (``Devices.lockstep_count``): the last micro-batch is repeated with weight 0 until there are as many.
     """
-    device = batch.micro_batches[0].clean.device
+    device = context.compute.device
     train = context.recipe.train
     found = [parts(context.pipeline, t) for t in batch.micro_batches]
     sizes = [found[m][i] for m, i in batch.places]
@@ -38,7 +38,7 @@ def split_micro_batches(
         groups = to_device(groups_of(rows), device)
         for entries in chunks(chosen(context, rows), train.at_once):
             columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
-            of = entries if rows.mask is None else slice(rows.clean.shape[1])
+            of = slice(rows.width) if isinstance(rows, TextRows) else entries
             cut = {k: v[index] if v.ndim == 1 else v[index][:, of] for k, v in columns.items()}
             old = {name: to_device(value, device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
@@ -48,12 +48,11 @@ def split_micro_batches(
             yield MicroBatch(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
 
 
-def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """Tokens of each row, by the parts that a micro-batch pads separately: prompt and response."""
-    lengths = pipeline.lengths(trajectory)
-    if trajectory.mask is None:
-        return [(n,) for n in lengths]
-    return [(n - response, response) for n, response in zip(lengths, trajectory.responses, strict=True)]
+def parts(pipeline: Pipeline, rows: Rows) -> list[tuple[int, ...]]:
+    """Tokens of each row, by the parts that a micro-batch pads separately: the prompt, and what is behind it."""
+    if isinstance(rows, TextRows):
+        return list(zip(rows.prompts, rows.responses, strict=True))
+    return [(n,) for n in pipeline.lengths(rows)]
 
 
 def number_of_entries(context: StepContext) -> int:
@@ -61,7 +60,7 @@ def number_of_entries(context: StepContext) -> int:
     return context.objective.entries or entries_of(context.pipeline, context.objective.kind)
 
 
-def chosen(context: StepContext, rows: Trajectory) -> list[int]:
+def chosen(context: StepContext, rows: Rows) -> list[int]:
     """The numbers of these entries: all of them or, if the objective trains on fewer steps than were recorded, a random
     choice per training step, the same for all rows."""
     n = number_of_entries(context)

@@ -22,7 +22,7 @@ from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import RewardSet
 from mmrl.training.batch import Batch, Groups, MicroBatch, Round
 from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, TextRows
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
     slots: Sequence[Slot]
     ids: Sequence[SampleId]
-    begun: Trajectory | None = None
+    begun: Rows | None = None
     """Its rows after the first denoising steps or tokens, to be finished (``midway``); None: from the start."""
 
 
@@ -55,8 +55,8 @@ class ComingChunks(ABC, Iterator[Chunk]):
         """Tell the others the device-seconds of what was begun here and is not done, and of a micro-batch."""
 
 
-Drawn = tuple[int, Trajectory, list[Sample]]
-"""A micro-batch that was sampled: its number, its trajectory, and the samples for the rewards."""
+Drawn = tuple[int, Rows, list[Sample]]
+"""A micro-batch that was sampled: its number, its rows, and the samples for the rewards."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Devices(Protocol):
     def continue_generation(
         self,
         context: StepContext,
-        parts: Sequence[Trajectory],
+        parts: Sequence[TextRows],
         most: int,
         how: SamplingSpec,
         version: Version | None = None,
-    ) -> list[Trajectory]:
+    ) -> list[TextRows]:
         """Continue unfinished responses by at most ``most`` tokens each; ``version`` as in ``sample``."""
         ...
 

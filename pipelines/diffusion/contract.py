@@ -155,13 +155,13 @@ def first_ratio_is_one(recipe: Recipe) -> str:
     """Replaying a sampled step gives the log-prob that was recorded, to the bit."""
     case = Case(recipe)
     case.push()
-    trajectory = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0), seed=0)
-    assert trajectory.log_probs is not None
-    for action in range(trajectory.log_probs.shape[1]):
-        new = case.pipeline.replay(trajectory, [action], frozenset({"log_probs"}), case.policy.using)["log_probs"]
-        gap = (new.detach()[:, 0] - trajectory.log_probs[:, action]).abs().max().item()
+    rows = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0), seed=0)
+    assert rows.log_probs is not None
+    for action in range(rows.log_probs.shape[1]):
+        new = case.pipeline.replay(rows, [action], frozenset({"log_probs"}), case.policy.using)["log_probs"]
+        gap = (new.detach()[:, 0] - rows.log_probs[:, action]).abs().max().item()
         assert gap == 0, f"log-probs of noisy step {action} differ between sampling and replay by {gap:.2g}"
-    return f"{trajectory.log_probs.shape[1]} noisy steps replayed to the bit"
+    return f"{rows.log_probs.shape[1]} noisy steps replayed to the bit"
 
 
 def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> str:
@@ -170,8 +170,8 @@ def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> s
     before = {name: p.detach().clone() for name, p in case.policy.trainable.items()}
     torch.manual_seed(0)
     for seed in range(2):
-        trajectory = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0)[:1], seed=seed)
-        new = case.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), case.policy.using)
+        rows = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0)[:1], seed=seed)
+        new = case.pipeline.replay(rows, [0], frozenset({"log_probs"}), case.policy.using)
         case.policy.backward((new["log_probs"] * torch.randn(4, 1).to(case.device)).sum())
         case.policy.apply()
     still = [name for name, p in case.policy.trainable.items() if torch.equal(p.detach(), before[name])]

@@ -18,7 +18,7 @@ from mmrl import finite
 from mmrl.algorithms import sde
 from mmrl.algorithms.solver import NoiselessSteps, Solver
 from mmrl.config.schema import Recipe
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import DenoisingRows, Prompt, SampleId, Slot
 
 from .adapter import Schedule
 from .prefix import Features, SharedPrefix
@@ -105,12 +105,12 @@ class Denoiser:
         *,
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> DenoisingRows:
         """As ``Pipeline.sample``."""
         rows = self._rows(slots, ids, actions, seed, evaluate=evaluate)
         state, first = self._started(rows, version)
         self._denoise(rows, state, first, rows.steps)
-        return self._trajectory(rows, state, rows.schedule.end * state.x)
+        return self._made(rows, state, rows.schedule.end * state.x)
 
     def begin(
         self,
@@ -120,7 +120,7 @@ class Denoiser:
         seed: int,
         until: int,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> DenoisingRows:
         """As ``DenoisingPipeline.begin``."""
         rows = self._rows(slots, ids, actions, seed)
         state, first = self._started(rows, version)
@@ -128,12 +128,12 @@ class Denoiser:
         velocity = self._velocity(rows, state.x, until, rows.features)
         predicted = state.x - rows.schedule.sigmas[until].item() * velocity
         finite.check_steps([*state.finite, predicted.flatten(1).isfinite().all(1)], ids)
-        made = self._trajectory(rows, state, predicted)
+        made = self._made(rows, state, predicted)
         before = state.noiseless.before
         made.paused = torch.stack([state.x, velocity, *([] if before is None else [before])], 1)
         return made
 
-    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+    def finish(self, begun: DenoisingRows, actions: Sequence[int], seed: int, at: int) -> DenoisingRows:
         """As ``DenoisingPipeline.finish``."""
         assert begun.paused is not None
         rows = self._rows(begun.slots, begun.ids, actions, seed)
@@ -144,7 +144,7 @@ class Denoiser:
         if begun.states is not None and begun.log_probs is not None:
             state.states, state.log_probs = list(begun.states.unbind(1)), list(begun.log_probs.unbind(1))
         self._denoise(rows, state, at, rows.steps)
-        return self._trajectory(rows, state, rows.schedule.end * state.x)
+        return self._made(rows, state, rows.schedule.end * state.x)
 
     def _rows(
         self,
@@ -210,13 +210,12 @@ class Denoiser:
         with nullcontext() if i < rows.tuned else self._pipeline.policy.disable_adapter():  # type: ignore[operator]
             return self._pipeline.velocity(x, rows.schedule.timesteps[i].expand(len(x)), features)
 
-    def _trajectory(self, rows: _Rows, state: _State, clean: Tensor) -> Trajectory:
+    def _made(self, rows: _Rows, state: _State, clean: Tensor) -> DenoisingRows:
         recorded = bool(state.states)
-        return Trajectory(
+        return DenoisingRows(
             slots=list(rows.slots),
             ids=list(rows.ids),
             clean=clean,
-            features=[self._pipeline.key(slot.prompt) for slot in rows.slots],
             states=torch.stack(state.states, 1) if recorded else None,
             actions=torch.tensor(list(rows.actions)[: len(state.log_probs)]) if recorded else None,
             log_probs=torch.stack(state.log_probs, 1) if recorded else None,

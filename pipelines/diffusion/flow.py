@@ -27,7 +27,7 @@ from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
 from mmrl.samples import make_samples
-from mmrl.trajectory import ONLY_SAMPLED, Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import ONLY_SAMPLED, DenoisingRows, Prompt, Rows, Sample, SampleId, Slot
 from mmrl.transfer import picked, to_device
 
 from . import export, pictures
@@ -202,7 +202,7 @@ class FlowPipeline:
         *,
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> DenoisingRows:
         return self.denoiser.sample(slots, ids, actions, seed, evaluate=evaluate, version=version)
 
     @torch.no_grad()
@@ -214,21 +214,21 @@ class FlowPipeline:
         seed: int,
         until: int,
         version: tuple[int, str] | None = None,
-    ) -> Trajectory:
+    ) -> DenoisingRows:
         return self.denoiser.begin(slots, ids, actions, seed, until, version)
 
     @torch.no_grad()
-    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+    def finish(self, begun: DenoisingRows, actions: Sequence[int], seed: int, at: int) -> DenoisingRows:
         return self.denoiser.finish(begun, actions, seed, at)
 
-    def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
-        return make_samples(trajectory, self.images(trajectory), inputs)
+    def samples(self, rows: DenoisingRows, inputs: frozenset[str]) -> list[Sample]:
+        return make_samples(rows, self.images(rows), inputs)
 
     @torch.no_grad()
-    def images(self, trajectory: Trajectory) -> Tensor:
+    def images(self, rows: DenoisingRows) -> Tensor:
         """Decode clean results to float32 ``[B, 3, H, W]``, clips ``[B, F, 3, H, W]``, in [0, 1]."""
         with self.offloaded.using(self.adapter.vae):  # it stays for the next micro-batch
-            return finite.checked_pictures(self._shown(trajectory.clean), trajectory.clean, trajectory.ids)
+            return finite.checked_pictures(self._shown(rows.clean), rows.clean, rows.ids)
 
     def _shown(self, x: Tensor) -> Tensor:
         return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
@@ -256,9 +256,9 @@ class FlowPipeline:
         settings = self.recipe.denoising.sde
         return sde.coefficients(schedule.sigmas, settings.kind, settings.noise_level, actions)
 
-    def _schedule(self, trajectory: Trajectory) -> Schedule:
-        """The training rollout's, for the size of ``trajectory``."""
-        return self.sizes.adapted(trajectory.slots).schedule(self.steps)
+    def _schedule(self, rows: DenoisingRows) -> Schedule:
+        """The training rollout's, for the size of ``rows``."""
+        return self.sizes.adapted(rows.slots).schedule(self.steps)
 
     def timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
         return schedule.timesteps[step].expand(rows)
@@ -273,15 +273,15 @@ class FlowPipeline:
             return window.size if window else self._noisy
         return self.renoising.entries
 
-    def lengths(self, trajectory: Trajectory) -> list[int]:
-        return [1] * len(trajectory)
+    def lengths(self, rows: Rows) -> list[int]:
+        return [1] * len(rows)
 
-    def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
-        if trajectory.log_probs is None or trajectory.actions is None:
+    def recorded(self, rows: Rows, entries: Sequence[int]) -> dict[str, Tensor]:
+        if not isinstance(rows, DenoisingRows) or rows.log_probs is None or rows.actions is None:
             return {}
-        schedule, every = self._schedule(trajectory), list(self._may_carry_noise())
+        schedule, every = self._schedule(rows), list(self._may_carry_noise())
         c = self.coefficients(schedule, every)
-        steps = trajectory.actions[list(entries)]
+        steps = rows.actions[list(entries)]
         constants = {
             "std": c.std[steps],
             "kl_std": c.kl_std[steps],
@@ -290,28 +290,28 @@ class FlowPipeline:
             "every_std": c.std[every],
             "every_c_v": c.c_v[every],
         }
-        log_probs = picked(trajectory.log_probs, entries, 1)
+        log_probs = picked(rows.log_probs, entries, 1)
         return {"log_probs": log_probs} | {name: to_device(v, self.device) for name, v in constants.items()}
 
     def replay(
-        self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
+        self, rows: DenoisingRows, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         self.offloaded.rest()  # what decoded
         self.prefix.forget()
-        assert trajectory.states is not None
-        assert trajectory.actions is not None
-        steps = [int(trajectory.actions[a]) for a in actions]
-        schedule = self._schedule(trajectory)
-        c = self.coefficients(schedule, trajectory.actions.tolist())
-        features = self.batch_features(trajectory.slots * len(steps))
-        states = [trajectory.states[:, a] for a in actions]
-        x, timestep = torch.cat(states), torch.cat([self.timestep(schedule, s, len(trajectory)) for s in steps])
+        assert rows.states is not None
+        assert rows.actions is not None
+        steps = [int(rows.actions[a]) for a in actions]
+        schedule = self._schedule(rows)
+        c = self.coefficients(schedule, rows.actions.tolist())
+        features = self.batch_features(rows.slots * len(steps))
+        states = [rows.states[:, a] for a in actions]
+        x, timestep = torch.cat(states), torch.cat([self.timestep(schedule, s, len(rows)) for s in steps])
 
         def means() -> list[Tensor]:
             velocities = self.velocity(x, timestep, features).chunk(len(steps))
             return [sde.step_mean(state, v, c, s) for state, v, s in zip(states, velocities, steps, strict=True)]
 
-        mine, following = means(), [trajectory.states[:, a + 1] for a in actions]
+        mine, following = means(), [rows.states[:, a + 1] for a in actions]
         made = list(zip(following, mine, steps, strict=True))
         out = {"log_probs": torch.stack([sde.log_prob(after, mean, c, s) for after, mean, s in made], 1)}
         if "reference_distance" in needs:
@@ -319,23 +319,23 @@ class FlowPipeline:
                 reference = means()
             out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
-            shape = tuple(trajectory.clean.shape[1:])
-            given = [self.noise(trajectory.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
+            shape = tuple(rows.clean.shape[1:])
+            given = [self.noise(rows.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
 
     def renoise(
-        self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
+        self, rows: DenoisingRows, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         self.offloaded.rest()  # what decoded
         guidance = self.renoising.guidance
-        features = self.batch_features(trajectory.slots, guided=guidance > 1)
+        features = self.batch_features(rows.slots, guided=guidance > 1)
 
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
             return self.velocity(x, timestep, features, guidance)
 
-        return self.renoising(trajectory, level, seed, needs, weights, velocity)
+        return self.renoising(rows, level, seed, needs, weights, velocity)
 
     def generate(
         self,

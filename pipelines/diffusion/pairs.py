@@ -17,7 +17,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.frozen_modules import Offloaded
 from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.pipelines.protocol import Weights
-from mmrl.trajectory import Prompt, Slot, Trajectory
+from mmrl.trajectory import Prompt, Rows, Slot
 from mmrl.transfer import to_device
 
 from . import pictures
@@ -75,13 +75,13 @@ class PicturePairs:
             latents = pipeline.adapter.encode_image(pixels.to(pipeline.device)).float()
         return dict(zip(NAMES, latents, strict=True))
 
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """What is needed of chosen_error and rejected_error, and the same of the reference without a graph: the squared
         distance of the predicted velocity from ``eps - x0``, mean over dimensions, ``[B]`` float32 each."""
         self.pipeline.offloaded.rest()  # what encoded the pairs
-        latents = self._latents(trajectory.slots)
-        x_s, target, timestep = self._noised(trajectory, latents)
-        features = self.pipeline.batch_features(trajectory.slots * 2, guided=False)
+        latents = self._latents(rows.slots)
+        x_s, target, timestep = self._noised(rows, latents)
+        features = self.pipeline.batch_features(rows.slots * 2, guided=False)
         out = _halves(squared_distance(self.pipeline.predicted(x_s, timestep, features), target))
         if any(name.startswith("reference_") for name in needs):
             with torch.no_grad(), weights("reference"):
@@ -93,23 +93,23 @@ class PicturePairs:
         """Names the latents of a prompt's pair in the feature store: equal for the same pictures at the same size."""
         return self.pipeline.sizes.key(f"pair/{pictures.digest(prompt)}", prompt)
 
-    def sizes(self, trajectory: Trajectory) -> list[int]:
-        return [1] * len(trajectory)
+    def sizes(self, rows: Rows) -> list[int]:
+        return [1] * len(rows)
 
     def _latents(self, slots: Sequence[Slot]) -> Tensor:
         """``[2 B, C, H, W]``: the better pictures, then the worse ones."""
         pairs = [self.pipeline.features.get(self.key(slot.prompt)) for slot in slots]
         return torch.stack([pair[name] for name in NAMES for pair in pairs])
 
-    def _noised(self, trajectory: Trajectory, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _noised(self, rows: Rows, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """States, velocities to predict and timesteps of ``latents``: both of a pair with one noise, at one level."""
         pipeline, seed = self.pipeline, self.pipeline.recipe.seed
-        adapter = pipeline.sizes.adapted(trajectory.slots)
+        adapter = pipeline.sizes.adapted(rows.slots)
         sigmas = adapter.schedule(pipeline.steps).sigmas[: pipeline.steps]
-        draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "pair level") for i in trajectory.ids]
+        draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "pair level") for i in rows.ids]
         levels = [int(torch.randint(len(sigmas), (), generator=draw)) for draw in draws] * 2
         sigma = to_device(sigmas[levels].float(), latents.device)
-        drawn = noise(seed, trajectory.ids, "pair", tuple(latents.shape[1:]))
+        drawn = noise(seed, rows.ids, "pair", tuple(latents.shape[1:]))
         eps = to_device(drawn, latents.device).repeat(2, 1, 1, 1)
         s = sigma.view(-1, 1, 1, 1)
         return (1 - s) * latents + s * eps, eps - latents, adapter.timestep(sigma)

@@ -12,7 +12,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Weights
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import DenoisingRows
 from mmrl.transfer import to_device
 
 from .adapter import Adapter
@@ -45,7 +45,7 @@ class Renoising:
 
     def __call__(
         self,
-        trajectory: Trajectory,
+        rows: DenoisingRows,
         level: int,
         seed: int,
         needs: frozenset[str],
@@ -53,9 +53,9 @@ class Renoising:
         velocity: Callable[[Tensor, Tensor], Tensor],
     ) -> dict[str, Tensor]:
         """See ``mmrl.pipelines.protocol.DenoisingPipeline.renoise``; ``velocity`` predicts for states and timesteps."""
-        x0 = trajectory.clean
-        sigma = to_device(self.sigma(trajectory, level, seed), x0.device)
-        eps = to_device(noise(seed, trajectory.ids, f"forward{level}", tuple(x0.shape[1:])), x0.device)
+        x0 = rows.clean
+        sigma = to_device(self.sigma(rows, level, seed), x0.device)
+        eps = to_device(noise(seed, rows.ids, f"forward{level}", tuple(x0.shape[1:])), x0.device)
         s = sigma.view(-1, *[1] * (x0.ndim - 1))
         x_s = (1 - s) * x0 + s * eps
         timestep = self.adapter.timestep(sigma)
@@ -66,8 +66,8 @@ class Renoising:
         out["v"] = velocity(x_s, timestep)
         return out
 
-    def sigma(self, trajectory: Trajectory, level: int, seed: int) -> Tensor:
+    def sigma(self, rows: DenoisingRows, level: int, seed: int) -> Tensor:
         """Of each row the noise level, ``[B]``: the ``level``-th of an order that is the sample's own."""
-        sigmas = self.sizes.adapted(trajectory.slots).schedule(self.steps).sigmas[self.levels]
-        draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "levels") for i in trajectory.ids]
+        sigmas = self.sizes.adapted(rows.slots).schedule(self.steps).sigmas[self.levels]
+        draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "levels") for i in rows.ids]
         return sigmas[[int(torch.randperm(len(sigmas), generator=draw)[level]) for draw in draws]]

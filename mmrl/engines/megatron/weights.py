@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mmrl.config.schema import Model, Train
-from mmrl.engines.context import Rows
+from mmrl.engines.context import SplitRows
 from mmrl.engines.megatron import vision_tower
 from mmrl.engines.megatron.gradients import Gradients, Twin
 from mmrl.engines.megatron.mapping import apart, body, parts, places, refusals, sparse, text_config, tower
@@ -75,7 +75,7 @@ class ModelParallel:
         self._group = self._groups.layers
         # tokens go to experts of ranks that have other rows
         self.lockstep = bool(settings.tensor_parallel * settings.context_parallel % settings.expert_parallel)
-        self._cut = None if self._groups.rows is None else Rows(self._groups.rows)
+        self._cut = None if self._groups.rows is None else SplitRows(self._groups.rows)
         self._module, self._whole_forward = module, module.forward
         lifted = Lifted(module, ranks)
         self._name_all(module, lifted)
