@@ -231,7 +231,9 @@ def test_weights_gathered_in_half_precision(name, tmp_path):
         assert other["held"] == one["held"]
         assert {t.dtype for t in (*other["gradient"], *other["weights"])} == {torch.float32}
     one, other = (joined([rank["gradient"] for rank in ranks]) for ranks in (plain, asked))
-    if name != "full":  # its checkpoint has nothing to round yet, and autocast rounds what it computes
+    if name == "lora":  # it multiplies by copies in bfloat16, whoever makes them
+        assert torch.equal(one, other)
+    elif name != "full":  # its checkpoint has nothing to round yet, and autocast rounds what it computes
         assert not torch.equal(one, other), "what is gathered must be rounded"
     assert torch.cosine_similarity(one, other, 0) > 0.99
 
