@@ -696,3 +696,14 @@ IGNORED["shapes-lora"] += ["rollout.importance_cap=3.5", "model.min_pixels=100",
 def test_a_key_that_nothing_would_read_is_refused(name, change):
     with pytest.raises(UserError, match=f"{re.escape(change.partition('=')[0])}: .*remove it"):
         load_recipe([name], [change])
+
+
+@pytest.mark.parametrize("strategy", ["random", "progressive", "decay", "exp_decay"])
+@pytest.mark.parametrize(("key", "value"), [("every", 3), ("decay_from", 2), ("decay_rate", 0.5)])
+def test_a_window_takes_the_keys_that_its_strategy_reads(strategy, key, value):
+    change = f"sampling.window={{size: 2, strategy: {strategy}, {key}: {value}}}"
+    if strategy == "exp_decay" or (key == "every" and strategy != "random"):
+        assert getattr(load_recipe(["shapes-lora"], [change]).recipe.sampling.window, key) == value
+    else:
+        with pytest.raises(UserError, match=f"sampling.window.{key}: the strategy {strategy} does not read it"):
+            load_recipe(["shapes-lora"], [change])

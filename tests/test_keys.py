@@ -31,9 +31,6 @@ ELSEWHERE = {
     "performance.gather_dtype": "weights in shards read it",
     "model.offload": "a model on an accelerator reads it",
     "sampling.schedule": "families that have two read it",
-    "sampling.window.every": "a window that moves reads it",
-    "sampling.window.decay_from": "a window that moves reads it",
-    "sampling.window.decay_rate": "a window that moves reads it",
     "rollout.rejection": "sampling apart from training reads it",
 }
 """Keys that such a run accepts and does not read, and what does."""

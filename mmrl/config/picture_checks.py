@@ -38,6 +38,14 @@ def _buckets(recipe: Recipe) -> Iterator[str]:
         )
 
 
+_MOVES = {
+    "every": ("decay", "exp_decay", "progressive"),
+    "decay_from": ("exp_decay",),
+    "decay_rate": ("exp_decay",),
+}
+"""The keys of a window that moves, and the strategies that read them."""
+
+
 def _window(recipe: Recipe) -> Iterator[str]:
     window, steps = recipe.denoising.window, recipe.denoising.steps
     if window is None:
@@ -47,6 +55,12 @@ def _window(recipe: Recipe) -> Iterator[str]:
             f"sampling.window: {recipe.algorithm.type} records no denoising actions, so there is nothing to window; "
             "remove sampling.window"
         )
+    for key, strategies in _MOVES.items():
+        if window.strategy not in strategies and getattr(window, key) != type(window).model_fields[key].default:
+            yield (
+                f"sampling.window.{key}: the strategy {window.strategy} does not read it; remove it, or set "
+                f"sampling.window.strategy to {strategies[-1]}"
+            )
     last = steps - 1 if window.last is None else window.last
     if last > steps - 1:
         yield f"sampling.window.last: step {steps - 1} is the final one, without noise; set it to {steps - 1} or less"

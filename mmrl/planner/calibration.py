@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -59,14 +59,13 @@ class Launches:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on ``device`` (its name; ``kind`` is cpu or cuda). ``rewards``: seconds of a sample."""
+    """What was measured on ``device`` (its name; ``kind`` is cpu or cuda)."""
 
     device: Text
     kind: Literal["cpu", "cuda"]
     dtypes: tuple[Text, ...]
     launches: Launches
     timings: Annotated[tuple[Timing, ...], Field(min_length=1, max_length=10_000)]
-    rewards: dict[Text, Seconds] = field(default_factory=dict)
 
 
 def measure(device: torch.device | str = "cpu", dtypes: Sequence[torch.dtype] = (torch.float32,)) -> Calibration:

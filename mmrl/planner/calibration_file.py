@@ -91,7 +91,10 @@ def find(key: Key, dtype: str) -> tuple[Calibration | None, str]:
     if kept.key != key:
         return None, f"the calibration in {key.file} is of {key.other_than(kept.key)} and is not used; {AGAIN}"
     if dtype not in kept.calibration.dtypes:
-        return None, f"the calibration has no {dtype} and is not used; {AGAIN} with --dtype {dtype}"
+        return (
+            None,
+            f"the calibration has no {dtype}, which this device lacks, and is not used; set model.dtype=float32",
+        )
     return kept.calibration, ""
 
 
@@ -123,9 +126,10 @@ _NEEDED = {
 
 def _lacking(found: Calibration) -> str:
     """What a calibration lacks that an estimate reads; empty where it has all."""
-    measured = {one.kind for one in found.timings if one.dtype == "float32"}
-    if missing := sorted(set(_NEEDED) - measured):
-        return f"has no {missing[0]} in float32"
+    for dtype in {"float32", *found.dtypes} & {"float32", "bfloat16", "float16"}:
+        measured = {one.kind for one in found.timings if one.dtype == dtype}
+        if missing := sorted(set(_NEEDED) - measured):
+            return f"has no {missing[0]} in {dtype}"
     wrong = next((one.kind for one in found.timings if len(one.sizes) != _NEEDED.get(one.kind, 0)), None)
     return "" if wrong is None else f"has a {wrong} of another number of sizes"
 
