@@ -49,7 +49,7 @@ def decoding(place: Place) -> dict[str, Any]:
         return sum(made.responses)
 
     told("ours, tokens/s", ours)
-    inputs: dict[str, Tensor] = context.pipeline._inputs([key for key in keys for _ in range(4)])  # type: ignore[attr-defined]
+    inputs: dict[str, Tensor] = context.pipeline._asked([key for key in keys for _ in range(4)])  # type: ignore[attr-defined]
     inputs.pop("position_ids", None)
     closed(context)
     told("static cache and graphs, tokens/s", static(place, folder, inputs, length))
@@ -137,17 +137,16 @@ def with_liger(context: StepContext, slices: Slices, compiled: bool) -> Any:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # pyright: ignore[reportMissingImports]
 
     pipeline: Any = context.pipeline
-    rows = max(slices.micro_batches, key=lambda one: one.padded).rows
-    assert rows.mask is not None
-    inputs = pipeline._inputs(rows.features, rows.clean, rows.mask)
-    length, model = rows.clean.shape[1], pipeline.policy
-    advantages = torch.ones(len(rows), device=rows.clean.device)
+    rows: Any = max(slices.micro_batches, key=lambda one: one.padded).rows
+    inputs, tokens, mask = pipeline._read(rows), rows.padded("tokens"), rows.inside
+    length, model = rows.width, pipeline.policy
+    advantages = torch.ones(len(rows), device=tokens.device)
     loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=compiled, loss_type="grpo")
 
     def work() -> None:
         with pipeline._autocast():
             hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1]
-            found = loss(hidden.contiguous(), model.lm_head.weight, rows.clean, rows.mask, advantages)
+            found = loss(hidden.contiguous(), model.lm_head.weight, tokens, mask, advantages)
         found[0].backward()
 
     return work
