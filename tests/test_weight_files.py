@@ -1,5 +1,6 @@
 """Weights on their way to an engine in other processes: their files, their dtype, and where the files lie."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmrl.config.loader import load_recipe
 from mmrl.engines import weight_files
-from mmrl.engines.weight_files import checkpoint_dtypes, place_for, write_weights
+from mmrl.engines.weight_files import checkpoint_dtypes, place_for, transport_for, write_weights
 from mmrl.errors import UserError
+from mmrl.text.engine_sampling import _sending
 
 
 def written(folder, weights, most=weight_files.BUCKET_BYTES, dtypes=None):
@@ -68,6 +71,40 @@ def test_what_the_checkpoint_has_in_half_is_sent_in_half_and_nothing_else(tmp_pa
     assert torch.equal(sent["w"], trained["w"].bfloat16()), "the engine would round it to the same bits"
     assert torch.equal(sent["bias"], trained["bias"])
     assert torch.equal(sent["new"], trained["new"])
+
+
+def test_auto_takes_memory_of_the_gpu_only_where_engine_and_trainer_share_exactly_one():
+    settings = ("auto", "shm", "files", "gloo", "ipc", "nccl")
+    engines = ("transformers", "vllm", "vllm_server", "sglang", "mine.py:Engine")
+    flags = (True, False)
+    taken = {}
+    for case in itertools.product(settings, engines, flags, (1, 2, 8), flags, flags):
+        setting, engine, cuda, devices, elsewhere, adapter = case
+        taken[case] = transport_for(
+            setting, engine=engine, cuda=cuda, devices=devices, elsewhere=elsewhere, adapter=adapter
+        )
+    assert all(took == case[0] for case, took in taken.items() if case[0] != "auto"), "what is written stays"
+    assert [case for case, took in taken.items() if took != case[0]] == [("auto", "vllm_server", True, 1, False, False)]
+    assert taken["auto", "vllm_server", True, 1, False, False] == "ipc"
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "sent"),
+    [
+        ("{engine: vllm_server}", "cuda", ("ipc", True)),
+        ("{engine: vllm_server}", "cuda:1", ("auto", False)),
+        ("{engine: vllm_server}", "cpu", ("auto", False)),
+        ("{engine: vllm_server, weight_transport: ipc}", "cuda", ("ipc", False)),
+        ("{engine: vllm_server, weight_transport: shm}", "cuda", ("shm", False)),
+        ("{engine: vllm_server, options: {tensor_parallel_size: 2}}", "cuda", ("auto", False)),
+        ("{engine: vllm_server, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}", "cuda", ("auto", False)),
+        ("{engine: sglang}", "cuda", ("auto", False)),
+    ],
+)
+def test_a_recipe_tells_how_its_weights_are_sent(settings, device, sent):
+    recipe = load_recipe(["sums"], [f"rollout={settings}"]).recipe
+    made = _sending(recipe, torch.device(device))
+    assert (made.transport, made.optional) == sent
 
 
 def test_files_lie_in_memory_where_it_has_room(tmp_path, monkeypatch):

@@ -50,6 +50,7 @@ def weights():
 def main(rank, size, meeting, backend, out):
     sharing = Files(Path(meeting).parent) if backend == "ipc" else None
     group = WeightGroup(Path(meeting), rank, size, backend, CPU, patience=60, sharing=sharing)
+    group.prove()
     dtypes = {"large": torch.bfloat16}
     got = {}
     for _ in range(2):  # the group serves update after update
@@ -103,6 +104,41 @@ def two_sides(folder, send, receive):
     with ThreadPoolExecutor(2) as pool:
         sender, receiver = pool.submit(one, 0, send), pool.submit(one, 1, receive)
         return sender.result(120), receiver.result(120)
+
+
+class Lost(Files):
+    """Memory that cannot be named, or not be opened, or is another's."""
+
+    def __init__(self, folder, how):
+        super().__init__(folder)
+        self.how = how
+
+    def handle(self, bucket):
+        if self.how == "unnamed":
+            raise RuntimeError("no handle")
+        return super().handle(bucket)
+
+    def opened(self, handle):
+        if self.how == "unopened":
+            raise RuntimeError("invalid device context")
+        return super().opened(handle) + 1
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("unnamed", "no handle"), ("unopened", "invalid device context"), ("others", "other bytes")]
+)
+def test_memory_that_cannot_be_shared_is_found_before_any_weight_is_sent(tmp_path, how, said):
+    def one(rank):
+        group = WeightGroup(tmp_path / "meeting", rank, 2, "ipc", CPU, patience=60, sharing=Lost(tmp_path, how))
+        try:
+            group.prove()
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        sender, receiver = pool.map(one, range(2))
+    assert "memory of the trainer could not be opened" in sender
+    assert said in receiver
 
 
 def test_receivers_hear_of_a_sender_that_fails(tmp_path):

@@ -16,10 +16,14 @@ from mmrl.engines.weight_files import Sending
 from mmrl.engines.weight_groups import Backend, WeightGroup
 from mmrl.errors import UserError
 
+_OPTIONAL_S = 600.0
+"""Seconds to wait for the other processes where files would do as well."""
+
 
 class GroupSender:
     """Final class. Sends weights to the ``workers`` processes of the server behind ``client``, whose private folder is
-    ``folder``. Raises ``UserError`` for a transport that needs a GPU where there is none."""
+    ``folder``. Raises ``UserError`` for a transport that needs a GPU where there is none, and where a few bytes do not
+    arrive equal."""
 
     def __init__(
         self,
@@ -40,9 +44,13 @@ class GroupSender:
                 )
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._client, self._sending, self._dtypes = client, sending, dtypes
-        self._patience = timeouts.request_s
+        self._patience = min(timeouts.request_s, _OPTIONAL_S) if sending.optional else timeouts.request_s
         self._pool = ThreadPoolExecutor(1, "mmrl-weights")
-        self._group = self._joined(folder / "meeting", 1 + workers)
+        try:
+            self._group = self._joined(folder / "meeting", 1 + workers)
+        except BaseException:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
     def _joined(self, meeting: Path, size: int) -> WeightGroup:
         asked = self._asked(
@@ -51,6 +59,7 @@ class GroupSender:
         )
         try:
             made = WeightGroup(meeting, 0, size, self._backend, self._device, patience=self._patience)
+            made.prove()
         except RuntimeError as error:
             raise self._why(asked, error) from error
         asked.result()
@@ -85,7 +94,7 @@ class GroupSender:
             pass
         return self._client.lost() or UserError(
             f"weights could not be sent to {self._client.name} through {self._backend}: {error}; set "
-            "rollout.weight_transport to auto"
+            "rollout.weight_transport to shm or files"
         )
 
     def close(self) -> None:

@@ -248,6 +248,7 @@ class WorkerExtension:
     def join_weights(self, meeting: str, size: int, backend: Backend, patience: float) -> None:
         """Meet the trainer and the engine's other processes, as ``WeightGroup``."""
         self.weight_group = WeightGroup(Path(meeting), 1 + self.rank, size, backend, self.device, patience=patience)
+        self.weight_group.prove()
 
     def receive_weights(self) -> None:
         """``replace_weights`` by what the trainer sends."""

@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -51,6 +52,7 @@ from mmrl.engines.vllm_api import Encoder, environment, mend, require_vllm
 from mmrl.engines.weight_files import Sending, checkpoint_dtypes, place_for, write_weights
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
+from mmrl.report.notices import tell
 
 _NAME = "policy"
 _FORGET_TRIES = 20
@@ -113,14 +115,28 @@ class VllmServer:
         self._process.wait_until(self._client.healthy, timeouts.start_s)
         self._group = None
         if self._sending.transport in GROUPED:
-            shape = spread(wanted)
-            self._group = GroupSender(self._client, self._private, self._sending, self._dtypes, shape, timeouts)
+            self._group = self._joined(spread(wanted), timeouts)
         post = self._client.post
         self._mode = SleepMode(
             keep_weights=lora_rank is not None,
             sleep=lambda level: post(f"/sleep?level={level}"),
             wake=lambda parts: post(f"/wake_up?{'&'.join(f'tags={part}' for part in parts)}"),
         )
+
+    def _joined(self, workers: int, timeouts: Timeouts) -> GroupSender | None:
+        """None where files are taken, because the group is optional and does not come about."""
+        name = self._sending.transport
+        try:
+            made = GroupSender(self._client, self._private, self._sending, self._dtypes, workers, timeouts)
+        except UserError as error:
+            if not self._sending.optional or self._process.ended():
+                raise
+            tell(f"rollout.weight_transport: auto takes files, because {name} does not work here: {error}")
+            self._sending = replace(self._sending, transport="auto")
+            return None
+        if self._sending.optional:
+            tell(f"rollout.weight_transport: auto takes {name}")
+        return made
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """One completion per request, in their order. ``UserError`` if a prompt does not fit, or if vLLM expands

@@ -53,6 +53,21 @@ class Sending:
 
     bucket_bytes: int = BUCKET_BYTES
     transport: str = "auto"
+    optional: bool = False
+    """Files are taken where the processes of ``transport`` do not find together."""
+
+
+def transport_for(setting: str, *, engine: str, cuda: bool, devices: int, elsewhere: bool, adapter: bool) -> str:
+    """``setting``, or what ``auto`` means where that is more than files: ``ipc`` where vLLM's server has exactly the
+    GPU that trains, and takes whole weights.
+
+    ``cuda``: the trainer's device is one of NVIDIA's. ``devices``: of one engine, all of its parallel sizes.
+    ``elsewhere``: the engine has GPUs of its own, or is at a url. ``adapter``: only an adapter is sent, always as
+    files. ``nccl`` is never chosen: it has run on no GPU.
+    """
+    if setting == "auto" and engine == "vllm_server" and cuda and devices == 1 and not (elsewhere or adapter):
+        return "ipc"
+    return setting
 
 
 def checkpoint_dtypes(model: Path, dtype: str) -> dict[str, torch.dtype]:

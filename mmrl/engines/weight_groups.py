@@ -5,8 +5,8 @@ that the engine's checkpoint has: a header with names, dtypes and shapes, then t
 broadcast the bytes; for ``ipc`` the receivers open the sender's memory on the GPU and copy it (one bucket besides the
 model). The group meets in a file of a private folder, and gloo listens on the loopback.
 
-``ipc`` has run between two processes on an H200, without vLLM. ``nccl`` has not: all but the group's backend is shared
-with gloo, which has.
+``ipc`` has run between two processes on an H100 and an H200, without vLLM; ``prove`` finds out whether it works.
+``nccl`` has not run: all but the group's backend is shared with gloo, which has.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WeightGroup:
         sharing: Sharing | None = None,
     ) -> None:
         store = dist.FileStore(str(meeting), size)
-        self._device, self._size = device, size
+        self._device, self._rank, self._size = device, rank, size
         self._sharing = (sharing or _Cuda()) if backend == "ipc" else None
         self._group: Any = _group(store, rank, size, "nccl" if backend == "nccl" else "gloo", patience)
         self._words = device if backend == "nccl" else torch.device("cpu")
@@ -133,6 +133,33 @@ class WeightGroup:
                 at += _padded(n)
         if length == _GIVEN_UP:
             raise UserError("the trainer could not send its weights; its own message says why")
+
+    def prove(self) -> None:
+        """Send a few known bytes as a bucket: all ranks call it. Raises ``UserError`` in all where they do not arrive
+        equal everywhere, ``RuntimeError`` where a rank is lost."""
+        known = torch.arange(4 * _ALIGNED, dtype=torch.uint8, device=self._device)
+        why = ""
+        if self._rank == 0:
+            try:
+                handle = self._sharing.handle(known) if self._sharing else {}
+            except RuntimeError as error:
+                handle, why = {}, str(error)
+            self._say({"handle": handle, "why": why})
+        else:
+            said = as_object(json.loads(self._heard(self._number(0))))
+            why = as_text(said["why"])
+        if self._sharing is None:
+            self._broadcast(known)
+        elif self._rank and not why:
+            try:
+                same = torch.equal(self._sharing.opened(as_object(said["handle"])), known)
+                why = "" if same else "other bytes arrived"
+            except (RuntimeError, OSError) as error:
+                why = str(error)
+        wrong = torch.tensor([int(bool(why))], dtype=torch.int64, device=self._words)
+        self._group.allreduce([wrong]).wait()
+        if int(wrong.item()):
+            raise UserError(f"memory of the trainer could not be opened: {why or 'another process says why'}")
 
     def close(self) -> None:
         self._group = None

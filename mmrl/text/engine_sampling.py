@@ -11,6 +11,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from mmrl.config.replicas import spread
 from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import seed_of
 from mmrl.engines import own_class, server_devices
@@ -18,7 +19,7 @@ from mmrl.engines.lazy_engine import LazyEngine, NoEngine
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.server_process import Timeouts
-from mmrl.engines.weight_files import Sending
+from mmrl.engines.weight_files import Sending, transport_for
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
@@ -70,7 +71,7 @@ def open_engine(
     if timeouts:
         given["timeouts"] = Timeouts(**timeouts)
     if rollout.engine != "vllm":  # which takes tensor after tensor
-        given["sending"] = Sending(rollout.update_bucket_mib * 2**20, rollout.weight_transport)
+        given["sending"] = _sending(recipe, device)
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
         pixels: dict[str, Json] = {name: getattr(recipe.model, name) for name in ("min_pixels", "max_pixels")}
@@ -88,6 +89,21 @@ def open_engine(
     if sleeps and rollout.engine == "vllm_server" and torch.cuda.is_available():
         options.setdefault("enable_sleep_mode", True)
     return _lazy_engine(recipe, start, sleeps)
+
+
+def _sending(recipe: Recipe, device: torch.device) -> Sending:
+    """How weights go from ``device`` to the recipe's server."""
+    rollout, options = recipe.rollout, recipe.rollout.options
+    own = "url" in options or "CUDA_VISIBLE_DEVICES" in (options.get("environment") or {})
+    transport = transport_for(
+        rollout.weight_transport,
+        engine=rollout.engine,
+        cuda=device.type == "cuda" and not device.index and torch.version.hip is None,  # a server starts on the first
+        devices=spread(options),
+        elsewhere=own or bool(server_devices.here().visible),
+        adapter=recipe.model.lora is not None,
+    )
+    return Sending(rollout.update_bucket_mib * 2**20, transport, optional=transport != rollout.weight_transport)
 
 
 def _lazy_engine(recipe: Recipe, start: Callable[[], RolloutEngine], sleeps: bool) -> RolloutEngine:
