@@ -1,10 +1,13 @@
 """Weights on their way to an engine in other processes: their files, their dtype, and where the files lie."""
 
 import itertools
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mmrl.config.loader import load_recipe
 from mmrl.engines import weight_files
-from mmrl.engines.weight_files import checkpoint_dtypes, place_for, transport_for, write_weights
+from mmrl.engines.weight_files import Room, checkpoint_dtypes, place_for, transport_for, write_weights
 from mmrl.errors import UserError
 from mmrl.text.engine_sampling import _sending
 
@@ -122,6 +125,54 @@ def test_files_lie_in_memory_where_it_has_room(tmp_path, monkeypatch):
     assert place_for("auto", 1000).parent.name == "disk"
     with pytest.raises(UserError, match="has 0 B free"):
         place_for("shm", 1000)
+
+
+def test_servers_of_a_host_share_its_memory_and_none_takes_what_another_reserved(tmp_path, monkeypatch):
+    """Each asks alone, and only the first ``free // need`` have room: at any moment of their transfers."""
+    free, need = 10_000_000, 3_000_000
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(weight_files, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def usage(_):
+        left = free - sum(file.stat().st_blocks * 512 for file in (tmp_path / "memory").rglob("*.safetensors"))
+        return SimpleNamespace(free=left)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    rooms = [Room(need) for _ in range(3)]
+    for written, room in enumerate(rooms):
+        folder = room.folder("shm")
+        assert folder == room.folder("shm")
+        assert folder.parent.parent.name == "memory"
+        write_weights(folder, [("w", torch.zeros(written * 150_000))])  # a part, half or most of what it reserved
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"has .* free, .* of it reserved for weights to other engines on this"):
+            Room(need).folder("shm")
+    assert Room(need).folder("auto").parent.parent == tmp_path, "on the disk"
+    rooms[1].close()
+    rooms[1].close()
+    assert Room(need).folder("auto").parent.parent.name == "memory"
+
+
+def asked(memory, need, all_there, all_asked, out):
+    weight_files.MEMORY = memory
+    all_there.wait(120)
+    out.put(place_for("auto", need).parent == memory)
+    all_asked.wait(120)
+
+
+def test_processes_that_ask_at_once_get_no_more_than_there_is(tmp_path):
+    context = multiprocessing.get_context("fork")
+    out, all_there, all_asked = context.Queue(), context.Barrier(6), context.Event()
+    need = int(shutil.disk_usage(tmp_path).free * 0.4)
+    started = [context.Process(target=asked, args=(tmp_path, need, all_there, all_asked, out)) for _ in range(6)]
+    for one in started:
+        one.start()
+    had = [out.get(timeout=120) for _ in started]
+    all_asked.set()
+    for one in started:
+        one.join()
+    assert sum(had) == 2
 
 
 def test_what_a_killed_process_left_in_memory_is_removed(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ from mmrl.engines.engine_weights import (
 )
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, free_port, new_key, png_url, private_folder
-from mmrl.engines.weight_files import Sending, checkpoint_dtypes, place_for, write_weights
+from mmrl.engines.weight_files import Room, Sending, checkpoint_dtypes, write_weights
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 
@@ -90,6 +90,9 @@ class SglangServer:
         self._dtypes = checkpoint_dtypes(self._folder, dtype)
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, ""
         self._values = values_of(self._folder)
+        self._room = Room(4 * self._values)
+        if lora_rank is None:
+            self._room.folder(self._sending.transport)  # before a server starts, which takes long
         wanted = dict(options or {})
         # an adapter's base would not come back with the next update
         self.sleeps = bool(wanted.get("enable_memory_saver")) and lora_rank is None
@@ -140,8 +143,7 @@ class SglangServer:
         They are written to ``transport`` first, memory or a disk, in the checkpoint's dtype if the engine has it.
         ``UserError`` if fewer values come than the model has; nothing is replaced then.
         """
-        place = place_for(self._sending.transport, 4 * self._values)
-        folder = place / "weights"
+        folder = self._room.folder(self._sending.transport)
         try:
             counted = Counted(weights)
             write_weights(folder, counted, self._sending.bucket_bytes, self._dtypes)
@@ -151,7 +153,7 @@ class SglangServer:
                     shutil.copy(file, folder)
             self._succeed("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         self._client.post("/flush_cache")
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
@@ -185,6 +187,7 @@ class SglangServer:
         if self._process is not None:
             self._process.close()
         self._remove()
+        self._room.close()
 
     def _next(self, kind: str) -> Path:
         self._versions += 1

@@ -49,7 +49,7 @@ from mmrl.engines.vllm import (
     unexpanded,
 )
 from mmrl.engines.vllm_api import Encoder, environment, mend, require_vllm
-from mmrl.engines.weight_files import Sending, checkpoint_dtypes, place_for, write_weights
+from mmrl.engines.weight_files import Room, Sending, checkpoint_dtypes, write_weights
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.notices import tell
@@ -104,6 +104,9 @@ class VllmServer:
             options=wanted,
         )
         self._dtypes = checkpoint_dtypes(folder, str(arguments["dtype"]))
+        self._room = Room(4 * self._values)
+        if self._sending.transport not in GROUPED and lora_rank is None:
+            self._room.folder(self._sending.transport)  # before the server starts, which takes long
         self._private = private_folder("mmrl-vllm-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         path = self._private / "socket"
@@ -171,8 +174,7 @@ class VllmServer:
         self._forget()
 
     def _update_by_files(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        place = place_for(self._sending.transport, 4 * self._values)
-        folder = place / "weights"
+        folder = self._room.folder(self._sending.transport)
         try:
             counted = Counted(weights)
             write_weights(folder, counted, self._sending.bucket_bytes, self._dtypes)
@@ -181,7 +183,7 @@ class VllmServer:
             with self._mode.filled():
                 self._client.post("/collective_rpc", rpc)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
@@ -210,6 +212,7 @@ class VllmServer:
         self._client.close()
         self._process.close()
         self._remove()
+        self._room.close()
 
     def _next(self, kind: str) -> Path:
         self._versions += 1

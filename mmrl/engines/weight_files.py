@@ -6,12 +6,14 @@ copy, and the engine maps it. Nothing but one tensor at a time is held besides.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -89,27 +91,81 @@ def checkpoint_dtypes(model: Path, dtype: str) -> dict[str, torch.dtype]:
 
 
 def place_for(transport: str, need: int) -> Path:
-    """A new private folder for ``need`` bytes of weights: ``shm`` in memory, ``files`` on the disk that ``TMPDIR``
-    names, ``auto`` in memory where it has room. Raises ``UserError`` where ``shm`` has none."""
-    free = shutil.disk_usage(MEMORY).free if os.access(MEMORY, os.W_OK) else 0
-    if transport == "files" or (transport == "auto" and free < need):
-        return Path(tempfile.mkdtemp(prefix=_PREFIX))
-    if free < need:
+    """A new private folder for ``need`` bytes of weights, which are reserved as long as it is there: ``shm`` in memory,
+    ``files`` on the disk that ``TMPDIR`` names, ``auto`` in memory where it has room. Raises ``UserError`` where
+    ``shm`` has none."""
+    if transport == "files" or not os.access(MEMORY, os.W_OK):
+        free, promised, made = 0, 0, None
+    else:
+        with _alone():
+            _sweep()
+            free, promised = shutil.disk_usage(MEMORY).free, _promised()
+            fits = free - promised >= need
+            made = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-{need}-", dir=MEMORY)) if fits else None
+    if made is None and transport == "shm":
+        others = f", {size(promised)} of it reserved for weights to other engines on this host" if promised else ""
         raise UserError(
-            f"rollout.weight_transport is shm: the weights take {size(need)} of {MEMORY}, which has {size(free)} free. "
-            "Enlarge it (docker run --shm-size), or set rollout.weight_transport=files"
+            f"rollout.weight_transport is shm: the weights take {size(need)} of {MEMORY}, which has {size(free)} free"
+            f"{others}. Enlarge it (docker run --shm-size), or set rollout.weight_transport=files"
         )
-    _sweep()
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=MEMORY))
+    return made or Path(tempfile.mkdtemp(prefix=_PREFIX))
+
+
+class Room:
+    """Final class. Where the weights of one server lie on their way: ``need`` bytes, from the first ``folder`` on."""
+
+    def __init__(self, need: int) -> None:
+        self._need = need
+        self._place: Path | None = None
+
+    def folder(self, transport: str) -> Path:
+        """A folder that the caller makes and removes, in the place of ``place_for``."""
+        if self._place is None:
+            self._place = place_for(transport, self._need)
+            self._end = weakref.finalize(self, shutil.rmtree, self._place, True)
+        return self._place / "weights"
+
+    def close(self) -> None:
+        if self._place is not None:
+            self._end()
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """No other process of this host looks for room meanwhile."""
+    folder = os.open(MEMORY, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _folders() -> Iterator[tuple[Path, list[str]]]:
+    """This user's folders in memory, each with the parts of its name: the process, the bytes that it reserves."""
+    for folder in MEMORY.glob(f"{_PREFIX}*-*"):
+        with suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                yield folder, folder.name.removeprefix(_PREFIX).split("-")
+
+
+def _promised() -> int:
+    """Bytes that are reserved and not written yet."""
+    total = 0
+    for folder, parts in _folders():
+        written = 0
+        for file in folder.rglob("*.safetensors"):
+            with suppress(OSError):  # it may be removed meanwhile
+                written += file.stat().st_blocks * 512
+        total += max(0, int(parts[1]) - written) if len(parts) > 2 and parts[1].isdigit() else 0
+    return total
 
 
 def _sweep() -> None:
     """Remove what a process that was killed has left in memory."""
-    for folder in MEMORY.glob(f"{_PREFIX}*-*"):
-        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
-        with suppress(OSError):
-            if pid.isdigit() and folder.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+    for folder, (pid, *_) in _folders():
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_weights(
