@@ -144,3 +144,44 @@ def test_a_run_with_a_checkpoint_in_between(tmp_path):
         assert {k: v for k, v in a.items() if k.startswith(("optim/", "kl", "reward"))} == {
             k: v for k, v in b.items() if k.startswith(("optim/", "kl", "reward"))
         }
+
+
+def test_memory_is_page_locked_by_threads_and_every_copy_is_equal(monkeypatch):
+    """The allocator of a GPU reads the settings; the pretended one keeps them, and moves frozen weights really."""
+    import torch
+    from torch import nn
+
+    from mmrl.config.performance import Performance
+    from mmrl.engines import performance
+    from mmrl.frozen_modules import Frozen
+
+    given, setter = [], torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda s: (given.append(s), setter(s)))
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    performance.settle(Performance(), torch.device("cpu"))
+    assert not given
+    performance.settle(Performance(), torch.device("cuda"))
+    assert len(given) == 1
+    assert given[0].startswith("pinned_use_cuda_host_register:True,pinned_num_register_threads:")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    performance.settle(Performance(), torch.device("cuda"))
+    assert len(given) == 1, "the user's settings stay"
+    module = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8).bfloat16(), nn.BatchNorm1d(8)).to("cuda")
+    before = {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+    frozen = Frozen(module)
+    for _ in range(2):
+        frozen.sleep("cuda")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+        frozen.wake("cuda")
+        assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_threads_that_lock_pages_are_a_power_of_two_up_to_eight():
+    from mmrl.engines.performance import page_locking
+
+    for cores in range(1, 300):
+        threads = int(page_locking({}, cores).rpartition(":")[2])
+        assert threads <= min(8, cores) < 2 * threads or threads == 8
+        assert threads.bit_count() == 1
+    assert page_locking({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, 8) == ""
