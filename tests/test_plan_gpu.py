@@ -150,10 +150,38 @@ def test_a_cpu_has_no_load_phase():
 
 
 def test_gpus_that_are_too_few_or_idle_are_said():
+    many = ("train.prompts_per_step=8", "eval.samples=8")
+    assert "the recipe uses 2 of 8 GPUs; set controllers=8" in planned("controllers=2", *many, gpus=8).notes
     made = planned("controllers=2", gpus=8)
     assert "the recipe uses 2 of 8 GPUs; set devices_per_controller=4" in made.notes
     assert made.problems == does_not_fit(replace(made, gpus=2)) == []
     assert does_not_fit(replace(made, gpus=1)) == ["--gpus 1: 2 take a GPU each; lower controllers, or write --gpus 2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (["devices_per_controller=2"], "controllers=2 devices_per_controller=1"),
+        (["controllers=2", "devices_per_controller=4"], "controllers=8 devices_per_controller=1"),
+        (["controllers=2"], None),
+        (["devices_per_controller=2", "placement=disaggregated"], None),
+    ],
+)
+def test_gpus_whose_tensors_pass_through_one_process_are_said(settings, advice):
+    said = [note for note in planned(*settings, gpus=8).notes if "passes through one process" in note]
+    assert len(said) == (advice is not None)
+    if advice:
+        assert "raise train.prompts_per_step" in said[0] or advice.startswith("controllers=2 ")
+        many = advice.split()[0].partition("=")[2]
+        followed = planned(*settings, *advice.split(), f"train.prompts_per_step={many}", "eval.samples=8", gpus=8)
+        assert not followed.problems
+        assert not [note for note in followed.notes if "passes through one process" in note]
+    assert all(f"set {advice}, where each GPU" in note for note in said)
+
+
+def test_a_cpu_has_no_gpus_whose_tensors_pass_through_one_process():
+    made = plan(load_recipe(["shapes-lora"], [*SMALL, f"model.path={two_blocks()}", "devices_per_controller=2"]))
+    assert not [note for note in made.notes if "passes through one process" in note]
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

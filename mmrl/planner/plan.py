@@ -16,6 +16,7 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.objectives import load_objective
+from mmrl.config.replicas import has_replicas
 from mmrl.config.sampling import Sampling, TextSampling, shares_steps
 from mmrl.config.schema import Recipe
 from mmrl.datasets.buckets import count_by_size
@@ -103,7 +104,7 @@ def plan(
         made.lasts = recipe.train.steps * time.step
         made.time = time
     made.problems += does_not_fit(made)
-    made.notes += [*idle(made), *_unused(made)]
+    made.notes += [*idle(made), *_unused(made), *_through_one(made)]
     return made
 
 
@@ -167,9 +168,29 @@ def _unused(made: Plan) -> Iterator[str]:
     recipe = made.recipe
     n = recipe.controllers * recipe.devices_per_controller
     if made.gpus is not None and n < made.gpus:
-        each = made.gpus // recipe.controllers
-        edit = f"devices_per_controller={each}" if each > recipe.devices_per_controller else f"controllers={made.gpus}"
+        more = made.gpus // recipe.devices_per_controller
+        wider = f"devices_per_controller={made.gpus // recipe.controllers}"
+        edit = f"controllers={more}" if recipe.controllers < more <= _most_controllers(recipe) else wider
         yield f"the recipe uses {n} of {made.gpus} GPUs; set {edit}"
+
+
+def _through_one(made: Plan) -> Iterator[str]:
+    """A note on GPUs of a controller that would do the same with a controller each."""
+    recipe, n = made.recipe, made.recipe.devices_per_controller
+    alone = recipe.placement.type == "colocate" and recipe.train.width == 1 and not has_replicas(recipe)
+    if made.device.startswith("cuda") and n > 1 and alone:
+        many = n * recipe.controllers
+        fewer = f"raise train.prompts_per_step and eval.samples to {many} or more, and "
+        first = fewer if many > _most_controllers(recipe) else ""
+        yield (
+            f"devices_per_controller={n}: every tensor between the GPUs passes through one process; {first}set "
+            f"controllers={many} devices_per_controller=1, where each GPU has a process of its own"
+        )
+
+
+def _most_controllers(recipe: Recipe) -> int:
+    """Each has a prompt of a step and a sample of an evaluation."""
+    return min(recipe.train.prompts_per_step, recipe.eval.samples)
 
 
 def _device(name: str) -> tuple[str, int | None]:

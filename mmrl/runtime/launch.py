@@ -76,13 +76,6 @@ class Losses:
 def launch(loaded: LoadedRecipe, directory: RunDir, stop: Stop, *, resume: bool) -> Outcome:
     """Run the recipe's controllers to the end of training, or to a stop. Raises ``UserError``."""
     losses = Losses(directory)
-    recipe, n = loaded.recipe, loaded.recipe.devices_per_controller
-    if on_gpu(recipe.device) and n > 1 and recipe.placement.type == "colocate" and recipe.train.width == 1:
-        print(
-            f"devices_per_controller={n}: every tensor between the GPUs passes through one process; "
-            f"controllers={n * recipe.controllers} has a process for each GPU that needs none of that",
-            file=sys.stderr,
-        )
     outcome = None
     while outcome is None:
         with cluster(loaded.recipe) as there:
