@@ -70,6 +70,13 @@ def check_features(features: Mapping[str, Tensor], prompt: str) -> None:
             raise NotFiniteError(f"the features of the prompt {prompt} are not finite ({name})")
 
 
+def check_pair(latents: Mapping[str, Tensor], prompt: str) -> None:
+    """Raises ``NotFiniteError`` naming ``prompt`` where the VAE made numbers of its pictures that are not finite."""
+    for name, made in latents.items():
+        if _any(~made.isfinite()):
+            raise NotFiniteError(f"the encoded pictures of the prompt {prompt} are not finite ({name})")
+
+
 def checked_pictures(pictures: Tensor, latents: Tensor, ids: Sequence[SampleId]) -> Tensor:
     """``pictures``, decoded from ``latents``; ``[n B, ...]`` each, ``n`` of every sample.
 

@@ -198,8 +198,8 @@ class Policy:
     def apply(self) -> dict[str, float]:
         """Clip, take the optimizer step, clear the gradients.
 
-        Raises ``NotFiniteError`` where the gradient is not finite, before a weight is touched, and where the weights
-        are not finite after the step.
+        Raises ``NotFiniteError`` where the gradient or, at the first update, a weight is not finite, before a weight is
+        touched, and where the weights are not finite after the step.
         """
         self.put_away()
         self.weights.gather_gradients()
@@ -208,6 +208,8 @@ class Policy:
             held = finite.first({k: p.grad for k, p in self.trainable.items() if p.grad is not None})
             where = f"; the first such gradient is of {held}" if held else ""
             raise NotFiniteError(f"the gradient norm of update {self.updates} is {norm.item()}{where}")
+        if not self.updates and (held := finite.first(self.trainable)):  # of rows that nothing has read, so far
+            raise NotFiniteError(f"update 0 starts from weights that are not finite: {held}")
         torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.settings.max_grad_norm, norm)
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:

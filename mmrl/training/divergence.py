@@ -17,6 +17,8 @@ from mmrl.training.step_context import StepContext
 
 KIND = "diverged"
 """The kind of such a row in failures.jsonl."""
+ADAPTER = "the weights of the adapter"
+"""Where numbers are that ``model.lora.path`` brought."""
 CHANGEABLE = (
     *("optim.lr", "optim.max_grad_norm", "optim.betas", "optim.eps", "optim.weight_decay", "optim.warmup_steps"),
     *("algorithm.critic_lr", "model.dtype"),
@@ -52,11 +54,15 @@ def divergence(context: StepContext, error: NotFiniteError, done: int, *, evalua
     """Describe the divergence after ``done`` finished steps. A weight that is not finite is named first."""
     what, where = str(error), ""
     trained = any(policy is not None and policy.updates for policy in (context.policy, context.critic))
+    trained = trained and "starts from weights" not in what  # a critic is updated after the policy
     for whose, policy in (("", context.policy), ("the critic: ", context.critic)):
         if policy is None or "weights after update" in what:
             continue
         if held := finite.first(dict(policy.module.named_parameters())):
             what, where = f"{whose}a weight of the model is not finite: {held}; so {what}", "the weights"
+            lora = context.recipe.model.lora
+            if "lora_" in held and lora is not None and lora.path is not None:
+                where = ADAPTER
             break
     if not trained and not where:
         frozen: Mapping[str, nn.Module] = getattr(context.pipeline, "frozen", {})
@@ -101,6 +107,8 @@ _LOOK_AT = {
     "latents_mean, latents_std) and at the VAE's weights",
     "the latents": "the model made them: look at scheduler/scheduler_config.json (prediction_type, betas, shift), at "
     "sampling.guidance_scale and at the checkpoint",
+    "the encoded pictures": "the VAE made them: look at the pictures, at vae/config.json (scaling_factor, "
+    "shift_factor, latents_mean, latents_std) and at the VAE's weights",
     "the logits": "the model made them: look at the checkpoint",
     "the gradient": "the loss was finite: look at the rewards' gradients, where they have some, and at the checkpoint",
 }
@@ -110,9 +118,13 @@ _LOOK_AT = {
 def _mend(found: Divergence, recipe: Recipe) -> str:
     """The edit for numbers that are not finite before anything was trained."""
     if found.where:
+        lora = recipe.model.lora
+        if lora is not None and found.where == ADAPTER:
+            return f"the checkpoint has them: repair {ADAPTER} in model.lora.path ({lora.path})"
         return f"the checkpoint has them: repair {found.where} in model.path ({recipe.model.path})"
     known = (look for begins, look in _LOOK_AT.items() if found.what.startswith(begins))
-    look = next(known, "nothing that trained made them: look at the rewards and at the checkpoint")
+    rewards = "the rewards and at " if recipe.rewards else ""
+    look = next(known, f"nothing that trained made them: look at {rewards}the checkpoint")
     return look + (
         "" if recipe.model.dtype == "float32" else f"; or {recipe.model.dtype} overflows: set model.dtype=float32"
     )

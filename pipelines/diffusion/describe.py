@@ -17,7 +17,7 @@ from mmrl.stored import read_object
 
 from .adapter import Adapter
 from .prompt_lengths import tokenizer_of
-from .refusals import check_classes, check_path
+from .refusals import check_classes, check_path, check_scheduler
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
@@ -37,6 +37,7 @@ def empty_pipeline(
     ``dtypes`` by component, with a ``default``. Raises ``UserError``.
     """
     check_path(family, path)
+    check_scheduler(path)
     configs, source = _configurations(family, path, architecture)
     try:
         return _assemble(family, configs, dtypes), source

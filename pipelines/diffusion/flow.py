@@ -103,7 +103,9 @@ class FlowPipeline:
                 self.offloaded.rest()
             for key, prompt in pairs.items():
                 if self.pairs is not None and key not in self.features:
-                    self.features.put(key, self.pairs.encoded(prompt))
+                    pair = self.pairs.encoded(prompt)
+                    finite.check_pair(pair, prompt.id)
+                    self.features.put(key, pair)
         except BaseException:
             self.features.release(keys)
             raise

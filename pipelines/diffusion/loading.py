@@ -22,7 +22,7 @@ from .compiling import compile_for_all
 from .describe import empty_pipeline
 from .flow import FlowPipeline
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
-from .refusals import check_classes, check_fields, check_path, variant_of
+from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
 from .row_loading import load_rows
 from .saved_lora import reader
 from .sizes import Sizes
@@ -122,6 +122,7 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()  # one for each of nine components
     check_path(family, path)
+    check_scheduler(path)
     kind: type[DiffusionPipeline] = getattr(diffusers, family.pipeline)
     try:
         index = kind.load_config(path)

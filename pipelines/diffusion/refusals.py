@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import mmrl
 from mmrl.config.drop_ins import entries
 from mmrl.errors import UserError
+from mmrl.hub_files import json_of
 from mmrl.json_types import Json, JsonObject
 
 from .adapter import Adapter
@@ -45,6 +46,22 @@ def check_path(family: type[Adapter], path: str) -> None:
         f"  python -c \"import diffusers; diffusers.{family.pipeline}.from_single_file('{path}')"
         f".save_pretrained('{folder}')\""
     )
+
+
+def check_scheduler(path: str) -> None:
+    """Raises ``UserError`` where the scheduler's file in ``path`` has a number that is not finite, or a wrong count of
+    training timesteps, before diffusers computes with it."""
+    name = "scheduler/scheduler_config.json"
+    try:
+        config = json_of(path, name) if Path(path, name).is_file() else {}
+    except (OSError, ValueError):  # whoever loads it says so
+        return
+    for key, value in config.items():
+        numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
+        counts = key == "num_train_timesteps"
+        if not all(map(is_number, numbers)) or (counts and not (type(value) is int and value > 0)):
+            what = "a whole number above 0, 1000 for most models" if counts else "finite numbers"
+            raise UserError(f"model.path: {name} says {key}: {as_json(value)}; correct it to {what}")
 
 
 def variant_of(family: type[Adapter], path: str) -> str | None:
