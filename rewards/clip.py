@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
@@ -65,6 +66,8 @@ def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any
     """A CLIP model (frozen, float32, on the CPU) and its processor. Raises ``UserError``, which names ``option``."""
     from transformers import CLIPModel, CLIPProcessor
 
+    for folder in (path, processor):
+        check_files(folder)
     mmrl.before_loading()
     try:
         with whole_weights(path):

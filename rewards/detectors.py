@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Detector:
         from transformers import AutoModelForUniversalSegmentation as Outlining
         from transformers.models.auto.modeling_auto import MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING as OUTLINING
 
+        check_files(path)
         try:
             config = AutoConfig.from_pretrained(path)
             self._outlines = type(config) in OUTLINING

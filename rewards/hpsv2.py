@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mmrl
+from mmrl.hub_files import check_files
 from mmrl.media.images import to_tensor
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
@@ -132,6 +133,7 @@ def _load(path: str, base: str) -> tuple[Any, Any]:
     """The model (frozen, float32, on the CPU) and the processor of its base. Raises ``UserError``."""
     from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 
+    check_files(base)
     mmrl.before_loading()
     tensors = from_open_clip(read_tensors(path))
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping
@@ -101,6 +102,7 @@ def _load(path: str, tokenizer: str) -> tuple[Any, Any, Any]:
     """The model (vision, text, head; frozen, float32, on the CPU), the tokenizer and the image processor."""
     from transformers import AutoTokenizer, CLIPImageProcessor
 
+    check_files(tokenizer)
     mmrl.before_loading()
     tensors = from_blip(read_tensors(path))
     try:

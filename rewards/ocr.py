@@ -19,6 +19,7 @@ import numpy as np
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.rewards.spelling import spelled
@@ -169,6 +170,7 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoProcessor, GotOcr2ForConditionalGeneration
 
+    check_files(path)
     mmrl.before_loading()
     try:
         processor = AutoProcessor.from_pretrained(path)

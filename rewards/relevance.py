@@ -13,6 +13,7 @@ import torch
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.packages.places import found, lacking
 from mmrl.rewards.contract import Context, Failed, Value, Weights
 from mmrl.rewards.sleeping import Sleeping
@@ -83,6 +84,7 @@ def _load(path: str) -> tuple[Any, Any]:
     if unset := lacking(path):
         raise UserError(f"the reward's options.path: {unset}")
     path = found(path)
+    check_files(path)
     mmrl.before_loading()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -18,6 +18,7 @@ from typing import Any
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.text.scoring import settings_at
@@ -50,6 +51,7 @@ class RewardModel(Sleeping):
             raise UserError(f"options.batch_size is {batch_size}; set it to 1 or more")
         if dtype not in ("float32", "bfloat16", "float16"):
             raise UserError(f"options.dtype is {dtype!r}; set it to float32, bfloat16 or float16")
+        check_files(path)
         noted = settings_at(path)
         variables = noted.get("chat_template", {}) if chat_template is None else chat_template
         name = pipeline or str(noted.get("pipeline") or _guess(path))

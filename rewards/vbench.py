@@ -21,6 +21,7 @@ import numpy as np
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.hub_files import check_files
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
@@ -96,6 +97,7 @@ def _load(path: str, what: str) -> tuple[Any, Any]:
     """The model, frozen and in float32 on the CPU, and its image processor. Raises ``UserError``."""
     from transformers import AutoImageProcessor, AutoModel
 
+    check_files(path)
     mmrl.before_loading()
     try:
         with whole_weights(path, unused=("pooler.",)):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -314,9 +314,13 @@ def _header(file: Path) -> tuple[dict[str, JsonObject], dict[str, str]]:
             metadata = opened.metadata() or {}
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            entries: dict[str, JsonObject] = json.loads(opened.read(length))
-    except (SafetensorError, OSError, RecursionError) as error:
+            header = opened.read(length)
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"path: {file} cannot be read: {error}; copy the file again") from error
+    try:
+        entries: Any = parse_json(header, 20 * _MOST_TENSORS)
+    except ValueError as error:
+        raise ValueError(f"path: the header of {file} {error}; copy the file again") from error
     entries.pop("__metadata__", None)
     if len(entries) > _MOST_TENSORS:
         raise ValueError(f"path: {file} has {len(entries)} tensors, which no LoRA has")
