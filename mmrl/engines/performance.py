@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,9 @@ def page_locking(environment: Mapping[str, str], cores: int) -> str:
 
 def _set_allocator(settings: str) -> None:
     """Torch has no public function for this; where a release has none at all, memory is locked as it always was."""
-    import torch
-
-    setter: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
-    setter = setter or getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
+    inside: Any = import_module("torch._C")
+    setter: Any = getattr(inside, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
+    setter = setter or getattr(inside, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
     if setter is not None:
         with suppress(RuntimeError):  # a release that does not know them
             setter(settings)

@@ -139,20 +139,21 @@ class WeightGroup:
         equal everywhere, ``RuntimeError`` where a rank is lost."""
         known = torch.arange(4 * _ALIGNED, dtype=torch.uint8, device=self._device)
         why = ""
+        handle: JsonObject = {}
         if self._rank == 0:
             try:
                 handle = self._sharing.handle(known) if self._sharing else {}
             except RuntimeError as error:
-                handle, why = {}, str(error)
+                why = str(error)
             self._say({"handle": handle, "why": why})
         else:
             said = as_object(json.loads(self._heard(self._number(0))))
-            why = as_text(said["why"])
+            handle, why = as_object(said["handle"]), as_text(said["why"])
         if self._sharing is None:
             self._broadcast(known)
         elif self._rank and not why:
             try:
-                same = torch.equal(self._sharing.opened(as_object(said["handle"])), known)
+                same = torch.equal(self._sharing.opened(handle), known)
                 why = "" if same else "other bytes arrived"
             except (RuntimeError, OSError) as error:
                 why = str(error)
