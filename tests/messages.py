@@ -42,7 +42,7 @@ EDITS = (
 )
 NOT_OURS = re.compile(
     r"(?:#SBATCH|\bray (?:start|job)|\bsrun|\btorchrun|\bpip|\bhf|\bdocker) [^;\n)]*"
-    r"|--(?:hash=|rdzv-)[^;\n]*|@[\w.]+\([^)]*\)"
+    r"|--(?:hash=|rdzv-)[^;\n]*|--gpu(?:s-per-|-bind)[\w=-]*|@[\w.]+\([^)]*\)"
 )
 """Commands of other programs, and a decorator of Python."""
 COMMAND = re.compile(r"(?<![\w./'-])mmrl (?P<name>[a-z]+)(?: (?P<sub>[a-z]+))?(?:(?!\bmmrl )[^;,)\n])*")
@@ -197,7 +197,6 @@ def commands() -> dict[str, set[str]]:
     add("", typer.main.get_command(app))
     words = {field.name for field in dataclasses.fields(Settings)}
     found["knowledge"] = {*words, "example"}  # python -m mmrl.knowledge
-    found["calibration"] = {"dtype"}  # the command that measures a device, which the message names
     return found
 
 

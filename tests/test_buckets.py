@@ -23,7 +23,7 @@ from mmrl.datasets.loading import load_prompts
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import Media
 from mmrl.planner.buckets import others
-from mmrl.planner.operations import Operations, mean_of
+from mmrl.planner.operations import Call, Operations, Work, mean_of
 from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
@@ -453,7 +453,7 @@ def test_a_plan_has_the_memory_of_the_largest_and_the_work_of_the_mean(records):
     for name in ("trajectory", "picture", "encode", "sample", "decode", "train", "optimizer"):
         assert getattr(several.measured, name) == getattr(square.measured, name), name
     for name in ("sample", "decode", "train", "forward"):  # a third of the prompts has three quarters of the pixels
-        share = getattr(several.measured.operations, name) / getattr(square.measured.operations, name)
+        share = getattr(several.measured.operations, name).flops / getattr(square.measured.operations, name).flops
         assert 11 / 12 - 0.03 < share < 11 / 12 + 0.03, name
     assert several.measured.operations.encode == square.measured.operations.encode
     (note,) = [note for note in several.notes if note.startswith("sampling.buckets")]
@@ -465,8 +465,10 @@ def test_the_work_of_many_sizes_is_that_of_the_most_frequent_numbers_of_pixels()
     sizes = [Size(8, 8), Size(4, 16), Size(8, 10), Size(8, 12), Size(8, 14), Size(8, 16)]
     found = others(dict(zip(sizes, [1, 2, 4, 5, 1, 7], strict=True)), Size(8, 16))
     assert dict(found) == pytest.approx({Size(8, 8): 3 / 20, Size(8, 10): 4 / 20, Size(8, 12): 5 / 20})
-    work = [(Operations(1, 2, 3, 4, 100), 0.25), (Operations(5, 6, 7, 8, 200), 0.75)]
-    assert mean_of(work) == Operations(4, 5, 6, 7, 175)
+    call = Call("mul", "float32", (), 0, 4, "forward")
+    one, two = (Operations(*(Work({call: n}) for n in of)) for of in ((1, 2, 3, 4, 100), (5, 6, 7, 8, 200)))
+    mean = mean_of([(one, 0.25), (two, 0.75)])
+    assert [work[call] for work in vars(mean).values()] == [4, 5, 6, 7, 175, 0, 0]
 
 
 def test_a_plan_refuses_a_size_that_the_checkpoint_cannot_make(records):

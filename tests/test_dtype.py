@@ -64,7 +64,9 @@ def cpu(monkeypatch):
 
 def rows_of(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "plan/", "features/"))} for row in rows
+    ]
 
 
 def stored(run):

@@ -137,7 +137,7 @@ def test_a_lora_that_diffusers_cannot_load_is_written_for_peft(pixart, tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     ((how, code),) = case.pipeline.usage(str(tmp_path), "lora", case.slots[0].prompt).code.items()
     assert how == "With peft"
-    assert 'timestep_spacing="trailing"' in code
+    assert "timestep_spacing='trailing'" in code
     monkeypatch.chdir(pixart.parent)  # a card names the base model without its folders
     made = {}
     exec(code, made)

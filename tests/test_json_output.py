@@ -108,7 +108,8 @@ def test_plan_as_data_has_what_the_tables_have() -> None:
     assert {phase["name"] for phase in found["phases"]} == {"encode", "sample", "decode", "train", "optimizer"}
     assert found["algorithm"]["type"] == "flow_grpo"
     assert found["placement"]["devices"] == [{"device": "0", "generate": "sample", "train": "train"}]
-    assert found["seconds"] is None
+    low, high = found["seconds"]["step_interval"]
+    assert low < found["seconds"]["step"] < high
 
 
 def test_a_plan_with_a_problem_is_a_document_with_exit_code_1(capfd: pytest.CaptureFixture[str]) -> None:

@@ -143,3 +143,19 @@ def test_a_row_that_nothing_reads_is_named_at_the_first_update():
     assert str(error.value) == f"the critic: update 0 starts from weights that are not finite: {name} (nan)"
     found = divergence(run, error.value, 0, evaluating=False, proved=False)
     assert (found.where, found.trained) == ("the weights", False)
+
+
+SCHEDULERS = (
+    *("DDIM", "DDPM", "PNDM", "LCM", "DPMSolverMultistep", "DPMSolverSinglestep", "DEISMultistep", "UniPCMultistep"),
+    *("SASolver", "EulerDiscrete", "EulerAncestralDiscrete", "HeunDiscrete", "KDPM2Discrete", "FlowMatchEulerDiscrete"),
+)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_as_diffusers_saves_it_is_accepted(name, tmp_path):
+    import diffusers
+
+    from mmrl.pipelines.diffusion.refusals import check_scheduler
+
+    getattr(diffusers, f"{name}Scheduler")().save_pretrained(tmp_path / "scheduler")
+    check_scheduler(str(tmp_path))

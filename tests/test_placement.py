@@ -17,6 +17,7 @@ from mmrl.placement.multi_device import MultiDevice
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.utilisation import Sampler, of_gpu
 from mmrl.report import notices
+from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.runtime.worker import LostDeviceError, RemoteWorker, serve
 from mmrl.training.step_context import DeviceState
 
@@ -190,7 +191,7 @@ def device():
     features = SimpleNamespace(hold=lambda keys: None)
     compute = SimpleNamespace(local=DeviceState())
     run = SimpleNamespace(pipeline=SimpleNamespace(features=features), compute=compute, starts=starts)
-    serving = threading.Thread(target=serve, args=(run, there), daemon=True)
+    serving = threading.Thread(target=serve, args=(run, there, None, StallWatchdog(60)), daemon=True)
     serving.start()
     yield RemoteWorker(3, here, heard.append, starting), heard, starts
     here.close()

@@ -201,6 +201,6 @@ def test_the_plan_counts_the_windows_that_the_run_will_have(guided):
     render(made, Console(file=said, width=300))
     assert f"{c.saved_steps} of {2 * SIZE * STEPS} denoising steps of samples are not computed" in said.getvalue()
     operations = made.measured.operations
-    assert operations.sample == STEPS * operations.forward, (
+    assert operations.sample.flops == STEPS * operations.forward.flops, (
         "of samples that share nothing: the estimate leaves out what is"
     )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from functools import cache
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ def check_scheduler(path: str) -> None:
     except (OSError, ValueError):  # whoever loads it says so
         return
     for key, value in config.items():
+        if key == "lambda_min_clipped" and value == -inf:  # what diffusers writes where nothing is clipped
+            continue
         numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
         counts = key == "num_train_timesteps"
         if not all(map(is_number, numbers)) or (counts and not (type(value) is int and value > 0)):
