@@ -217,4 +217,27 @@ def test_a_single_file_is_refused_with_a_command(folders, tmp_path, monkeypatch,
     )
     exec(command[2], {})
     assert asked == [str(file)]
-    described(family, tmp_path / "model")
+    described(family, tmp_path / "model-diffusers")
+
+
+@pytest.mark.sweep("names of single files, in the command that makes a folder of one")
+def test_the_command_holds_for_every_name_of_a_single_file(folders, tmp_path, monkeypatch, sweep):  # noqa: F811
+    import diffusers
+
+    asked = []
+    kind = diffusers.StableDiffusionPipeline
+    whole = kind.from_pretrained(folders["sd"])
+    monkeypatch.setattr(kind, "from_single_file", lambda path: asked.append(path) or whole)
+    for seed in range(sweep.size(15, 200)):
+        draw = random.Random(seed)
+        name = "".join(draw.choice("ab '\"$`\\!{}%;&.éß") for _ in range(draw.randint(1, 12))).strip(". ") or "a"
+        file = tmp_path / str(seed) / (name + draw.choice(["", ".safetensors", ".ckpt", ".v2.pt"]))
+        file.parent.mkdir()
+        file.write_bytes(b"")
+        with pytest.raises(UserError, match="is a single file") as error:
+            described("sd", file)
+        said = str(error.value)
+        exec(shlex.split(said.splitlines()[-1])[2], {})
+        folder = said.splitlines()[0].partition("set model.path=")[2]
+        sweep.check(asked[-1] == str(file) and os.path.isfile(f"{folder}/model_index.json"), f"{file}: {said}")
+    sweep.done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import mmrl
 from mmrl.errors import BadPromptError
 from mmrl.media import Media
 from mmrl.trajectory import Prompt
+from tests.sweeps import Sweep
 
 pair_of = mmrl.load("pipelines", "diffusion/pairs:pair_of")
 
@@ -46,3 +48,58 @@ def test_pictures_of_equal_pixels_are_no_pair(tmp_path: Path) -> None:
         assert pair_of(Prompt("p", "p", media=(medium, _saved(other, "PNG"))))[0] == medium
     with pytest.raises(BadPromptError, match="mend the picture or take the pair out"):
         pair_of(Prompt("p", "p", media=(same[0], Media("image", data=b"no picture"))))
+
+
+_LOSSLESS = {
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"),
+    "TIFF": ("1", "L", "LA", "P", "RGB", "RGBA"),
+    "WEBP": ("RGB", "RGBA"),
+    "BMP": ("1", "L", "P", "RGB"),
+    "GIF": ("L", "P"),
+}
+"""Formats that keep every pixel, with the modes that each can hold."""
+_TURNED = {3: 180, 6: 90, 8: 270}
+"""EXIF's orientations, and by how many degrees a picture is stored turned that is shown upright."""
+
+
+def _drawn(draw: random.Random) -> Image.Image:
+    """A picture of few greys or colours, so that every mode has it without a loss."""
+    size = draw.randint(1, 40), draw.randint(1, 40)
+    values = [draw.choice((0, 255)) for _ in range(size[0] * size[1])]
+    image = Image.new("L", size)
+    image.putdata(values)
+    return image
+
+
+def _stored(image: Image.Image, draw: random.Random) -> tuple[str, Media]:
+    """``image`` in some format, mode and orientation, and which these are."""
+    form = draw.choice(sorted(_LOSSLESS))
+    mode = draw.choice(_LOSSLESS[form])
+    options: dict[str, object] = {"lossless": True} if form == "WEBP" else {}
+    turned = draw.choice([None, *_TURNED]) if form in ("PNG", "WEBP", "TIFF") else None
+    if turned is not None:
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = turned
+        image, options["exif"] = image.rotate(_TURNED[turned], expand=True), exif
+    converted = image.convert("RGB").quantize(4) if mode == "P" else image.convert(mode)
+    return f"{form} {mode} {image.size} turned {turned}", _saved(converted, form, **options)
+
+
+@pytest.mark.sweep("pairs whose two pictures have equal pixels, or differ in one")
+def test_equal_pixels_in_any_two_files(sweep: Sweep) -> None:
+    for seed in range(sweep.size(60, 3000)):
+        draw = random.Random(seed)
+        image = _drawn(draw)
+        one, other = _stored(image, draw), _stored(image, draw)
+        changed = image.copy()
+        at = draw.randrange(image.width), draw.randrange(image.height)
+        changed.putpixel(at, 255 - int(str(image.getpixel(at))))
+        for second, equal in ((other, True), (_stored(changed, draw), False)):
+            try:
+                pair_of(Prompt("p", "p", media=(one[1], second[1])))
+                said = ""
+            except BadPromptError as error:
+                said = str(error)
+            right = "its two pictures are the same" in said if equal else not said
+            sweep.check(right, f"seed {seed}: {one[0]}, {second[0]}, equal: {equal}: {said}")
+    sweep.done()

@@ -71,7 +71,8 @@ def ruin(file: Path, case: Case, draw: random.Random) -> None:
     tensors = load_file(file)
     part = "" if case.where != "vae" else "encoder." if case.run == "picture_dpo" else "decoder."
     tensor = tensors[draw.choice(sorted(k for k in tensors if k.startswith(part) and not READ_IN_PART.search(k)))]
-    tensor.fill_(case.bad) if case.what == "all" else tensor.view(-1)[draw.randrange(tensor.numel())].fill_(case.bad)
+    bad = min(case.bad, torch.finfo(tensor.dtype).max) if math.isfinite(case.bad) else case.bad
+    tensor.fill_(bad) if case.what == "all" else tensor.view(-1)[draw.randrange(tensor.numel())].fill_(bad)
     save_file(tensors, file, metadata={"format": "pt"})
 
 

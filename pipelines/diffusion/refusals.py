@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Collection, Iterator
 from functools import cache
 from importlib import import_module
@@ -20,6 +21,7 @@ from mmrl.config.drop_ins import entries
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of
 from mmrl.json_types import Json, JsonObject
+from mmrl.untrusted import printable
 
 from .adapter import Adapter
 from .fields import as_json, declared, is_number, latent_channels, plain
@@ -41,12 +43,9 @@ def check_path(family: type[Adapter], path: str) -> None:
     said = f"model.path: {path} is a single file, and a diffusers folder (with model_index.json) is what is read"
     if not hasattr(getattr(import_module("diffusers"), family.pipeline), "from_single_file"):
         raise UserError(f"{said}; diffusers reads no single file of a {family.pipeline}: download its folder")
-    folder = Path(path).with_suffix("")
-    raise UserError(
-        f"{said}: make one, and set model.path={folder}\n"
-        f"  python -c \"import diffusers; diffusers.{family.pipeline}.from_single_file('{path}')"
-        f".save_pretrained('{folder}')\""
-    )
+    folder = f"{path.removesuffix(Path(path).suffix)}-diffusers"
+    code = f"import diffusers; diffusers.{family.pipeline}.from_single_file({path!r}).save_pretrained({folder!r})"
+    raise UserError(f"{said}: make one, and set model.path={printable(folder)}\n  python -c {shlex.quote(code)}")
 
 
 def check_scheduler(path: str) -> None:
