@@ -35,7 +35,9 @@ def train(out, *overrides, timeout=240):
 def metrics(out):
     """The rows of a run without times and machine figures: what must be equal."""
     rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "plan/", "features/"))} for row in rows
+    ]
 
 
 def heldout(out):

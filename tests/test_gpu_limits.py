@@ -94,6 +94,8 @@ def test_training_ends_after_its_minutes_also_of_a_run_that_was_resumed(proof, t
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sd35", "qwen25-vl"])
 def test_a_proof_plans_for_a_gpu_that_is_not_here(proof, job, capsys):
+    if job == "qwen25-vl":
+        pytest.importorskip("torchvision")
     assert proof.main([job, "--check"]) == 0
     said = capsys.readouterr().out
     assert "GiB at most, by the plan" in said

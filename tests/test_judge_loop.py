@@ -76,7 +76,8 @@ def test_a_policy_is_trained_on_a_judges_verdicts_and_a_second_run_finds_them_ag
     again.rewards.close()
     assert not questions
     plain = [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in (first, second)
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "plan/", "features/"))}
+        for row in (first, second)
     ]
     assert [{k: row[k] for k in p} for row, p in zip((resumed, next_), plain, strict=True)] == plain
     assert len(list(rows_of(tmp_path / CACHE))) == len({row["request"] for row in rows})

@@ -185,7 +185,9 @@ def test_rewards_of_groups_see_whole_groups(folder):
 
 def rows_of(path):
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "plan/", "features/"))} for row in rows
+    ]
 
 
 def same_end(one, other):

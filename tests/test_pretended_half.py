@@ -233,7 +233,7 @@ def test_the_gradient_of_text_is_float32s(texts, kind, lora):
         made = run.pipeline.replay(drawn, [0], frozenset({"log_probs"}), run.policy.using)["log_probs"]
         assert made.dtype == torch.float32
         advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]], device=made.device)
-        run.policy.backward((made * drawn.mask * advantages).sum())
+        run.policy.backward((made * drawn.padded("action_mask") * advantages).sum())
         every = list(run.policy.trainable.values())
         assert all(p.dtype == torch.float32 for p in every)
         found.append(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in every]).double())

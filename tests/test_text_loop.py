@@ -226,7 +226,9 @@ def test_a_replacement_is_the_same_whoever_draws_it():
 
 def rows_of(path):
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "plan/", "features/"))} for row in rows
+    ]
 
 
 RESAMPLED = ["algorithm={type: dapo, max_attempts: 6}", "rewards[0].name=reward.py:rare"]

@@ -670,7 +670,9 @@ def test_responses_that_take_several_steps_are_trained_on_and_resumed(text, tmp_
         rows = [json.loads(line) for line in lines]
         for row in rows:
             assert row["perf/engine_calls"] == row["sampling/rounds"]  # all that is under way, 10 at most, in each
-        return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
+        return [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "plan/", "features/"))} for row in rows
+        ]
 
     whole = train()
     for row in whole:
