@@ -254,6 +254,7 @@ def _of_thread(torch: Any) -> list[_Setting]:
         _Setting("inference mode", *inference, False),
         _Setting("gradients", torch.is_grad_enabled, core._set_grad_enabled, default=True),
         _Setting("the cache of autocast", *cache, True),
+        _Setting("autocast, entered and not left", lambda: _nesting(torch), lambda old: _nest(torch, old), 0),
         _Setting("gradients in several threads", *several, True),
         _Setting("the flush of tiny numbers", lambda: _TINY * _ONE == 0.0, torch.set_flush_denormal, default=False),
         _Setting("numpy's errors", *_numpy()),
@@ -277,6 +278,20 @@ def _set_inference(core: Any, enabled: bool) -> None:
 def _set_autocast(torch: Any, kind: str, enabled: bool, dtype: Any) -> None:
     torch.set_autocast_enabled(kind, enabled)
     torch.set_autocast_dtype(kind, dtype)
+
+
+def _nesting(torch: Any) -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _nest(torch: Any, nesting: int) -> None:
+    """While torch counts an autocast that nobody leaves, it keeps its half copies of weights, whatever they become."""
+    while _nesting(torch) > nesting:
+        torch.autocast_decrement_nesting()
+    while _nesting(torch) < nesting:
+        torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()
 
 
 def _threads(torch: Any) -> list[_Setting]:

@@ -101,6 +101,21 @@ def test_a_call_in_its_thread_is_watched_too(setter, tmp_path, capfd):
     assert str(file) in capfd.readouterr().err
 
 
+def test_an_autocast_that_a_reward_leaves_open_keeps_no_old_weights():
+    layer, x = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+
+    def product():
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).item()
+
+    with torch_state.kept("mine.py"):
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+        product()
+    for weight in (1.0, 2.0, 3.0):
+        torch.nn.init.constant_(layer.weight, weight)
+        assert product() == weight
+
+
 def test_of_calls_at_once_both_are_named_and_a_moment_counts_as_none(capfd):
     before, inside, leave = state(), threading.Event(), threading.Event()
 

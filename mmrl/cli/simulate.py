@@ -12,7 +12,6 @@ import typer
 
 from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
 from mmrl.cli.json_output import json_alone
-from mmrl.config.evaluation_checks import label_of
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 
@@ -171,6 +170,8 @@ def _concurrency(recipe: Recipe) -> int:
 
 def _behind_http(recipe: Recipe) -> dict[str, JsonObject]:
     """The options of the rewards that are asked over HTTP, by their labels."""
+    from mmrl.config.evaluation_checks import label_of
+
     found: dict[str, JsonObject] = {}
     for reward in recipe.rewards:
         model = reward.options.get("model")
