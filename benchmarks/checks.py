@@ -194,10 +194,10 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 def main(suite: Suite, options: argparse.Namespace, words: Sequence[str], peer: Path | None = None) -> int:
     """Run the checks that ``options`` name; ``words``: the command's. Returns the exit code."""
-    from mmrl.quiet import QUIET
+    from mmrl.quiet import be_quiet
 
-    for key, value in {**QUIET, "HF_HUB_OFFLINE": "1"}.items():  # before the libraries are imported
-        os.environ.setdefault(key, value)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries are imported
+    be_quiet()
     import torch
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():

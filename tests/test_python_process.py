@@ -20,6 +20,8 @@ from mmrl.quiet import QUIET
 from tests import tiny
 from tests.test_sweep import RECIPE, REWARDS
 
+LEVELS = {"transformers": "TRANSFORMERS_VERBOSITY", "diffusers": "DIFFUSERS_VERBOSITY"}
+
 
 def of_process():
     """What a program of somebody else would notice."""
@@ -29,6 +31,7 @@ def of_process():
         "filters": warnings.filters[:],
         "shown by": warnings.showwarning,
         "levels": {name: (of.level, of.disabled, of.propagate) for name, of in loggers.items()},
+        "printed": [[type(of), of.filters] for name in LEVELS for of in logging.getLogger(name).handlers],
         "root": (logging.root.level, logging.root.handlers[:], logging.root.manager.disable),
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "threads": torch.get_num_threads(),
@@ -86,7 +89,7 @@ def calls(root, out):
 @pytest.mark.slow
 @pytest.mark.sweep("entry points of Python that leave the process as it was")
 def test_every_entry_point_leaves_the_process_as_it_was(root, tmp_path, monkeypatch, sweep):
-    for name in QUIET:
+    for name in (*QUIET, *LEVELS.values()):
         monkeypatch.delenv(name, raising=False)
     failed = set()
     for name, call in calls(root, tmp_path):
@@ -119,7 +122,7 @@ assert transformers.utils.logging.get_verbosity() == logging.WARNING
 
 @pytest.mark.slow
 def test_a_fresh_process_shows_downloads_and_warnings_of_libraries_afterwards():
-    environment = {name: value for name, value in os.environ.items() if name not in QUIET}
+    environment = {name: value for name, value in os.environ.items() if name not in (*QUIET, *LEVELS.values())}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -11,6 +11,7 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.text.scoring import load_scorer
 from mmrl.whole_weights import whole_weights
 from tests import tiny
 from tests.tiny_diffusion import save
@@ -74,3 +75,33 @@ def test_logs_are_afterwards_what_they_were(tmp_path):
     with pytest.raises(UserError, match=r"here lacks the weights a\.b, c"), whole_weights("here", unused=("pooler.",)):
         loggers[1].getChild("models").warning("... and are newly initialized: ['c', 'a.b', 'pooler.x']\nYou should")
     assert [(logger.level, logger.handlers) for logger in loggers] == before
+
+
+def test_names_of_several_layers_are_found_and_what_is_not_used_is_said_in_one_line(tmp_path, capsys):
+    whole = tiny.language_model(tmp_path / "whole", num_hidden_layers=2)
+    recipe = load_recipe(["sums"], [f"model.path={whole}"]).recipe
+    (file,) = whole.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, "visual.a": torch.ones(1), "position_ids": torch.ones(1)}, file, {"format": "pt"})
+    mmrl.load("pipelines", "llm/chat").build(recipe, str(whole), torch.device("cpu"))
+    said = capsys.readouterr().err
+    assert f"warning: model.path: {whole} holds weights that this model does not have: visual.a\n" in said
+
+    less = {name: value for name, value in tensors.items() if "up_proj" not in name}
+    save_file(less, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks the weights .*up_proj"):
+        mmrl.load("pipelines", "llm/chat").build(recipe, str(whole), torch.device("cpu"))
+
+    other = {name: value[:-1] if "down_proj" in name else value for name, value in tensors.items()}
+    save_file({name: value.contiguous() for name, value in other.items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"the weights .*down_proj.* have other shapes than its config\.json says"):
+        mmrl.load("pipelines", "llm/chat").build(recipe, str(whole), torch.device("cpu"))
+
+
+def test_a_writer_that_becomes_a_reward_model_has_all_of_its_weights(tmp_path):
+    whole = tiny.language_model(tmp_path / "whole")
+    (name,) = [one for one in names(whole) if "layers.0" in one and "up_proj" in one]
+    cut = without(whole, name, tmp_path / "cut")
+    load_scorer(str(whole), 0, torch.float32, 0)
+    with pytest.raises(UserError, match=r"lacks the weights .*up_proj"):
+        load_scorer(str(cut), 0, torch.float32, 0)

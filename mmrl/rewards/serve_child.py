@@ -8,6 +8,7 @@ import sys
 import threading
 
 from mmrl.errors import UserError
+from mmrl.quiet import be_quiet, warn_plainly
 from mmrl.rewards.serve import serve
 from mmrl.rewards.subprocess_server import READY, TOKEN
 
@@ -15,6 +16,8 @@ from mmrl.rewards.subprocess_server import READY, TOKEN
 def child() -> int:
     """The child's entry: serve what the first argument (JSON) asks for, until the parent is gone."""
     asked = json.loads(sys.argv[1])
+    be_quiet()
+    warn_plainly()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         serve(**asked, token=os.environ.pop(TOKEN, None), ready=lambda line: print(READY + line, flush=True))

@@ -22,6 +22,7 @@ from mmrl.engines import server_devices
 from mmrl.engines.server_devices import ServerDevices
 from mmrl.errors import UserError
 from mmrl.placement.multi_device import MultiDevice
+from mmrl.quiet import be_quiet, warn_plainly
 from mmrl.report import notices
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
@@ -55,6 +56,8 @@ class Actor:
 
     def __init__(self, rank: int, device: int, folder: str, variables: Mapping[str, str] = NO_VARIABLES) -> None:
         os.environ.update(variables)
+        be_quiet()
+        warn_plainly()
         remember(variables)
         with suppress(OSError):  # ``describe`` reports a node that lacks it
             os.chdir(folder)

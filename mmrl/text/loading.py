@@ -55,9 +55,9 @@ def load_model(
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     ranks = local_rows.group()
     try:
-        model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
-        if model is None:
-            with whole_weights(f"model.path: {path}"):
+        with whole_weights(f"model.path: {path}"):
+            model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
+            if model is None:
                 model = auto.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"

@@ -34,6 +34,7 @@ from mmrl.text.given import stacked
 from mmrl.text.loading import AutoModel, open_weights, set_exported_config
 from mmrl.text.row_loading import load_rows
 from mmrl.trajectory import Prompt
+from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:  # slow to import
     from peft import PeftModel
@@ -83,10 +84,7 @@ def load_scorer(
     import transformers
     from transformers import AutoConfig
 
-    logging = transformers.utils.logging
-    verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # no warning about the new head
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     try:
         config = AutoConfig.from_pretrained(path)
@@ -97,7 +95,8 @@ def load_scorer(
             lacking = set[str]()
             if model is None:
                 torch.manual_seed(seed)
-                loaded = kind.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
+                with whole_weights(f"path: {path}", unused=(f"{HEAD}.", "lm_head.")):  # the head may be new
+                    loaded = kind.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
                 assert isinstance(loaded, tuple)  # not as it is annotated
                 model, found = loaded
                 lacking = {*found["missing_keys"]}
@@ -109,8 +108,6 @@ def load_scorer(
             f"path: {where} cannot be loaded as a reward model: {str(error).strip().splitlines()[0]}\n"
             "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
     lacking -= set() if trained else {f"{HEAD}.weight"}
     if lacking:
         raise UserError(
@@ -129,7 +126,8 @@ def _rows(
     ranks = local_rows.group()
     if ranks is None or policy_of is None:
         return None
-    return load_rows(read, path, dtype, ranks, [f"{HEAD}.weight"], **more)
+    with whole_weights(f"path: {path}", unused=(f"{HEAD}.", "lm_head.")):
+        return load_rows(read, path, dtype, ranks, [f"{HEAD}.weight"], **more)
 
 
 def _with_head(
@@ -141,7 +139,8 @@ def _with_head(
 
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto: type[AutoModel] = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    writer = _rows(auto.from_pretrained, path, dtype, policy_of) or auto.from_pretrained(path, dtype=dtype)
+    with whole_weights(f"path: {path}", unused=("lm_head.",)):
+        writer = _rows(auto.from_pretrained, path, dtype, policy_of) or auto.from_pretrained(path, dtype=dtype)
     writer.config.num_labels = 1
     with torch.device("meta"):
         made = kind(writer.config)
