@@ -6,7 +6,7 @@ An algorithm's own settings are in the file of its objective; the defaults are t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -27,6 +27,11 @@ the batch again (GDPO, arXiv 2601.05242)."""
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 """How the losses of tokens become one number, by verl's names: over all tokens alike, or per response first."""
+
+
+@runtime_checkable
+class _TakesRewardsApart(Protocol):
+    advantage_aggregation: AdvantageAggregation
 
 
 class AlgorithmSettings(Section):
@@ -71,6 +76,11 @@ class AlgorithmSettings(Section):
         """How many groups may be sampled for a slot, where groups whose rewards are all equal are replaced; None where
         they are kept."""
         return None
+
+    @property
+    def aggregates(self) -> AdvantageAggregation:
+        """``advantage_aggregation``, or the weighted sum of the rewards where the algorithm has no such key."""
+        return self.advantage_aggregation if isinstance(self, _TakesRewardsApart) else "sum"
 
     def loss_guidance(self, sampling: float) -> float:
         """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""

@@ -240,7 +240,7 @@ def _partial(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.kind == "offline":
         yield f"rollout.partial: {algorithm.type} samples nothing in training; remove rollout.partial"
-    if getattr(algorithm, "dynamic_sampling", False):
+    if algorithm.attempts is not None:
         yield (
             "rollout.partial: dynamic sampling needs complete groups to decide which to replace, and partial rollout "
             "leaves responses unfinished; set algorithm.dynamic_sampling to false, or remove rollout.partial"

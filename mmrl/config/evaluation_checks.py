@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmrl.algorithms.settings import TokenSettings
 from mmrl.config.schema import Recipe
 
 
@@ -48,7 +49,7 @@ def _no_distance(recipe: Recipe) -> str | None:
         return f"{recipe.rollout.engine_name} samples and has no base model; set rollout.engine to transformers"
     if recipe.train.backend != "replicated" or recipe.train.width > 1:
         return "the model is sharded and no base model is kept beside it; set train.backend to replicated"
-    if recipe.model.lora is None and not getattr(recipe.algorithm, "kl_coef", 0):
+    if recipe.model.lora is None and not (isinstance(recipe.algorithm, TokenSettings) and recipe.algorithm.kl_coef):
         return "without LoRA and without algorithm.kl_coef no base model is kept; set one of the two"
     return None
 

@@ -107,9 +107,9 @@ def _steps(recipe: Recipe) -> Iterator[str]:
     """Check policy gradients over denoising steps."""
     algorithm, sampling = recipe.algorithm, recipe.denoising
     recorded = sampling.window.size if sampling.window else sampling.steps - 1
-    if isinstance(algorithm, StepSettings) and (algorithm.trained_steps or 0) > recorded:
+    trained = (algorithm.trained_steps if isinstance(algorithm, StepSettings) else None) or recorded
+    if trained > recorded:
         yield f"algorithm.trained_steps: {recorded} steps carry noise and can be trained; set it to {recorded} or less"
-    trained = getattr(algorithm, "trained_steps", None) or recorded
     if recipe.train.steps_per_forward != 1 and algorithm.kind != "policy_gradient":
         yield f"train.steps_per_forward: {algorithm.type} replays no recorded steps; remove it"
     elif recipe.train.at_once > trained:

@@ -21,7 +21,7 @@ def of_placement(recipe: Recipe) -> Iterator[str]:
 
 def _several(recipe: Recipe) -> Iterator[str]:
     """Check an advantage per reward."""
-    how = getattr(recipe.algorithm, "advantage_aggregation", "sum")
+    how = recipe.algorithm.aggregates
     if how == "sum":
         return
     if sum(reward.weight != 0 for reward in recipe.rewards) < 2:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored, advantages_of, compares_batch, prepared_by, sampler
-from mmrl.algorithms.settings import AdvantageAggregation
+from mmrl.algorithms.settings import PictureSettings, TokenSettings
 from mmrl.config.evaluation_checks import label_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.pipelines.protocol import entries_of, of_text
@@ -50,7 +50,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
     if batch.texts or context.recomputes_old_log_probs:
         with clock("prepare"):
             scored = prepare(context, batch, scored)
-    how: AdvantageAggregation = getattr(context.recipe.algorithm, "advantage_aggregation", "sum")
+    how = context.recipe.algorithm.aggregates
     advantages = with_credit(context.recipe, aggregated(advantages_of(context.objective), scored, how))
     batch.advantages, batch.weights = advantages.values, row_weights(context, batch, scored.groups, advantages)
     if normalizes(context) and scored.mask is not None:
@@ -72,9 +72,9 @@ def row_weights(context: StepContext, batch: Batch, groups: Tensor, advantages: 
     (``mask_truncated``) and groups without an advantage (``drop_zero_std_groups``).
     """
     settings, counts = context.recipe.algorithm, advantages.valid.clone()
-    if getattr(settings, "mask_truncated", False):
+    if isinstance(settings, TokenSettings) and settings.mask_truncated:
         counts &= ~torch.tensor(truncated_rows(batch))
-    if getattr(settings, "drop_zero_std_groups", False):
+    if isinstance(settings, TokenSettings | PictureSettings) and settings.drop_zero_std_groups:
         sizes = advantages.values.abs().reshape(len(groups), -1).sum(1) * advantages.valid
         total = torch.zeros(int(groups.max()) + 1).index_add(0, groups, sizes)
         counts &= total[groups] > 0

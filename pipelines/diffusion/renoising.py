@@ -26,8 +26,8 @@ class Renoising:
     def __init__(self, adapter: Adapter, recipe: Recipe) -> None:
         self.adapter, self.steps, algorithm = adapter, recipe.denoising.steps, recipe.algorithm
         self.sizes = Sizes(adapter)
-        own = getattr(algorithm, "guidance", None)
-        if isinstance(own, float) and own > 1 and not adapter.combines:
+        own = algorithm.guidance if isinstance(algorithm, ForwardSettings) else "sampling"
+        if own != "sampling" and own > 1 and not adapter.combines:
             raise UserError(
                 f"algorithm.guidance: this {adapter.family} makes one prediction and combines no two, so a loss has no "
                 "guidance of its own; remove algorithm.guidance"
