@@ -70,7 +70,7 @@ class Rank:
         self.before = resident()
         self.peers = Group(chosen.rank, 2, "127.0.0.1", chosen.port, devices=2)
         loaded = load_recipe(["sums"], words)
-        self.run = build(loaded.recipe, loaded.root, Controller(0, 0, 1, self.peers))
+        self.run = build(loaded.recipe, Controller(0, 0, 1, self.peers))
         self.seconds: defaultdict[str, float] = defaultdict(float)
         weights, optimizer = self.run.policy.weights, self.run.policy.optimizer
         for owner, name, phase in (

@@ -81,7 +81,7 @@ def made(model: Path, rank: int, size: int, port: int) -> StepContext:
     ]
     loaded = load_recipe(["sums"], [*words, f"train.context_parallel={size}"])
     peers = Group(rank, size, "127.0.0.1", port, devices=size) if size > 1 else Alone()
-    return build(loaded.recipe, loaded.root, Controller(0, 0, 1, peers))
+    return build(loaded.recipe, Controller(0, 0, 1, peers))
 
 
 def update(context: StepContext, tokens: int) -> float:

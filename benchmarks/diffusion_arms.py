@@ -125,7 +125,7 @@ def write_model(size: Size, out: Path) -> None:
 
 def make_run(size: Size, model: Path, lora: int, controller: Controller | None = None) -> StepContext:
     """A run of that size on one CPU thread; ``controller``: which of several it is."""
-    return build(make_recipe(size, model, lora), Path.cwd(), controller)
+    return build(make_recipe(size, model, lora), controller)
 
 
 def make_recipe(size: Size, model: Path, lora: int) -> Recipe:

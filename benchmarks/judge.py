@@ -256,7 +256,7 @@ def make_run(arguments: argparse.Namespace, url: str, mode: str) -> StepContext:
             f"train.prompts_per_step={rows // arguments.group}",
         ],
     )
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -54,11 +54,10 @@ def main() -> None:
         parser.error("give --recipe or --run, one of the two")
     torch.set_num_threads(1)
     if arguments.run is not None:
-        (run, _, _), root = restored(arguments.run, "latest"), arguments.run
+        run, _, _ = restored(arguments.run, "latest")
     else:
-        loaded = load_recipe([arguments.recipe], arguments.overrides)
-        run, root = build(loaded.recipe, loaded.root), loaded.root
-    _, made, failures = Evaluator(run, load_prompts(run.recipe, root, "heldout"), root).score(arguments.samples)
+        run = build(load_recipe([arguments.recipe], arguments.overrides).recipe)
+    _, made, failures = Evaluator(run, load_prompts(run.recipe, "heldout")).score(arguments.samples)
     found = measure(made.scores, arguments.judge, arguments.truth)
     print(json.dumps({"failures": len(failures), **found}))
     for failure in failures[:3]:

@@ -50,7 +50,7 @@ def drawn(cache: Path, count: int) -> Drawn:
     file = cache / f"samples-{count}.npz"
     if not file.exists():
         loaded = load_recipe([RECIPE], ["model.dtype=float32", "threads=1"])
-        context = open_policy(loaded.recipe, loaded.root, loaded.recipe.rewards[0], None, "latest")
+        context = open_policy(loaded.recipe, loaded.recipe.rewards[0], None, "latest")
         with TemporaryDirectory() as folder:
             samples = collect(context, count, Path(folder)).samples
         truth = mmrl.load("rewards", "shapes").score(samples)["success"]
@@ -67,7 +67,7 @@ def parts_of(cache: Path, kind: str, given: Drawn) -> list[torch.Tensor]:
     if not file.exists():
         loaded = load_recipe([RECIPE], ["model.dtype=float32"])
         pixels = Encoders("image", PIXELS, WORDS)
-        encoders = pixels if kind == PIXELS else Encoders("image", MODEL, "", model_of(loaded.recipe, loaded.root))
+        encoders = pixels if kind == PIXELS else Encoders("image", MODEL, "", model_of(loaded.recipe))
         embedder, began = Embedder(encoders), time.process_time()
         rows = zip(given["prompts"], given["pixels"], strict=True)
         contents = [Content(str(prompt), frames=(Image.fromarray(picture),)) for prompt, picture in rows]
@@ -89,10 +89,10 @@ def answer_parts(cache: Path, count: int, kind: str) -> tuple[list[torch.Tensor]
     embedded them."""
     loaded = load_recipe([ANSWERS], ["model.dtype=float32", "threads=1"])
     words = Encoders("text", WORDS, WORDS)
-    encoders = words if kind == WORDS else Encoders("text", MODEL, "", model_of(loaded.recipe, loaded.root))
+    encoders = words if kind == WORDS else Encoders("text", MODEL, "", model_of(loaded.recipe))
     file = cache / f"answers-{kind}-{count}.npz"
     if not file.exists():
-        context = open_policy(loaded.recipe, loaded.root, loaded.recipe.rewards[0], None, "latest")
+        context = open_policy(loaded.recipe, loaded.recipe.rewards[0], None, "latest")
         with TemporaryDirectory() as folder:
             made = collect(context, count, Path(folder))
         embedder, began = Embedder(encoders), time.process_time()

@@ -155,7 +155,7 @@ def make_run(size: Size, model: Path, device: str = "cpu", dtype: str = "float32
             "optim": {"lr": LR},
         }
     )
-    return build(recipe, Path.cwd())
+    return build(recipe)
 
 
 def ours(context: StepContext) -> Arm:

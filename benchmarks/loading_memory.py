@@ -132,13 +132,13 @@ def serve(chosen: argparse.Namespace) -> None:
     if peers is not None:
         controller = Controller(0, chosen.rank // devices, chosen.of // devices, peers)
     small = load_recipe(["sums"], words_of(chosen.small, chosen.of, chosen.backend))
-    warm = build(small.recipe, small.root, controller)  # imports, and what torch keeps
+    warm = build(small.recipe, controller)  # imports, and what torch keeps
     train_step(warm, 0, Clock(torch.device("cpu")))
     del warm
     loaded, peak = load_recipe(["sums"], words_of(chosen.model, chosen.of, chosen.backend)), Peak()
     began = time.perf_counter()
     with peak.of("load"):
-        run = build(loaded.recipe, loaded.root, controller)
+        run = build(loaded.recipe, controller)
     seconds, began = time.perf_counter() - began, time.process_time()
     with peak.of("train"):
         for step in range(2):

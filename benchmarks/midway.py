@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--branches", type=int, default=1, help="continuations of each of --keep / --branches samples")
     given, changes = parser.parse_known_args()
     loaded = load_recipe([given.recipe], changes)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     total, text = forwards_of_a_sample(loaded.recipe), loaded.recipe.makes == "text"
     every = given.every or (4 if text else 1)
     steps = range(every, total, every)

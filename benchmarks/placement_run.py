@@ -101,7 +101,7 @@ def opened(load: str) -> Iterator[tuple[StepContext, MultiDevice]]:
         controller = joined(loaded, 0, port)
         connections = listener.accept(1)
         devices = MultiDevice([RemoteWorker(1, connections[0])], loaded.recipe.placement)
-        run = build(loaded.recipe, loaded.root, controller, devices)
+        run = build(loaded.recipe, controller, devices)
         devices.open(run)
         yield run, devices
         devices.close()
@@ -116,7 +116,7 @@ def work(address: str, key: str, port: str, load: str) -> None:
     loaded = recipe(load)
     controller = joined(loaded, 1, int(port))
     connection = call(1, address, bytes.fromhex(key))
-    serve(build(loaded.recipe, loaded.root, controller), connection)
+    serve(build(loaded.recipe, controller), connection)
 
 
 class Arms:

@@ -37,10 +37,10 @@ def measure_here(out: Path, samples: int) -> None:
     }
     for name, which in (("before", "base"), ("after", "latest")):
         run, _, _ = restored(out, which)
-        prompts = load_prompts(run.recipe, out, "heldout")
+        prompts = load_prompts(run.recipe, "heldout")
         trained = {(p.meta["colour"], p.meta["kind"]) for p in run.prompts}
         assert not any((p.meta["colour"], p.meta["kind"]) in trained for p in prompts), "held-out pairs were trained on"
-        row, _, _ = Evaluator(run, prompts, out).score(samples)
+        row, _, _ = Evaluator(run, prompts).score(samples)
         result |= {f"{name}/{key}": row[metric] for key, metric in KEYS.items()}
     (out / "proof.json").write_text(json.dumps(result, indent=1))
 

@@ -131,8 +131,8 @@ def drift(given: argparse.Namespace, arm: str, run: Path, students: Path) -> dic
     if kept.exists():
         return json.loads(kept.read_text())
     recipe = open_run(run)[0]
-    judge, _ = judge_of(recipe, run, given.reward if arm.startswith("judge") else None)
-    context = open_policy(recipe, run, judge, run, "latest")
+    judge = judge_of(recipe, given.reward if arm.startswith("judge") else None)
+    context = open_policy(recipe, judge, run, "latest")
     try:
         made = collect(context, given.drift, given.out / f"{arm}-drift", start=100_000)
     finally:
@@ -156,8 +156,8 @@ def seen(given: argparse.Namespace, run: Path) -> list[float]:
         found = []
         for which in ("base", "latest"):
             context, _, _ = restored(run, which)
-            prompts = load_prompts(context.recipe, run, "train")
-            found.append(Evaluator(context, prompts, run).score(given.heldout)[0][f"reward/{given.truth}"])
+            prompts = load_prompts(context.recipe, "train")
+            found.append(Evaluator(context, prompts).score(given.heldout)[0][f"reward/{given.truth}"])
             context.pipeline.close()
             context.compute.devices.close()
         kept.write_text(json.dumps(found))

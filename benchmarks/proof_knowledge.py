@@ -210,7 +210,7 @@ def answers(out: Path, which: str, people: Sequence[str], each: int) -> list[tup
 
     run, _, _ = restored(out, which)
     prompts = [Prompt(person, asking(person)) for person in people]
-    made = Evaluator(run, prompts, out).score(each * len(prompts))[1]
+    made = Evaluator(run, prompts).score(each * len(prompts))[1]
     return [(sample.prompt.id, sample.text or "") for sample in made.samples]
 
 

@@ -68,7 +68,7 @@ def drawn_again(given: argparse.Namespace, model: Path, folder: Path) -> tuple[P
     from mmrl.distill.collection import collect, open_policy
 
     loaded = load_recipe([RECIPE], ["model.dtype=float32", "threads=1", f"model.path={model}"])
-    context = open_policy(loaded.recipe, loaded.root, loaded.recipe.rewards[0], None, "latest")
+    context = open_policy(loaded.recipe, loaded.recipe.rewards[0], None, "latest")
     groups = math.ceil(given.samples / loaded.recipe.train.group_size)
     with TemporaryDirectory() as kept:
         samples = collect(context, given.again, Path(kept), groups).samples
@@ -91,7 +91,7 @@ def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, A
 
     if not out.exists():
         loaded = load_recipe([RECIPE], [])
-        spread_folder(folders, out, model=described(loaded.recipe, loaded.root), pairs=pairs)
+        spread_folder(folders, out, model=described(loaded.recipe), pairs=pairs)
     said = json.loads((out / "labels.json").read_text())
     return {"by": said["by"], "held out": said["figures"][said["by"]]["auc"]}
 
@@ -130,10 +130,10 @@ def measured(
     if reward is not None:
         changes.append(f"rewards=[{{name: labels, options: {{path: {reward}}}}}, {{name: '{name}', weight: 0}}]")
     loaded = load_recipe([given.job], changes)
-    context = build(loaded.recipe, loaded.root)
+    context = build(loaded.recipe)
     with TemporaryDirectory() as kept:
         context.rewards.folder = Path(kept)
-        heldout = Evaluator(context, load_prompts(loaded.recipe, loaded.root, "heldout"), Path(kept))
+        heldout = Evaluator(context, load_prompts(loaded.recipe, "heldout"))
         row = heldout.score(given.heldout)[0]
     return {"success": row[figure], "reward": row.get("reward/labels", math.nan)}
 

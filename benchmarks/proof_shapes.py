@@ -69,7 +69,7 @@ def measure_here(path: str) -> None:
     result: dict[str, float] = {"steps": len(rows), "cpu_seconds": rows[-1]["perf/cpu_seconds"]}
     for name, which in (("before", "base"), ("after", "latest")):
         run, _, _ = restored(out, which)
-        heldout = Evaluator(run, load_prompts(run.recipe, out, "heldout"), out)
+        heldout = Evaluator(run, load_prompts(run.recipe, "heldout"))
         trained = {prompt.text for prompt in heldout.run.prompts}
         assert not any(p.text in trained for p in heldout.prompts), "a held-out composition is among those trained on"
         row, made, _ = heldout.score(SAMPLES)
@@ -86,7 +86,7 @@ def measure_here(path: str) -> None:
         }
         # Two-object captions are not in the recipe's training prompts at all: what becomes of them is shown beside.
         others = [p for p in shapes.prompts("heldout") if p.meta["task"] == "relation"]
-        _, more, _ = Evaluator(run, others, out).score(OTHER_SAMPLES)
+        _, more, _ = Evaluator(run, others).score(OTHER_SAMPLES)
         for task in ("count", "side", "relation"):
             scored = more if task == "relation" else made
             result[f"{name}/success/{task}"] = mean(

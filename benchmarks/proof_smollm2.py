@@ -41,10 +41,10 @@ def measure_here(out: Path, samples: int) -> None:
     result: dict[str, float] = {"steps": len(rows), "cpu_seconds": rows[-1]["perf/cpu_seconds"], "samples": samples}
     for when, which in (("before", "base"), ("after", "latest")):
         run, _, _ = restored(out, which)
-        prompts = load_prompts(run.recipe, out, "heldout")
+        prompts = load_prompts(run.recipe, "heldout")
         asked = {prompt.meta["subject"] for prompt in run.prompts}
         assert not any(prompt.meta["subject"] in asked for prompt in prompts), "a held-out subject was trained on"
-        row, _, _ = Evaluator(run, prompts, out).score(samples)
+        row, _, _ = Evaluator(run, prompts).score(samples)
         trained = {source.label for source in run.recipe.data.mixture if source.train is not None}
         kinds = {str(s.label): row[f"source/{s.label}/reward/constraints/kept"] for s in run.recipe.data.mixture}
         result |= {f"{when}/kind/{kind}": kept for kind, kept in kinds.items()}

@@ -156,7 +156,7 @@ def alone(out: Path, which: str, labels: Sequence[str], samples: int) -> tuple[f
 
     run, _, _ = restored(out, which)
     try:
-        return rewards_of(Evaluator(run, load_prompts(run.recipe, out, "heldout"), out), labels, samples)
+        return rewards_of(Evaluator(run, load_prompts(run.recipe, "heldout")), labels, samples)
     finally:
         run.pipeline.close()
         run.compute.devices.close()

@@ -45,14 +45,14 @@ def measure_here(out: Path, part: str) -> None:
     result: dict[str, float] = {"steps": len(rows), "cpu_seconds": rows[-1]["perf/cpu_seconds"]}
     for name, which in (("before", "base"), ("after", "latest")):
         run, _, _ = restored(out, which)
-        prompts = load_prompts(run.recipe, out, "heldout")
+        prompts = load_prompts(run.recipe, "heldout")
         trained = {prompt.text for prompt in run.prompts} if not run.prompts[0].media else set()
         assert not any(p.text in trained for p in prompts), "a held-out prompt is among those trained on"
         for how, temperature in (("sampled", run.recipe.decoding.temperature), ("greedy", 0.0)):
             settings = run.recipe.eval.model_copy(update={"temperature": temperature})
             recipe = run.recipe.model_copy(update={"eval": settings})
             run.pipeline.recipe = recipe  # type: ignore[attr-defined]
-            row, made, _ = Evaluator(run, prompts, out).score(SAMPLES)
+            row, made, _ = Evaluator(run, prompts).score(SAMPLES)
             result[f"{name}/{how}"] = row[f"reward/{part}"]
             result[f"{name}/{how}/length"] = mean(len(sample.text or "") for sample in made.samples)
     (out / "proof.json").write_text(json.dumps(result, indent=1))

@@ -64,10 +64,10 @@ def measure_here(out: Path, samples: int) -> None:
     result: dict[str, float] = {"steps": len(rows), "cpu_seconds": rows[-1]["perf/cpu_seconds"], "samples": samples}
     for when, which in (("before", "base"), ("after", "latest")):
         run, _, _ = restored(out, which)
-        prompts = load_prompts(run.recipe, out, "heldout")
+        prompts = load_prompts(run.recipe, "heldout")
         trained = {prompt.meta["text"] for prompt in run.prompts}
         assert not any(prompt.meta["text"] in trained for prompt in prompts), "a held-out word was trained on"
-        _, made, _ = Evaluator(run, prompts, out).score(samples)
+        _, made, _ = Evaluator(run, prompts).score(samples)
         wanted = [str(sample.prompt.meta["text"]) for sample in made.samples]
         first = [scores["ocr/correct"] for scores in made.scores]
         pictures = [sample.image for sample in made.samples]

@@ -360,7 +360,7 @@ def warm(words: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     loaded = load_recipe([words[0]], list(words[1:]))
-    build(loaded.recipe, loaded.root)
+    build(loaded.recipe)
 
 
 def aside(out: Path) -> list[int]:

@@ -70,7 +70,7 @@ def step_of(recipe: str, overrides: list[str]) -> tuple[float, float]:
 
     calling.views = timed  # type: ignore[assignment]
     loaded = load_recipe([recipe], overrides)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     train_step(run, 0, Clock(torch.device("cpu")))  # warm
     spent, began = 0.0, time.process_time()
     for step in range(1, 1 + STEPS):

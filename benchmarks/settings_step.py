@@ -27,7 +27,7 @@ GIVEN = "as given"
 def steps_of(recipe: str, overrides: Sequence[str], metrics: list[dict[str, float]]) -> Arm:
     """Makes whole steps of the recipe and leaves their metrics; the first of all is number 0."""
     loaded = load_recipe([recipe], [JPEG, *overrides])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
 
     def iterate(step: int, clock: Clock) -> None:
         metrics.append(train_step(run, len(metrics), clock)[0])

@@ -185,7 +185,7 @@ def _sleeping_engine(place: Place, *words: str) -> dict[str, Any]:
     sizes = ["train.prompts_per_step=2"] if place.small else ["train.prompts_per_step=8", "train.micro_batch_size=16"]
     made = [f"device={place.device}", "rollout={engine: vllm}", "placement={sleep: true}", "train.group_size=4"]
     loaded = load_recipe(["sums"], [*made, *sizes, *words])
-    run, used = build(loaded.recipe, loaded.root), {"samples": 0.0, "replay": 0.0}
+    run, used = build(loaded.recipe), {"samples": 0.0, "replay": 0.0}
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def note(*given: Any) -> Any:

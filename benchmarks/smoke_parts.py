@@ -80,7 +80,7 @@ def stepped(words: list[str], controller: Any) -> list[dict[str, float]]:
     from mmrl.training.loop import train_step
 
     loaded = load_recipe(["sums"], words)
-    run = build(loaded.recipe, loaded.root, controller)
+    run = build(loaded.recipe, controller)
     try:
         return [train_step(run, step, Clock(torch.device(run.compute.device)))[0] for step in range(2)]
     finally:

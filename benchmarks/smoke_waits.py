@@ -94,7 +94,7 @@ def waits_of_a_step(recipe: str | Path, overrides: Sequence[str], counting: Call
     from mmrl.training.loop import train_step
 
     loaded = load_recipe([recipe], overrides)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     try:
         train_step(run, 0, Clock(run.compute.device))
         with counting() as found:

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     loaded = load_recipe([arguments.recipe], [JPEG, *arguments.overrides])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     slots = run.controller.slots(0, run.prompts, loaded.recipe.train.prompts_per_step)
     batch = collect_batch(run, slots, 0, Clock(CPU), StepMetrics(len(slots)))
     most = run.objective.entries or run.pipeline.entries(run.objective.kind)

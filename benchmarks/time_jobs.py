@@ -124,9 +124,9 @@ def opened(job: Job, overrides: Sequence[str], root: Path) -> tuple[Any, Callabl
     from mmrl.training.evaluation import Evaluator
 
     recipe = Recipe.model_validate(load_recipe([job.recipe], [*overrides, "optim.ema_decay=null"]).resolved())
-    context = build(recipe, root)
+    context = build(recipe)
     torch.manual_seed(recipe.seed)  # of what a peer draws
-    held_out = Evaluator(context, load_prompts(recipe, root, "heldout"), root)
+    held_out = Evaluator(context, load_prompts(recipe, "heldout"))
     return context, lambda samples: held_out.score(samples)[0][job.measure]
 
 

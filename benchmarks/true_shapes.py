@@ -65,7 +65,7 @@ def built(place: Place, recipe: str, *words: str) -> StepContext:
     """The run of a recipe of pictures as ``mmrl train`` builds it, over random weights."""
     loaded = load_recipe([recipe], [f"device={place.device}", "train.steps=9", *words])
     with random_weights(place, recipe):
-        return build(loaded.recipe, loaded.root)
+        return build(loaded.recipe)
 
 
 @contextlib.contextmanager
@@ -176,4 +176,4 @@ def run_of_text(place: Place, folder: Path, *words: str) -> StepContext:
     """The run of the recipe for word problems, as ``mmrl train`` builds it, on the model in ``folder``."""
     given = [f"device={place.device}", f"model.path={folder}", "train.steps=9", *words]
     loaded = load_recipe(["qwen25-0.5b-gsm8k"], given)
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)

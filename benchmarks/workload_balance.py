@@ -152,7 +152,7 @@ def main(words: Sequence[str]) -> None:
     arguments = made.parse_args(words)
     torch.set_num_threads(1)
     loaded = load_recipe(["sums"], [f"train.prompts_per_step={arguments.prompts}"])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/workload_balance.py", *words]),

@@ -22,7 +22,6 @@ from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.checks import possible
 from mmrl.config.learning_rate import for_critic
 from mmrl.config.moved_files import moved
-from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.objectives import load_objective
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
@@ -60,34 +59,33 @@ Ranks: TypeAlias = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 @in_phase("load")
 def build(
     recipe: Recipe,
-    root: Path,
     controller: Controller | None = None,
     devices: Devices | None = None,
     *,
     scored: bool = True,
 ) -> StepContext:
-    """Load everything a step needs; what fails cheaply fails first. ``root``: where relative paths are looked up.
+    """Load everything a step needs; what fails cheaply fails first.
 
     ``controller``: which of several this is; None is the only one. ``devices``: what computes; None is this process.
     ``scored``: False leaves out rewards and training prompts, for who only samples.
     """
     controller = controller or Controller(recipe.seed)
     device = _settled_device(recipe)
-    path = resolve(root, recipe.model.path)
+    path = recipe.model.path
     if unset := lacking(path):
         raise UserError(f"model.path: {unset}")
-    prompts = in_order(recipe, load_prompts(recipe, root, "train")) if scored else []
+    prompts = in_order(recipe, load_prompts(recipe, "train")) if scored else []
     later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
     listed = recipe.rewards if scored else []
-    rewards = RewardSet(listed, root, device, controller.total, awake=not later, patience=patience)
+    rewards = RewardSet(listed, device, controller.total, awake=not later, patience=patience)
     rewards.can_read(recipe.makes)
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)
     if scored and objective.kind == "pathwise":
         _require_gradients(recipe, rewards)
-    family = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline))
+    family = mmrl.load("pipelines", recipe.pipeline)
     ranks = _sharded_over(recipe, controller)
     check_files(path)
     with local_rows.reading(ranks and ranks[0]):
@@ -233,7 +231,7 @@ def opened(path: Path, *, scored: bool = True) -> tuple[StepContext, RunDir]:
     recipe, directory = open_run(path)
     if recipe.device != "cpu":
         recipe = recipe.model_copy(update={"device": "auto"})  # a GPU's run may be looked at without one
-    return build(recipe, path, scored=scored), directory
+    return build(recipe, scored=scored), directory
 
 
 def find_checkpoint(directory: RunDir, which: str) -> Saved | None:
@@ -272,7 +270,7 @@ def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
 def evaluate(path: Path, samples: int | None = None, which: str = "latest") -> dict[str, float | None]:
     """Held-out rewards of a run's checkpoint over ``samples`` samples (None: as many as the recipe says)."""
     run, _, step = restored(path, which)
-    heldout = Evaluator(run, load_prompts(run.recipe, path, "heldout"), path)
+    heldout = Evaluator(run, load_prompts(run.recipe, "heldout"))
     row, _, failures = heldout.score(samples or run.recipe.eval.samples)
     if failures:
         print(f"warning: {summary(row, failures)}", file=sys.stderr)

@@ -97,9 +97,9 @@ class Session:
         with Progress(1, "load", "model") as progress, self.pulse("load"), rarely_collected():
             try:
                 with in_phase("load"):
-                    self.run = build(self.recipe, loaded.root, self.controller, devices)
-                    prompts = load_prompts(self.recipe, loaded.root, "heldout")
-                    self.heldout = Evaluator(self.run, prompts, loaded.root, self.pulse)
+                    self.run = build(self.recipe, self.controller, devices)
+                    prompts = load_prompts(self.recipe, "heldout")
+                    self.heldout = Evaluator(self.run, prompts, self.pulse)
             except OutOfMemoryError as error:
                 raise UserError(explained(error, loaded)) from error
             for rewards in self.heldout.rewards:  # those of training among them

@@ -60,7 +60,7 @@ def sweep(path: Path, strengths: Sequence[float], samples: int | None = None, wh
             "export --what lora) and scale it there"
         )
     run, _, step = restored(path, which)
-    heldout = Evaluator(run, load_prompts(run.recipe, path, "heldout"), path)
+    heldout = Evaluator(run, load_prompts(run.recipe, "heldout"))
     rows, makes = list[Row](), list[Made]()
     for strength in strengths:
         with scaled(run.policy.module, strength):

@@ -63,7 +63,7 @@ checkpoint: {{every: 1}}
 
 def make(folder, *changes):
     loaded = load_recipe([folder / "recipe.yaml"], [*changes])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def asked(run, size=BEGUN, slots=None):

@@ -130,7 +130,7 @@ def load(folder, *overrides):
 
 def make(folder, *overrides):
     loaded = load(folder, *overrides)
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def step(run, number=0):

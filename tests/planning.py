@@ -59,7 +59,7 @@ def planned_in_short(name: str, *overrides: str, device_memory: int | None = Non
 
 def run_steps(loaded, steps=1):
     """Bytes of the weights and copies, and the highest bytes of everything else while ``steps`` real steps run."""
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     adapter = run.pipeline.adapter
     modules = [run.policy.module, adapter.vae, *adapter.text_encoders]
     for module in modules:  # safetensors maps a file: bring all of it into memory, as an accelerator would

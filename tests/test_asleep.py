@@ -358,13 +358,13 @@ def test_a_reward_of_ones_own_is_told_its_device_and_what_is_wrong_with_it_is_sa
     file = tmp_path / "own.py"
     file.write_text(OWN.format("", "pass"))
     with pytest.raises(UserError) as said:
-        RewardSet([Reward(name=f"{file}:Own")], tmp_path)
+        RewardSet([Reward(name=f"{file}:Own")])
     assert "sleep of Own must take the device alone; write def sleep(self, device)" in str(said.value)
     assert "wake of Own must take the device alone; write def wake(self, device)" in str(said.value)
 
     file = tmp_path / "noted.py"
     file.write_text(OWN.format(", device", "Own.told = device"))
-    RewardSet([Reward(name=f"{file}:Own")], tmp_path, torch.device("meta"))
+    RewardSet([Reward(name=f"{file}:Own")], torch.device("meta"))
     assert find(str(file) + ":Own").target.told == torch.device("meta")
 
     file = tmp_path / "broken.py"
@@ -372,7 +372,7 @@ def test_a_reward_of_ones_own_is_told_its_device_and_what_is_wrong_with_it_is_sa
     with pytest.raises(
         UserError, match=r"the wake\(\) of the reward .*Own raised ValueError: no room at .*broken.py:13"
     ):
-        RewardSet([Reward(name=f"{file}:Own")], tmp_path)
+        RewardSet([Reward(name=f"{file}:Own")])
 
 
 # -- the price of a move ----------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not
     """A device goes on copying after the call that began it: here for ``PRICE_S``, until it is waited for."""
     monkeypatch.setattr(freezing, "apart", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: time.sleep(PRICE_S))
-    rewards = RewardSet([Reward(name="clip", options={"path": clip})], REPO, awake=False)
+    rewards = RewardSet([Reward(name="clip", options={"path": clip})], awake=False)
     if sleep:
         rewards.sleep()
     several = MultiDevice([], Placement(type="colocate", sleep=sleep))

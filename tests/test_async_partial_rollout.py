@@ -79,7 +79,7 @@ def recipe_of(folder, staleness, *overrides):
 
 def made(folder, staleness, overrides=(), controller=None, devices=None):
     loaded = recipe_of(folder, staleness, *overrides)
-    run = build(loaded.recipe, loaded.root, controller, devices=devices)
+    run = build(loaded.recipe, controller, devices=devices)
     run.pipeline.wake()  # models are not loaded in several threads at once
     return run
 

@@ -101,7 +101,7 @@ def opened(recipe, staleness=1, devices=None):
     settings = f"placement={{type: disaggregated, staleness: {staleness}}}"
     less = [f"model.path={two_blocks()}"] if name.startswith("shapes") else []
     loaded = load_recipe([name], [*less, *changes, "devices_per_controller=2", settings])
-    return in_turn(build(loaded.recipe, loaded.root, devices=devices or Lagging()))
+    return in_turn(build(loaded.recipe, devices=devices or Lagging()))
 
 
 def steps(run, first, last):

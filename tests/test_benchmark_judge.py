@@ -40,7 +40,7 @@ def rewards(tmp_path):
         "        print(' '.join(s.text for s in samples), file=file)\n"
         "    return [float(s.text) for s in samples]\n"
     )
-    made = RewardSet([Reward(name="noted.py:score", options={"log": str(tmp_path / "log")})], tmp_path)
+    made = RewardSet([Reward(name=f"{tmp_path}/noted.py:score", options={"log": str(tmp_path / "log")})])
     yield made, tmp_path / "log"
     made.close()
 

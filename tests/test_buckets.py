@@ -76,7 +76,7 @@ def loaded(records, *overrides, name="mixed"):
 
 def make(records, *overrides, name="mixed"):
     found = loaded(records, *overrides, name=name)
-    return build(found.recipe, found.root)
+    return build(found.recipe)
 
 
 def prompt(name="p", text="a cat", media=(), **says):
@@ -406,7 +406,7 @@ def test_records_that_say_no_size_are_left_out_counted_and_named(tmp_path, capsy
     rows = [{"prompt": f"a red circle {n}"} | say for n, say in enumerate(says)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.warns(SizesInNoBucket, match=r"1 of 7 records have a size that is in no bucket .* 20 x 30"):
-        prompts = load_prompts(loaded(tmp_path, BUCKETS, "data.max_bad_fraction=0.5").recipe, tmp_path, "train")
+        prompts = load_prompts(loaded(tmp_path, BUCKETS, "data.max_bad_fraction=0.5").recipe, "train")
     assert len(prompts) == 4
     assert [bad.why.split(";")[0] for bad in prompts.bad] == [
         '"height" is 0',
@@ -414,7 +414,7 @@ def test_records_that_say_no_size_are_left_out_counted_and_named(tmp_path, capsy
         'has "width" and no "height"',
     ]
     with pytest.raises(UserError, match=r"3 of 7 records cannot be used"):
-        load_prompts(loaded(tmp_path, BUCKETS).recipe, tmp_path, "train")
+        load_prompts(loaded(tmp_path, BUCKETS).recipe, "train")
     source = f"{{path: {tmp_path}/mixed.jsonl, heldout: 0}}"
     settings = [f"data={{name: jsonl, train: {source}, heldout: {source}}}", BUCKETS]
     (tmp_path / "recipe.yaml").write_text(json.dumps(loaded(tmp_path, *settings).resolved()))

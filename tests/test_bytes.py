@@ -39,7 +39,7 @@ def serve(name, rank, size, host, port, out, overrides):
     recipe, changes = RECIPES[name]
     loaded = load_recipe([recipe], [*changes, *overrides])
     peers = Group(rank, size, host, port)
-    run = build(loaded.recipe, loaded.root, Controller(0, rank, size, peers))
+    run = build(loaded.recipe, Controller(0, rank, size, peers))
     made = 0
     pipeline_sample = run.pipeline.sample
 

@@ -118,15 +118,15 @@ def test_variables_have_their_older_name_too(folder):
 def test_a_system_message_is_for_prompts_without_one(folder):
     made = loaded(folder, "sampling.system=Answer in one letter.")
     for split in ("train", "heldout"):
-        prompts = load_prompts(made.recipe, made.root, split)
+        prompts = load_prompts(made.recipe, split)
         assert [prompt.system for prompt in prompts] == ["Answer in one letter.", "Own words."]
     bare = loaded(folder)
-    assert [p.system for p in load_prompts(bare.recipe, bare.root, "train")] == [None, "Own words."]
+    assert [p.system for p in load_prompts(bare.recipe, "train")] == [None, "Own words."]
     sums = loaded(folder, "data={name: sums}", "sampling.system=Think.")
-    assert {p.system for p in load_prompts(sums.recipe, sums.root, "heldout")} == {"Think."}
+    assert {p.system for p in load_prompts(sums.recipe, "heldout")} == {"Think."}
     mixed = loaded(folder, "data={mixture: [{name: sums}]}", "sampling.system=Think.")
     for split, kind in (("train", Mixture), ("heldout", Interleaved)):
-        prompts = load_prompts(mixed.recipe, mixed.root, split)
+        prompts = load_prompts(mixed.recipe, split)
         assert isinstance(prompts, kind)
         assert {p.system for p in prompts[:5]} == {"Think."}
 

@@ -296,7 +296,7 @@ def test_the_plan_says_it_and_training_sees_the_same_frames(folder, capsys):
 def test_what_cannot_be_shown_is_refused_with_the_edit(folder, edits, why):
     def prompts():
         loaded = load_recipe([folder / "recipe.yaml"], edits)
-        return load_prompts(loaded.recipe, loaded.root, "train")
+        return load_prompts(loaded.recipe, "train")
 
     with pytest.raises(UserError, match=re.escape(why)):
         prompts()

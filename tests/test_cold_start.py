@@ -36,7 +36,7 @@ def load(folder, *changes):
 
 def make(folder, *changes):
     loaded = load(folder, *changes)
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ HALF = ["performance.compile=true", "model.dtype=bfloat16", "sampling.guidance_s
 
 def built(*overrides):
     loaded = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *overrides])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def stepped(run, steps=2):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mmrl.config.algorithms import algorithm_names
 from mmrl.config.drop_ins import entries
 from mmrl.config.layers import parse_key, parse_value
-from mmrl.config.loader import LoadedRecipe, RecipeError, find_recipe, load_recipe, resolve, shipped_recipes
-from mmrl.config.names import resolve_drop_in
+from mmrl.config.loader import LoadedRecipe, RecipeError, find_recipe, load_recipe, shipped_recipes
+from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.errors import UserError
 
 RECIPE = """\

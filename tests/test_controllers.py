@@ -52,7 +52,7 @@ LOAD = {"balance/load", "balance/load_predicted"}
 def make(name, controller=None, *overrides):
     recipe, changes = RECIPES[name]
     loaded = load_recipe([recipe], [*changes, *overrides])
-    run = build(loaded.recipe, loaded.root, controller)
+    run = build(loaded.recipe, controller)
     if name == "normalized":
         with_gaps(run)
     if "attempts" in run.rollout.parts:

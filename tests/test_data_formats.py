@@ -92,16 +92,16 @@ def test_a_name_of_the_hub_is_a_data_set_with_split_and_subset(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     given = ["data={name: org/sums, train: {split: train}, heldout: {split: test}}"]
     loaded = load_recipe(["sums"], given)
-    texts = {s: [p.text for p in load_prompts(loaded.recipe, loaded.root, s)] for s in ("train", "heldout")}
+    texts = {s: [p.text for p in load_prompts(loaded.recipe, s)] for s in ("train", "heldout")}
     assert texts == {"train": list("abcd"), "heldout": list("xy")}
     # One split for both is divided; no record is on both sides.
     loaded = load_recipe(["sums"], ["data={name: org/sums, train: {heldout: 1}, heldout: {heldout: 1}}"])
-    texts = {s: [p.text for p in load_prompts(loaded.recipe, loaded.root, s)] for s in ("train", "heldout")}
+    texts = {s: [p.text for p in load_prompts(loaded.recipe, s)] for s in ("train", "heldout")}
     assert sorted(texts["train"] + texts["heldout"]) == list("abcd")
     assert len(texts["heldout"]) == 1
     loaded = load_recipe(["sums"], ["data={name: org/sums, train: {split: val}}"])
     with pytest.raises(UserError, match="has no split 'val'; it has train, test"):
-        load_prompts(loaded.recipe, loaded.root, "train")
+        load_prompts(loaded.recipe, "train")
     (home.parent / "sums.py").write_text("raise SystemExit('code of the data set was run')")
     with pytest.raises(UserError, match="scripts are no longer supported"):
         jsonl("train", path="org/sums")

@@ -234,12 +234,12 @@ def test_ddim_is_refused_where_a_step_has_no_noise_left():
     for window in ("null", "{size: 2}"):
         loaded = load_recipe(["shapes-lora"], [ddim, f"sampling.window={window}"])
         with pytest.raises(UserError, match=edit):
-            build(loaded.recipe, loaded.root)
+            build(loaded.recipe)
     loaded = load_recipe(["shapes-lora"], [ddim, "sampling.window=null", "sampling.steps=2"])
     with pytest.raises(UserError, match=r"step 0 of 2 .*raise sampling\.steps"):
-        build(loaded.recipe, loaded.root)
+        build(loaded.recipe)
     loaded = load_recipe(["shapes-lora"], [ddim, "sampling.window={size: 8, last: 8}"])
-    assert build(loaded.recipe, loaded.root).pipeline.noisy_steps(0) == list(range(8))
+    assert build(loaded.recipe).pipeline.noisy_steps(0) == list(range(8))
 
 
 def test_groups_may_start_from_one_noise():

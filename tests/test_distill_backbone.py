@@ -64,7 +64,7 @@ def test_the_states_of_an_answer_are_those_of_one_plain_forward(root: Path) -> N
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = load_recipe([str(root / "tiny.yaml")], [])
-    reader = TextReader(described(loaded.recipe, loaded.root), "reads", "mmrl distill")
+    reader = TextReader(described(loaded.recipe), "reads", "mmrl distill")
     questions, texts = [Question("1 + 1"), Question("what is 20 - 7?")], ["2", "it is 13", ""]
     of = [0, 1, 1]
     found = reader.states(reader.asked(questions, of, texts))
@@ -156,7 +156,7 @@ def test_the_reward_scores_the_same_each_time_and_after_sleep(made: Path, monkey
 
 def test_another_model_at_the_place_is_refused(made: Path, root: Path, tmp_path: Path) -> None:
     loaded = load_recipe([str(root / "tiny.yaml")], [])
-    said = backbone_of(loaded.recipe, loaded.root)
+    said = backbone_of(loaded.recipe)
     moved = tmp_path / "lm"
     shutil.copytree(root / "tinylm", moved)
     there = json.loads(json.dumps(said).replace(str(root / "tinylm"), str(moved)))
@@ -179,8 +179,8 @@ def test_a_model_that_cannot_read_is_named(root: Path, tmp_path: Path) -> None:
     loaded = load_recipe([str(root / "tiny.yaml")], [])
     recipe = loaded.recipe.model_copy(update={"pipeline": str(tmp_path / "mine.py")})
     with pytest.raises(UserError, match=r"mine\.py.*a stored model names parts of mmrl only"):
-        backbone_of(recipe, loaded.root)
-    said = backbone_of(loaded.recipe, loaded.root)
+        backbone_of(recipe)
+    said = backbone_of(loaded.recipe)
     with pytest.raises(UserError, match="is no diffusion model of ours; or distil with --backbone none"):
         Backbone({**said, "makes": "image"})
 
@@ -199,7 +199,7 @@ def test_a_diffusion_model_reads_which_picture_fits_its_prompt() -> None:
         for n, other in enumerate([name, name, names[(group + 1) % len(names)], names[(group + 5) % len(names)]]):
             picture = shapes.picture(known[other], 10 * group + n)
             pairs.add(Side(name), Side("", (picture,)), 0.95 if other == name else 0.05, group)
-    backbone = Backbone(backbone_of(loaded.recipe, loaded.root))
+    backbone = Backbone(backbone_of(loaded.recipe))
     _, record, outcome = fitted(pairs, Settings(epochs=15), "cpu", backbone)
     assert isinstance(record.shape, ReadShape)
     assert outcome.agreements[outcome.student].order[1] > 0.5
@@ -207,7 +207,7 @@ def test_a_diffusion_model_reads_which_picture_fits_its_prompt() -> None:
 
 def test_a_picture_of_any_size_is_read() -> None:
     loaded = load_recipe(["shapes-judge"], [])
-    backbone = Backbone(backbone_of(loaded.recipe, loaded.root))
+    backbone = Backbone(backbone_of(loaded.recipe))
     pictures = [Image.new("RGB", size, (200, 30, 30)) for size in ((32, 32), (64, 48))]
     asked, given = backbone.read([Side("one red circle")], [0, 0], [Side("", (one,)) for one in pictures])
     assert given.tokens.shape[:2] == (2, 64)
@@ -217,7 +217,7 @@ def test_a_picture_of_any_size_is_read() -> None:
 
 def test_the_adapter_is_trained_from_its_beginning_and_kept(made: Path, root: Path) -> None:
     loaded = load_recipe([str(root / "tiny.yaml")], [])
-    backbone = Backbone(backbone_of(loaded.recipe, loaded.root))
+    backbone = Backbone(backbone_of(loaded.recipe))
     assert backbone.lr == 0.02  # the recipe trains an adapter too
     first = {name: of.detach().clone() for name, of in backbone.adapter.items()}
     assert all(not of.any() for name, of in first.items() if "lora_B" in name)

@@ -80,7 +80,7 @@ def loaded(folder, kind, *overrides):
 
 def make(folder, kind, *overrides):
     of = loaded(folder, kind, *overrides)
-    return build(of.recipe, of.root)
+    return build(of.recipe)
 
 
 def step(run, number=0):

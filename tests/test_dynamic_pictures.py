@@ -47,7 +47,7 @@ def asked(tmp_path_factory):
 
 def made(asked, *changes):
     loaded = load_recipe(["shapes-lora"], [*asked, *changes])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def standing(run, n=0):

@@ -167,7 +167,7 @@ def with_attempts(run, attempts):
 
 def steps(folder, made, *overrides):
     loaded = load_recipe([folder / "recipe.yaml"], overrides)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     run = run if made is None else with_attempts(run, made(run.rollout.parts["attempts"].most))
     rows = [train_step(run, n, Clock(torch.device("cpu")))[0] for n in range(3)]
     return rows, [p.detach().clone() for p in run.policy.trainable.values()]
@@ -195,7 +195,7 @@ def test_rewards_are_normalised_by_the_groups_that_stand(folder):
         "algorithm={type: dr_grpo, dynamic_sampling: true}",
     ]
     loaded = load_recipe([folder / "recipe.yaml"], normal)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     slots = run.controller.slots(0, run.prompts, 6)
     batch = collect_batch(run, slots, 0, Clock(torch.device("cpu")), StepMetrics())
     expected = torch.tensor([0.75, -0.25, -0.25, -0.25]) / (3**0.5 / 4 + 1e-4)
@@ -207,7 +207,7 @@ def test_what_rewards_say_is_not_cancelled_before_they_are_scaled(folder):
     """Two rewards whose sum is equal everywhere before the batch scales them: no group is flat."""
     opposed = "rewards=[{name: 'reward.py:length', normalize: batch}, {name: 'reward.py:short', normalize: batch}]"
     loaded = load_recipe([folder / "recipe.yaml"], [opposed])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     metrics = StepMetrics()
     collect_batch(run, run.controller.slots(0, run.prompts, 6), 0, Clock(torch.device("cpu")), metrics)
     assert metrics.means()["sampling/valid"] > 0.8

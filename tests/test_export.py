@@ -197,7 +197,7 @@ def test_a_run_goes_on_with_the_lora_as_peft_or_diffusers_wrote_it(
     lora = loaded.recipe.model.lora
     assert lora is not None
     assert (lora.rank, lora.alpha) == (4, 12.0)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     assert difference(draw(run.pipeline.adapter.pipe), of_run(root / "lora-run")) == 0  # type: ignore[attr-defined]
     assert run.policy.copies["reference"].keys() == run.policy.trainable.keys()
 

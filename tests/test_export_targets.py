@@ -90,7 +90,7 @@ def trained(folder, targets, *changes):
     rest = "" if targets is None else f", targets: {json.dumps(targets)}"
     lora = "null" if targets == "all" else f"{{rank: 4, alpha: 12{rest}}}"
     loaded = load_recipe([folder / "recipe.yaml"], [f"model.lora={lora}", *changes])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     torch.manual_seed(5)
     for p in run.policy.module.parameters():
         if p.requires_grad:
@@ -192,7 +192,7 @@ def test_a_continued_adapter_is_exported_as_it_is(texts, tmp_path, config):
     folder = texts["qwen3", False]
     saved(folder, tmp_path / "given", lora_alpha=6, **config)
     loaded = load_recipe([folder / "recipe.yaml"], [f"model.lora={{path: {tmp_path / 'given'}}}"])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     for p in run.policy.module.parameters():
         p.data += 0.1 * torch.randn_like(p) if p.requires_grad else 0
     expected = logits(run.policy.module)

@@ -442,7 +442,7 @@ def test_clips_train_and_rewards_that_read_pictures_are_refused(folders, tmp_pat
     assert plan(loaded).problems == []
     pictures = load_recipe([tmp_path / "recipe.yaml"], ["rewards=[{name: 'jpeg:incompressibility'}]"])
     with pytest.raises(UserError, match="reads 'image', and this pipeline makes clips"):
-        build(pictures.recipe, pictures.root)
+        build(pictures.recipe)
     watched = load_recipe([tmp_path / "recipe.yaml"], ["eval.rewards=[{name: 'jpeg:incompressibility'}]"])
     with RunDir.create(tmp_path / "watched") as directory, pytest.raises(UserError, match="reads 'image'"):
         Session(watched, directory).begin(Stop(), resume=False)

@@ -198,7 +198,7 @@ def make(name, budget=None, endless=False, *overrides):
     recipe, changes = RECIPES[name]
     path = [f"model.path={two_blocks()}"] if name == "diffusion" else []
     loaded = load_recipe([recipe], [*path, *changes, *overrides])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     if budget is not None:
         run.pipeline.features.budget_bytes = budget
     if endless:

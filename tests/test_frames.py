@@ -42,7 +42,9 @@ def test_parts_are_averaged_and_a_frame_that_fails_fails_its_clip(tmp_path, monk
 def test_a_reward_that_is_awaited_is_asked_about_frames_too(tmp_path, monkeypatch):
     (tmp_path / "half.py").write_text(HALF.replace("def score", "async def score"))
     monkeypatch.chdir(tmp_path)
-    rewards = RewardSet([Reward(name="frames", options={"name": "half.py", "count": 2}, on_failure="drop")], tmp_path)
+    rewards = RewardSet(
+        [Reward(name="frames", options={"name": str(tmp_path / "half.py"), "count": 2}, on_failure="drop")]
+    )
     found = rewards.score([clip(9, 9), clip(9, 0)], [[0, 1]])
     rewards.close()
     assert found.parts["frames"][0] == 0.5

@@ -48,7 +48,7 @@ def otherwise_with_a_cache(module, given, named, output):
 )
 def test_a_run_stops_where_the_cached_forward_disagrees(folder, edit, stops):
     loaded = load_recipe([folder / "recipe.yaml"], [*edit])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     run.policy.module.register_forward_hook(otherwise_with_a_cache, with_kwargs=True)
     before = {name: p.detach().clone() for name, p in run.policy.trainable.items()}
     if not stops:

@@ -168,8 +168,8 @@ def test_a_run_stops_beyond_a_limit_and_goes_on_as_if_it_had_not(tmp_path, capsy
 
 def test_the_distance_of_texts_is_their_log_prob_gap():
     loaded = load_recipe(["sums"], ["model.lora={rank: 4}", "train.micro_batch_size=2", "sampling.max_new_tokens=8"])
-    run = build(loaded.recipe, loaded.root)
-    heldout = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
+    run = build(loaded.recipe)
+    heldout = Evaluator(run, load_prompts(loaded.recipe, "heldout"))
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in run.policy.trainable.values():

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 def make(folder, *changes):
     """A run whose engine says other log-probs than the trainer, off by up to 0.5 and more often too low."""
     loaded = load_recipe([folder / "recipe.yaml"], list(changes))
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     sample = run.pipeline.sample
 
     def off(slots, ids, *args, **named):

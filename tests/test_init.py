@@ -88,10 +88,12 @@ def test_a_recipe_of_each_modality_is_planned_without_problems(modality, models,
     text = Path(file).read_text()
     assert 25 <= len(text.splitlines()) <= 45
     assert text.count(" # ") >= 10
-    recipe = load_recipe([file]).recipe
+    recipe, own = load_recipe([file]).recipe, reward.startswith("reward.py")
     assert (recipe.pipeline, recipe.algorithm.type, recipe.device) == (pipeline, algorithm, "cpu")
-    assert [one.name for one in recipe.rewards] == [f"../{reward}" if reward.startswith("reward.py") else reward]
-    assert recipe.data.train["path"] == f"../{data}"
+    assert [one.name for one in recipe.rewards] == [str(folder / reward) if own else reward]
+    assert (f"name: ../{reward}" in text) == own
+    assert recipe.data.train["path"] == str(folder / data)
+    assert f"path: ../{data}" in text
     assert recipe.model.path == str(models[modality])
     assert recipe.model.lora is not None
     if modality == "pictures":
@@ -119,7 +121,7 @@ def test_a_terminal_is_asked_for_what_no_flag_says(models, folder, monkeypatch, 
     recipe = load_recipe(["mine.yaml"]).recipe
     assert recipe.data.train["columns"] == {"prompt": "en"}
     assert (recipe.name, recipe.device, recipe.model.lora) == ("mine", "cpu", None)
-    assert recipe.rewards[0].name == "mine.py:short"
+    assert recipe.rewards[0].name == str(folder / "mine.py:short")
     assert "def short(samples, *, context)" in Path("mine.py").read_text()
 
 

@@ -446,7 +446,7 @@ def test_words_are_weighed_without_overflow_and_need_one_of_the_two():
 def test_a_judge_writes_its_verdict_and_prose_is_a_failure_never_0(learned):
     made = [sample(t, k) for k, t in enumerate(["good", "bad", "prose", "far"])]
     options = {"model": learned, "rubric": "{{ response }}", "answer": NUMBER, "max_tokens": 16, "reasks": 1}
-    rewards = RewardSet([Reward(name="judge", on_failure="drop", options=options)], REPO)
+    rewards = RewardSet([Reward(name="judge", on_failure="drop", options=options)])
     scores = rewards.score(made, [[0, 1, 2, 3]])
     assert scores.total[:2].tolist() == [pytest.approx(0.7), pytest.approx(0.2)]
     assert torch.isnan(scores.total).tolist() == [False, False, True, True]
@@ -464,9 +464,7 @@ def test_a_judge_names_wrong_steps_and_their_characters_get_the_penalty(learned)
     returned = one.score([sample("1\n\n3"), sample("", 1)], context=Context())
     spans = [Spans([(3, 4, -1.0)]), Spans()]
     assert returned == {"score": [0.0, 0.0], "right": [0.5, 0.0], "wrong": [1.0, 0], "spans": spans}
-    rewards = RewardSet(
-        [Reward(name="judge", options={"model": learned, "rubric": "{{ steps }}", "mode": "steps"})], REPO
-    )
+    rewards = RewardSet([Reward(name="judge", options={"model": learned, "rubric": "{{ steps }}", "mode": "steps"})])
     scores = rewards.score([sample("1\n\n3")], [[0]])
     assert scores.spans == {"judge": [[Span(3, 4, -1.0)]]}
     assert rewards.spans == ["judge"]
@@ -754,9 +752,7 @@ def test_comparisons_have_transcripts_of_all_their_samples(sharp, tmp_path):
 
 
 def test_judging_runs_while_samples_come(sharp):
-    rewards = RewardSet(
-        [Reward(name="judge", options={"model": sharp, "rubric": "{{ response }}", "answer": ANY})], REPO
-    )
+    rewards = RewardSet([Reward(name="judge", options={"model": sharp, "rubric": "{{ response }}", "answer": ANY})])
     scoring = rewards.start(1, group_size=4)
     for k in range(4):
         scoring.add([sample(f"r{k}", k)])

@@ -98,13 +98,13 @@ def test_a_judge_is_measured_against_rows_and_what_it_could_not_judge_is_named(c
     rows = [{"prompt": "p", "response": r, "truth": t} for r, t in [("good", 1), ("bad", 0), ("odd", 0)] * 2]
     truth = write(tmp_path / "truth.jsonl", [*rows, {"prompt": "long", "response": "x" * 600, "truth": 1}])
     options = {"model": critic, "rubric": "{{ response }}"}
-    found = measure(Reward(name="judge", label="j", options=options), truth, tmp_path, folder=tmp_path)
+    found = measure(Reward(name="judge", label="j", options=options), truth, folder=tmp_path)
     assert (found.cases, found.judged) == (7, 6)
     assert found.confusions == Confusions(2, 2, 0, 2)
     assert found.unjudged[0][0] == "long"
     assert "the model takes 512" in found.unjudged[0][1]
     graded = [{**row, "truth": 0.75 if row["response"] == "bad" else 0.25} for row in rows]
-    found = measure(Reward(name="judge", options=options), write(tmp_path / "graded.jsonl", graded), tmp_path)
+    found = measure(Reward(name="judge", options=options), write(tmp_path / "graded.jsonl", graded))
     assert found.kind == "number"
     assert found.figures["order of pairs"][0] == 0, "it says yes to the lower ones"
     assert found.confusions is None

@@ -207,7 +207,7 @@ def test_what_an_endpoint_says_it_used_is_counted_and_kept(tmp_path):
     )
     with judging.Served(before=counting) as server:
         reward.options.update(answer=NUMBER, model={"url": server.url, "name": "tiny"})
-        rewards = RewardSet([reward], REPO, folder=tmp_path)
+        rewards = RewardSet([reward], folder=tmp_path)
         for _ in range(2):  # the second time from the cache
             rewards.score([sample(t, k) for k, t in enumerate("abc")], [[0, 1, 2]], step=4)
         rewards.close()

@@ -39,7 +39,7 @@ optim: {lr: 1.0e-3}
 
 def run_of(folder, out, *overrides):
     loaded = load_recipe([folder / "recipe.yaml"], [*overrides])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     run.rewards.folder = out
     return run
 
@@ -90,7 +90,7 @@ def test_pictures_of_a_diffusion_policy_are_judged(folder, tmp_path):
     judge["answer"] = {"type": "yes_no", "floor": 0}
     small = ["train.prompts_per_step=1", "train.group_size=4", "train.micro_batch_size=2", "sampling.steps=3"]
     loaded = load_recipe(["shapes-lora"], [*small, f"rewards=[{{name: judge, options: {json.dumps(judge)}}}]"])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     run.rewards.folder = tmp_path
     row, failures = step(run, 0)
     run.rewards.close()

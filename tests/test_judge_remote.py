@@ -116,7 +116,7 @@ def test_requests_run_at_once_up_to_the_limit_also_over_micro_batches(learned):
     with judging.Served(learned, before=slow) as server:
         options = {"model": {"url": server.url, "name": "tiny"}, "rubric": "{{ response }}", "concurrency": 3}
         options |= {"answer": NUMBER, "max_tokens": 4, "cache": False}
-        rewards = RewardSet([Reward(name="judge", timeout=0.2, on_failure="drop", options=options)], REPO)
+        rewards = RewardSet([Reward(name="judge", timeout=0.2, on_failure="drop", options=options)])
         scoring = rewards.start(1)
         for k in range(4):  # 0.45 s in all: longer than the recipe's timeout, which is not a judge's
             scoring.add([sample("good", 2 * k), sample("bad", 2 * k + 1)])
@@ -134,7 +134,7 @@ def test_requests_are_timed_without_their_wait_for_a_turn(learned):
     with judging.Served(learned, before=slow) as server:
         options = {"model": {"url": server.url, "name": "tiny"}, "rubric": "{{ response }}", "concurrency": 2}
         options |= {"answer": NUMBER, "max_tokens": 4, "cache": False}
-        rewards = RewardSet([Reward(name="judge", options=options)], REPO)
+        rewards = RewardSet([Reward(name="judge", options=options)])
         answer = rewards.answer("judge", [sample("good", k) for k in range(6)], 1)
         rewards.close()
     asked, wall = answer.asked, answer.ended - answer.began
@@ -255,8 +255,8 @@ def test_a_failing_judge_stops_the_run_or_drops_and_is_no_0(learned):
     with judging.Served(before=reply(200, "<html>", "text/html")) as server:
         options = {"model": {"url": server.url, "name": "tiny"}, "rubric": "{{ response }}", "answer": NUMBER}
         with pytest.raises(RewardError, match=r"reward 'judge' \(judge\).*no chat completion[\s\S]*on_failure: drop"):
-            RewardSet([Reward(name="judge", options=options)], REPO).score([sample()], [[0]], step=2)
-        dropped = RewardSet([Reward(name="judge", on_failure="drop", options=options)], REPO).score([sample()], [[0]])
+            RewardSet([Reward(name="judge", options=options)]).score([sample()], [[0]], step=2)
+        dropped = RewardSet([Reward(name="judge", on_failure="drop", options=options)]).score([sample()], [[0]])
     assert torch.isnan(dropped.total).all()
     assert "no chat completion" in dropped.failures[0].reason
 
@@ -459,7 +459,7 @@ def test_a_server_of_our_own_that_is_lost_is_started_again_and_says_the_same(tmp
 def test_a_vllm_of_our_own_answers_as_the_model_in_process(unsure):
     pytest.importorskip("vllm")
     options = {"model": {"vllm": unsure, "args": VLLM_ARGS}, "rubric": "{{ response }}", "retries": 0}
-    rewards = RewardSet([Reward(name="judge", on_failure="drop", options=options)], REPO)
+    rewards = RewardSet([Reward(name="judge", on_failure="drop", options=options)])
     server = rewards._entries[0].loaded.call.__self__.served.server
     texts = ["a", "b b", "a longer c"]
     there = rewards.score([sample(t, k) for k, t in enumerate(texts)], [[0, 1, 2]])

@@ -100,7 +100,7 @@ def test_a_clip_that_a_pipeline_made_is_judged_by_its_frames(seeing):
         ["moving-shapes"],
         [f"rewards=[{{name: judge, options: {options}}}]", "sampling.steps=2", "sampling.window=null"],
     )
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     ids = [SampleId(0, 0, 0, k) for k in range(2)]
     slots = [Slot(0, 0, 0, run.prompts[0])] * 2
     run.pipeline.encode(slots)

@@ -67,7 +67,7 @@ def load(folder, *changes):
 
 def make(folder, *changes):
     loaded = load(folder, *changes)
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 # -- what is computed ---
@@ -164,14 +164,14 @@ def test_the_policy_that_began_has_no_divergence(folder):
 def test_pairs_become_two_records_each(folder):
     paired = "{path: pairs.jsonl, heldout: 0}"
     loaded = load(folder, f"data={{name: jsonl, train: {paired}, heldout: {paired}}}")
-    prompts = load_prompts(loaded.recipe, loaded.root, "train")
+    prompts = load_prompts(loaded.recipe, "train")
     assert len(prompts) == 40
     first, second = prompts[6], prompts[7]
     assert (first.text, first.meta) == ("Say 3", {"completion": "7772", "label": True})
     assert (second.text, second.meta) == ("Say 3", {"completion": "1", "label": False})
     assert first.id != second.id
     assert plan(loaded).problems == []
-    row, failures = loop.train_step(build(loaded.recipe, loaded.root), 0, Clock(torch.device("cpu")))
+    row, failures = loop.train_step(build(loaded.recipe), 0, Clock(torch.device("cpu")))
     assert not failures
     assert row["policy/loss"] == pytest.approx(0.5, abs=1e-5)
 
@@ -180,12 +180,12 @@ def test_sources_of_a_mixture_have_pairs_or_labels(folder):
     pairs, labelled = "{path: pairs.jsonl, heldout: 0}", "{path: rated.jsonl, heldout: 24}"
     sources = [f"{{name: jsonl, label: {n}, train: {d}, heldout: {d}}}" for n, d in (("p", pairs), ("r", labelled))]
     loaded = load(folder, f"data={{mixture: [{', '.join(sources)}]}}")
-    assert len(load_prompts(loaded.recipe, loaded.root, "train")) == 40 + 176
-    run = build(loaded.recipe, loaded.root)
+    assert len(load_prompts(loaded.recipe, "train")) == 40 + 176
+    run = build(loaded.recipe)
     for step in range(2):  # so that the divergence is not 0
         _, failures = loop.train_step(run, step, Clock(torch.device("cpu")))
         assert not failures
-    held = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), folder)
+    held = Evaluator(run, load_prompts(loaded.recipe, "heldout"))
     whole, _, bad = held.score(24)
     assert not bad
     shares = {name: whole[f"source/{name}/samples"] / 24 for name in ("p", "r")}
@@ -212,11 +212,11 @@ def test_a_bad_record_is_replaced_and_nobodys_neighbour(folder, tmp_path):
     run = make(folder, f"data={{name: jsonl, train: {data}, heldout: {data}}}", "train.prompts_per_step=24")
     _, failures = loop.train_step(run, 0, Clock(torch.device("cpu")))
     assert [f.reward for f in failures] == ["prompt"] * 2
-    found = Evaluator(run, run.prompts, folder).score(24)[0]
+    found = Evaluator(run, run.prompts).score(24)[0]
     assert (found["samples"], found["dropped"]) == (22, 2)
     again = run.recipe.train.model_copy(update={"micro_batch_size": 5})
     object.__setattr__(run, "recipe", run.recipe.model_copy(update={"train": again}))
-    assert Evaluator(run, run.prompts, folder).score(24)[0]["kto/kl"] == pytest.approx(found["kto/kl"], rel=1e-4)
+    assert Evaluator(run, run.prompts).score(24)[0]["kto/kl"] == pytest.approx(found["kto/kl"], rel=1e-4)
 
 
 def test_a_step_of_one_response_is_refused(folder):

@@ -542,7 +542,7 @@ def test_pairs_are_of_the_best_and_the_worst_of_a_prompt_and_are_data_for_dpo(tm
             assert [scores[name] for name in names] == [scores[name] for name in wanted]
     options = f"{{path: {out / 'pairs.jsonl'}, images: [chosen, rejected], heldout: 0}}"
     loaded = load_recipe(["shapes-dpo"], ["data.name=jsonl", f"data.train={options}", f"data.heldout={options}"])
-    read_back = load_prompts(loaded.recipe, out, "train")
+    read_back = load_prompts(loaded.recipe, "train")
     assert len(read_back) == len(rows)
     assert [len(prompt.media) for prompt in read_back] == [2] * len(rows)
 
@@ -761,7 +761,7 @@ def test_texts_spread_with_hashed_words(tmp_path):
     assert good > bad
     draws = load_recipe(["shapes-full"], [])
     with pytest.raises(UserError, match="samples are of the kind text"):
-        Encoders.for_items(items_of(folder), model=described(draws.recipe, draws.root))
+        Encoders.for_items(items_of(folder), model=described(draws.recipe))
 
 
 def test_a_sample_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
@@ -776,7 +776,7 @@ def test_a_sample_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def drawing_model():
     loaded = load_recipe(["shapes-full"], ["model.dtype=float32"])
-    return described(loaded.recipe, loaded.root)
+    return described(loaded.recipe)
 
 
 def test_the_model_that_draws_knows_which_prompt_a_picture_fits(drawing_model):
@@ -797,7 +797,7 @@ def test_the_model_that_draws_knows_which_prompt_a_picture_fits(drawing_model):
 def test_models_that_cannot_read_pictures_are_refused(drawing_model, tmp_path):
     loaded = load_recipe(["sums"], [])
     with pytest.raises(UserError, match="the recipe makes text"):
-        described(loaded.recipe, loaded.root)
+        described(loaded.recipe)
     moved = {**drawing_model, "model": {**drawing_model["model"], "path": str(tmp_path / "gone")}}
     with pytest.raises(UserError, match=r"is not at .*gone any more; run mmrl spread again"):
         ModelReader(moved)

@@ -37,7 +37,7 @@ def writer(tmp_path_factory):
         "train: {steps: 1, prompts_per_step: 2, group_size: 2, micro_batch_size: 4}\n"
     )
     loaded = load_recipe([str(folder / "recipe.yaml")], [])
-    return folder, Encoders("text", "model", "", model_of(loaded.recipe, loaded.root))
+    return folder, Encoders("text", "model", "", model_of(loaded.recipe))
 
 
 def test_the_probabilities_are_those_of_one_plain_forward(writer):

@@ -124,7 +124,7 @@ from mmrl.report.clock import Clock
 from mmrl.run import build
 small = ["train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2", "sampling.steps=3"]
 loaded = load_recipe(["shapes-lora"], [*small, 'rewards=[{name: "jpeg:compressibility"}]'])
-row, _ = loop.train_step(build(loaded.recipe, loaded.root), 0, Clock(torch.device("cpu")))
+row, _ = loop.train_step(build(loaded.recipe), 0, Clock(torch.device("cpu")))
 assert row["policy/first_ratio_max_dev"] == 0
 assert not {m.partition(".")[0] for m, module in sys.modules.items() if module is not None} & absent
 """

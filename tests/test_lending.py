@@ -115,8 +115,8 @@ def opened(recipe, lend, staleness=1, pause=0.15):
     settings = f"placement={{type: disaggregated, staleness: {staleness}, lend: {str(lend).lower()}}}"
     less = [f"model.path={two_blocks()}"] if name.startswith("shapes") else []
     loaded = load_recipe([name], [*less, *changes, "devices_per_controller=2", settings])
-    devices = Watched([Slow(build(loaded.recipe, loaded.root), pause)], loaded.recipe.placement)
-    run = build(loaded.recipe, loaded.root, devices=devices)
+    devices = Watched([Slow(build(loaded.recipe), pause)], loaded.recipe.placement)
+    run = build(loaded.recipe, devices=devices)
     if lend:
         devices.begin_by(Begins())
     devices.open(run)

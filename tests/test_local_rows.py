@@ -47,7 +47,7 @@ def whole(_):
 
 def made(recipe, words, peers, rank, size):
     loaded = load_recipe([recipe], [*SMALL, *(() if recipe.startswith(("shapes", "sums-")) else TEXT), *words])
-    return build(loaded.recipe, loaded.root, Controller(0, rank, size, peers))
+    return build(loaded.recipe, Controller(0, rank, size, peers))
 
 
 def state(module):

@@ -74,7 +74,7 @@ LONG = [{"prompt": "a red circle"}, {"prompt": text_of(200, 1)}, {"prompt": "a g
 @pytest.mark.parametrize("how", [None, "cut", "skip", "error"])
 def test_overlong_is_obeyed_in_plan_data_check_and_training(folders, tmp_path, how):  # noqa: F811
     loaded = written(tmp_path, LONG, "sd", folders, overlong=how)
-    made, checked = plan(loaded), check_recipe(loaded, 4, 4)
+    made, checked = plan(loaded), check_recipe(loaded.recipe, 4, 4)
     said = [line for line in (*made.notes, *made.problems) if "too long" in line]
     assert len(said) == 1
     assert "2 of 8 prompts looked at are too long (a:2, a:2)" in said[0]
@@ -120,7 +120,7 @@ def test_what_records_carry_and_pictures_do_not_use_is_said(folders, tmp_path): 
         {"prompt": "a star", "max_new_tokens": 4},
     ]
     loaded = written(tmp_path, rows, "sd", folders)
-    checked = check_recipe(loaded, 3, 3).splits["train"]
+    checked = check_recipe(loaded.recipe, 3, 3).splits["train"]
     for notes, n in ((plan(loaded).notes, 2), (checked.notes, 1)):
         said = "\n".join(notes)
         assert f"{n} of {3 * n} prompts looked at carry pictures, and only their captions are used" in said

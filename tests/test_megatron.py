@@ -65,7 +65,7 @@ def tiny(folder, family, **more):
 
 def made(path, controller=None, *overrides, name="sums"):
     loaded = load_recipe([name], [*SMALL, f"model.path={path}", *overrides])
-    return build(loaded.recipe, loaded.root, controller)
+    return build(loaded.recipe, controller)
 
 
 def rows_of(run, first, every):

@@ -28,7 +28,7 @@ NEEDS = frozenset({"log_probs", "values"})
 def opened(name, path, controller, *overrides):
     """A run of the recipe ``name`` whose critic's head is none that would hide its body."""
     loaded = load_recipe([name], [f"model.path={path}", *BASE, *overrides])
-    run = megatron.build(loaded.recipe, loaded.root, controller)
+    run = megatron.build(loaded.recipe, controller)
     assert run.critic is not None
     drawn = torch.Generator().manual_seed(0)
     for name in ("head.weight", "head.bias"):

@@ -135,7 +135,7 @@ def test_another_family_that_sees_is_refused(kind, tmp_path):
 
 def pipeline(loaded, path):
     """On the meta device, as ``mmrl plan`` has it."""
-    return mmrl.load("pipelines", "vlm/chat").describe(loaded.recipe, loaded.resolve(path), None).pipeline
+    return mmrl.load("pipelines", "vlm/chat").describe(loaded.recipe, path, None).pipeline
 
 
 if __name__ == "__main__":

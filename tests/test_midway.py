@@ -37,7 +37,7 @@ AFTER, BEFORE = "sampling.window={size: 1, first: 3}", "sampling.window={size: 2
 
 def run_of(*changes, recipe="shapes-lora"):
     loaded = load_recipe([recipe], [*SMALL, *changes])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_groups_of_two_sizes_are_pruned_each():
 def test_clips_are_pruned_too():
     small = ["sampling.steps=4", "train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2"]
     loaded = load_recipe(["moving-shapes"], [*small, "model.dtype=float32", "midway={step: 2, group_size: 3}"])
-    row, _ = train_step(build(loaded.recipe, loaded.root), 0, Clock(torch.device("cpu")))
+    row, _ = train_step(build(loaded.recipe), 0, Clock(torch.device("cpu")))
     assert row["midway/dropped"] == 1
 
 

@@ -130,7 +130,7 @@ def loaded(folder, *overrides):
 
 def test_figures_of_each_source_are_beside_those_of_all(folder):
     recipe = loaded(folder)
-    run = build(recipe.recipe, recipe.root)
+    run = build(recipe.recipe)
     slots = run.controller.slots(0, run.prompts, 6)
     row, _ = train_step(run, 0, Clock(torch.device("cpu")))
     for label in ("big", "small"):
@@ -140,7 +140,7 @@ def test_figures_of_each_source_are_beside_those_of_all(folder):
         assert row[f"source/{label}/reward/seven"] == row[f"source/{label}/reward/mean"] == pytest.approx(told)
     assert row["source/big/samples"] + row["source/small/samples"] == 12
     assert all(describe(name) for name in row if name.startswith("source/"))
-    held, _, _ = Evaluator(run, load_prompts(recipe.recipe, recipe.root, "heldout"), folder).score(6)
+    held, _, _ = Evaluator(run, load_prompts(recipe.recipe, "heldout")).score(6)
     assert (held["source/big/samples"], held["source/small/samples"]) == (4, 2)
     assert held["source/big/reward/seven"] >= 1 > held["source/small/reward/seven"]
 
@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_with_the_next_prompts(folder, tmp_path, monkeypat
     assert "big: seven" in write_report(whole).read_text()
     monkeypatch.chdir(tmp_path)
     recipe, _ = open_run(whole)  # from any folder
-    assert len(load_prompts(recipe, whole, "train")) == 36 + 4
+    assert len(load_prompts(recipe, "train")) == 36 + 4
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_resumed_run_goes_on_with_the_next_prompts(folder, tmp_path, monkeypat
 def test_a_source_that_is_missing_or_empty_is_refused_by_name(folder, change, says):
     recipe = loaded(folder, change)
     with pytest.raises(UserError, match=says):
-        load_prompts(recipe.recipe, recipe.root, "train")
+        load_prompts(recipe.recipe, "train")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_mixtures_that_cannot_be_are_refused_when_they_are_read(folder, change, 
 
 def test_a_source_may_be_for_training_or_evaluation_alone(folder):
     recipe = loaded(folder, "data.mixture[1].heldout=null")
-    assert {p.id.partition("/")[0] for p in load_prompts(recipe.recipe, recipe.root, "heldout")} == {"big"}
+    assert {p.id.partition("/")[0] for p in load_prompts(recipe.recipe, "heldout")} == {"big"}
     both = ["data.mixture[0].heldout=null", "data.mixture[1].heldout=null"]
     with pytest.raises(RecipeError, match="every source has heldout: null"):
         loaded(folder, *both)

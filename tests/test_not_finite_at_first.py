@@ -134,7 +134,7 @@ def test_an_adapter_is_named_by_its_own_path(tmp_path):
 def test_a_row_that_nothing_reads_is_named_at_the_first_update():
     recipe, settings = RUNS["ppo"]
     of = load_recipe([recipe], settings)
-    run = build(of.recipe, of.root)
+    run = build(of.recipe)
     assert run.critic is not None
     name, rows = next((k, p) for k, p in run.critic.trainable.items() if "embed" in k)
     with torch.no_grad():

@@ -68,7 +68,7 @@ def load(folder, *changes):
 
 def make(folder, *changes):
     loaded = load(folder, *changes)
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def slots_of(*given):
@@ -262,7 +262,7 @@ def test_a_bad_pair_is_replaced_in_training_and_left_out_of_evaluation(folder, t
     assert [f.reward for f in failures] == ["prompt"] * 2
     assert all("are equal" in f.reason for f in failures)
     assert row["policy/loss"] == pytest.approx(0.693147, abs=1e-5)
-    found, _, bad = Evaluator(run, run.prompts, folder).score(40)
+    found, _, bad = Evaluator(run, run.prompts).score(40)
     assert (found["samples"], found["dropped"], len(bad)) == (38, 2, 2)
 
 
@@ -273,9 +273,9 @@ def test_pairs_of_a_mixture_are_measured_by_their_source(folder, tmp_path):
         options = f"{{path: {tmp_path}/{label}.jsonl, heldout: 8}}"
         sources.append(f"{{name: jsonl, label: {label}, train: {options}, heldout: {options}}}")
     loaded = load(folder, f"data={{mixture: [{', '.join(sources)}]}}")
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     loop.train_step(run, 0, Clock(torch.device("cpu")))
-    row, _, bad = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), folder).score(16)
+    row, _, bad = Evaluator(run, load_prompts(loaded.recipe, "heldout")).score(16)
     assert not bad
     assert row["source/one/samples"] == row["source/two/samples"] == 8
     for name in ("dpo/margin", "dpo/accuracy"):
@@ -289,7 +289,7 @@ def test_prompts_without_pairs_stop_the_run_by_name(folder):
     with pytest.raises(UserError, match=r"no meta\['chosen'\].*data\.train\.columns"):
         loop.train_step(run, 0, Clock(torch.device("cpu")))
     with pytest.raises(UserError, match=r"data\.heldout: none of its records can be used"):
-        Evaluator(run, run.prompts, folder).score(4)
+        Evaluator(run, run.prompts).score(4)
 
 
 def test_what_ends_a_response_is_the_templates(folder):

@@ -63,7 +63,7 @@ def loaded(*overrides):
 @pytest.fixture(scope="module")
 def run():
     of = loaded()
-    return build(of.recipe, of.root)
+    return build(of.recipe)
 
 
 @pytest.fixture(scope="module")

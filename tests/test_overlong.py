@@ -69,7 +69,7 @@ def loaded(folder, *changes):
 
 def pipeline_of(folder, *changes):
     made = loaded(folder, *changes)
-    return build(made.recipe, made.root).pipeline
+    return build(made.recipe).pipeline
 
 
 def encoded(pipeline, text, media=()):
@@ -174,8 +174,8 @@ def test_a_cut_leaves_placeholders_of_media_and_words_like_them():
 
 def test_another_prompt_takes_the_place_of_an_unusable_held_out_one_always_the_same(folder, tmp_path):
     made = loaded(folder)
-    run = build(made.recipe, made.root)
-    heldout = Evaluator(run, load_prompts(made.recipe, made.root, "heldout"), made.root)
+    run = build(made.recipe)
+    heldout = Evaluator(run, load_prompts(made.recipe, "heldout"))
     row, first, failures = heldout.score(6)
     assert (row["samples"], row["dropped"]) == (6, 0)
     assert {f"{LONG}{i}" for i in (1, 5)} <= {f.prompt for f in failures} <= {f"{LONG}{i}" for i in (1, 5, 9)}
@@ -183,8 +183,8 @@ def test_another_prompt_takes_the_place_of_an_unusable_held_out_one_always_the_s
     assert [shown[i] for i in (0, 2, 3, 4)] == [f"Say {i} now" for i in (0, 2, 3, 4)]
     assert all(text.startswith("Say") for text in shown)
     assert [s.prompt.text for s in heldout.score(6)[1].samples] == shown
-    other = build(made.recipe.model_copy(update={"seed": 99}), made.root)
-    heldout = Evaluator(other, heldout.prompts, made.root)
+    other = build(made.recipe.model_copy(update={"seed": 99}))
+    heldout = Evaluator(other, heldout.prompts)
     assert [s.prompt.text for s in heldout.score(6)[1].samples] == shown, "whatever the run's seed"
 
 
@@ -220,7 +220,7 @@ def test_columns_that_nobody_reads_are_named_once_in_plan_and_in_training(folder
     record = {"prompt": "Say hi", "origin": [{"name": "add"}], "level": 3, "lang": "en"}
     file = write(tmp_path / "tools.jsonl", *({**record, "prompt": f"Say {i}"} for i in range(8)))
     made = loaded(folder, *(f"data.{s}={{path: {file}, heldout: 0, meta: [level]}}" for s in ("train", "heldout")))
-    for begin in (lambda: plan(made), lambda: build(made.recipe, made.root)):
+    for begin in (lambda: plan(made), lambda: build(made.recipe)):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("default")
             begin()

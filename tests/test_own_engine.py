@@ -158,7 +158,7 @@ def test_a_class_that_is_no_engine_names_what_it_lacks(broken):
     assert "function is no class" in problems(f"rollout.engine={broken}:function")
     assert "NoModel takes no model first" in problems(f"rollout.engine={broken}:NoModel")
     with pytest.raises(UserError, match="Broken lacks update_lora"):
-        build(load_recipe(["sums"], [f"rollout.engine={broken}:Broken"]).recipe, Path.cwd())
+        build(load_recipe(["sums"], [f"rollout.engine={broken}:Broken"]).recipe)
 
 
 def test_what_a_class_cannot_do_is_refused_in_the_plan(broken):

@@ -242,7 +242,7 @@ def together(folder, size, pools):
     partial = f"rollout={{engine: vllm_server, partial: {{cut_after: {CUT}, extra: 5, pools: {pools}}}}}"
     loaded = load(folder, "train.prompts_per_step=4", partial)
     room = Room(size)
-    return [build(loaded.recipe, loaded.root, Controller(0, rank, size, room.member(rank))) for rank in range(size)]
+    return [build(loaded.recipe, Controller(0, rank, size, room.member(rank))) for rank in range(size)]
 
 
 def gone_through(folder, pools, *stages):

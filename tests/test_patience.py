@@ -213,7 +213,7 @@ def samples(n=6):
 
 
 def scored(folder, *configs, **settings):
-    rewards = RewardSet(configs, folder, patience=Patience(Scoring(**settings)))
+    rewards = RewardSet(configs, patience=Patience(Scoring(**settings)))
     scoring = rewards.start(0, 3)
     scoring.add(samples())
     try:
@@ -225,7 +225,7 @@ def scored(folder, *configs, **settings):
 def test_batches_that_failed_are_asked_again_as_they_were(flaky, clock):
     folder, module = flaky
     module.down.update(until=5, rows=())
-    scores = scored(folder, Reward(name="flaky.py:each", batch_size=2, on_failure="drop"))
+    scores = scored(folder, Reward(name=f"{folder}/flaky.py:each", batch_size=2, on_failure="drop"))
     assert module.calls == [[0, 1], [2, 3], [4, 5]] * 2 + [[0, 1], [2, 3]]
     assert scores.total.tolist() == [0, 1, 2, 3, 4, 5]
     assert scores.parts["each/half"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
@@ -235,11 +235,11 @@ def test_batches_that_failed_are_asked_again_as_they_were(flaky, clock):
 def test_of_a_batch_only_failed_samples_are_asked_again_and_of_a_group_all(flaky, clock):
     folder, module = flaky
     module.down.update(until=2, rows=(1, 4))
-    scores = scored(folder, Reward(name="flaky.py:each", on_failure="drop", batch_size=3))
+    scores = scored(folder, Reward(name=f"{folder}/flaky.py:each", on_failure="drop", batch_size=3))
     assert module.calls == [[0, 1, 2], [3, 4, 5], [1], [4]]
     assert scores.total.tolist() == [0, 1, 2, 3, 4, 5]
     module.calls.clear()
-    scores = scored(folder, Reward(name="flaky.py:group", on_failure="drop"))
+    scores = scored(folder, Reward(name=f"{folder}/flaky.py:group", on_failure="drop"))
     assert module.calls == [[0, 1, 2], [3, 4, 5]] * 2
     assert scores.total.tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -247,7 +247,7 @@ def test_of_a_batch_only_failed_samples_are_asked_again_and_of_a_group_all(flaky
 def test_few_failures_are_dropped_without_a_wait(flaky, clock):
     folder, module = flaky
     module.down.update(until=9, rows=(1,))
-    scores = scored(folder, Reward(name="flaky.py:each", on_failure="drop"))
+    scores = scored(folder, Reward(name=f"{folder}/flaky.py:each", on_failure="drop"))
     assert scores.total.isnan().tolist() == [False, True, False, False, False, False]
     assert [(f.sample.sample, f.reason) for f in scores.failures] == [(1, "returned None")]
     assert clock.slept == []
@@ -258,8 +258,8 @@ def test_what_stays_failed_is_named_once_and_what_only_watches_does_not_count(fl
     module.down.update(until=1, rows=(0, 1, 2))
     scores = scored(
         folder,
-        Reward(name="flaky.py:each", on_failure="drop"),
-        Reward(name="flaky.py:never", on_failure="drop", weight=0),
+        Reward(name=f"{folder}/flaky.py:each", on_failure="drop"),
+        Reward(name=f"{folder}/flaky.py:never", on_failure="drop", weight=0),
     )
     assert scores.total.tolist() == [0, 1, 2, 3, 4, 5]
     assert [f.reward for f in scores.failures] == ["never"] * 6
@@ -273,8 +273,8 @@ def test_rounds_of_dynamic_sampling_are_looked_at_by_each_controller_alone(flaky
     def gather(mine):
         raise AssertionError("asks the others")
 
-    never = [Reward(name="flaky.py:never", on_failure="drop")]
-    scoring = RewardSet(never, folder, patience=Patience(Scoring(patience=3), gather)).start(0, 3, scale=False)
+    never = [Reward(name=f"{folder}/flaky.py:never", on_failure="drop")]
+    scoring = RewardSet(never, patience=Patience(Scoring(patience=3), gather)).start(0, 3, scale=False)
     scoring.add(samples())
     with pytest.raises(UnscoredError) as stopped:
         scoring.finish([[0, 1, 2], [3, 4, 5]])
@@ -285,7 +285,7 @@ def test_rounds_of_dynamic_sampling_are_looked_at_by_each_controller_alone(flaky
 def test_evaluations_do_not_wait(flaky, clock):
     folder, _ = flaky
     rewards = RewardSet(
-        [Reward(name="flaky.py:never", on_failure="drop")], folder, patience=Patience(Scoring(patience=9))
+        [Reward(name=f"{folder}/flaky.py:never", on_failure="drop")], patience=Patience(Scoring(patience=9))
     )
     assert len(rewards.score(samples(), [[0, 1, 2], [3, 4, 5]]).failures) == 6
     assert clock.slept == []
@@ -307,7 +307,7 @@ def test_a_judge_whose_endpoint_is_gone_is_waited_for(tmp_path, clock):
         model = {"url": server.url, "name": "tiny"}
         options = {"model": model, "rubric": "{{ response }}", "answer": answer, "retries": 0, "cache": False}
         rewards = RewardSet(
-            [Reward(name="judge", on_failure="drop", options=options)], REPO, patience=Patience(Scoring(patience=3))
+            [Reward(name="judge", on_failure="drop", options=options)], patience=Patience(Scoring(patience=3))
         )
         assert rewards.score(samples(), [[0, 1, 2], [3, 4, 5]]).total.tolist() == [0.7] * 6
     gone.append(True)
@@ -544,4 +544,4 @@ def test_a_reward_knows_how_long_the_run_waits(tmp_path):
     (tmp_path / "tells.py").write_text(TELLS)
     config = Reward(name=str(tmp_path / "tells.py"))
     assert scored(tmp_path, config, patience=4).parts["tells"].tolist() == [4.0] * 6
-    assert RewardSet([config], tmp_path).start(0, 3)._contexts["tells"].patience == math.inf
+    assert RewardSet([config]).start(0, 3)._contexts["tells"].patience == math.inf

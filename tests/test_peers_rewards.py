@@ -43,13 +43,13 @@ def test_the_line_of_the_message_makes_it_a_reward(tmp_path, kind):
     name = text.split("def ")[1].split("(")[0]
     assert kind_of(f"{file}:{name}") == "reward", "mmrl check says the same as mmrl plan"
     with pytest.raises(UserError, match=r"is a reward in (TRL|verl)'s form") as caught:
-        check([Reward(name=f"{file}:{name}")], tmp_path)
+        check([Reward(name=f"{file}:{name}")])
     line = str(caught.value).split(" | ")[1]
     own = line.split("def ")[1].split("(")[0]
     assert f"and name {own} in its place" in str(caught.value)
     assert ("meta: [level]" in str(caught.value)) == ("level" in text)
     (tmp_path / "mended.py").write_text(f"{text}\n\n{line}\n")
-    (found,) = check([Reward(name=f"{tmp_path}/mended.py:{own}")], tmp_path)
+    (found,) = check([Reward(name=f"{tmp_path}/mended.py:{own}")])
     prompt = Prompt("p", "Say 4", {"answer": "4", "level": 3})
     samples = [Sample(prompt, SampleId(0, 0, 0, n), text=text) for n, text in enumerate(["It is 4", "5"])]
     assert build(found, {}).call(samples, context=Context()) == [1.0, 0.0]
@@ -57,4 +57,4 @@ def test_the_line_of_the_message_makes_it_a_reward(tmp_path, kind):
 
 def test_a_reward_of_ours_with_any_names_stays_one(tmp_path):
     (tmp_path / "ours.py").write_text("def score(completions, *, context):\n    return [0.0 for _ in completions]\n")
-    assert len(check([Reward(name=f"{tmp_path}/ours.py")], tmp_path)) == 1
+    assert len(check([Reward(name=f"{tmp_path}/ours.py")])) == 1

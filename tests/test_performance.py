@@ -271,7 +271,7 @@ def test_a_run_is_refused_before_its_model_is_loaded(monkeypatch):
     monkeypatch.setattr(run.mmrl, "load", None)
     loaded = recipe("performance.tf32=true")
     with pytest.raises(UserError, match=r"performance\.tf32"):
-        run.build(loaded.recipe, loaded.root)
+        run.build(loaded.recipe)
 
 
 def test_tf32_is_set_and_set_back(monkeypatch):

@@ -30,7 +30,7 @@ SMALL = ["train.prompts_per_step=4", "train.micro_batch_size=4", "sampling.steps
 
 def make(*overrides):
     loaded = load_recipe(["shapes-dpo"], [f"model.path={two_blocks()}", *SMALL, *overrides])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def rows(run, n=3):

@@ -59,7 +59,7 @@ def rendered(made, width=140):
 def asked_of(*changes):
     loaded = load_recipe(["shapes-judge"], [*JUDGED, *changes])
     recipe = loaded.recipe
-    return on_devices(loaded, check(recipe.rewards, loaded.root), check(recipe.eval.rewards, loaded.root))
+    return on_devices(recipe, check(recipe.rewards), check(recipe.eval.rewards))
 
 
 def counted(recipe, asked, entries=2):

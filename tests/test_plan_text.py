@@ -70,7 +70,7 @@ def planned(folder, *changes):
 
 def real(loaded, steps=2):
     """Bytes of the weights and copies, and the highest bytes of everything else while ``steps`` real steps run."""
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     modules = [run.policy.module, *([run.critic.module] if run.critic else [])]
     held = nbytes(t for m in modules for t in [*m.parameters(), *m.buffers()])
     held += nbytes(t for copy in run.policy.copies.values() for t in copy.values())
@@ -169,7 +169,7 @@ def test_the_shipped_recipe_takes_what_the_plan_says(tmp_path):
 def test_gradient_checkpointing_changes_the_memory_and_nothing_else(folder):
     def after_a_step(*changes):
         loaded = load_recipe([folder / "recipe.yaml"], ["train.micro_batch_size=24", *changes])
-        run = build(loaded.recipe, loaded.root)
+        run = build(loaded.recipe)
         with LiveBytes() as live:
             train_step(run, 0, Clock(torch.device("cpu")))
         return run, live.peak
@@ -286,10 +286,10 @@ if __name__ == "__main__":  # a step in a process of its own: bytes that its res
     from tests.planning import PeakRss, resident
 
     small = load_recipe(["sums"], ["train.prompts_per_step=1", "train.group_size=2"])
-    train_step(build(small.recipe, small.root), 0, Clock(torch.device("cpu")))  # imports, and the libraries' own
+    train_step(build(small.recipe), 0, Clock(torch.device("cpu")))  # imports, and the libraries' own
     gc.collect()
     before = resident()
     with PeakRss() as rss:
-        opened = build((loaded := load_recipe(["sums"], [])).recipe, loaded.root)
+        opened = build((loaded := load_recipe(["sums"], [])).recipe)
         train_step(opened, 0, Clock(torch.device("cpu")))
     print(rss.peak - before)

@@ -192,7 +192,7 @@ def built(folder, *words):
     from mmrl.run import build
 
     loaded = load_recipe([folder / "recipe.yaml"], words)
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def counted_step(folder, *words):

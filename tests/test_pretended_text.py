@@ -124,7 +124,7 @@ def test_weights_in_shards_over_eight_devices(folder, world, case):
         sizes = ["sampling.steps=3", "train.group_size=2", "train.micro_batch_size=2", "sampling.window={size: 1}"]
         name = "shapes-lora" if lora else "shapes-full"
         loaded = load_recipe([name], [*words, *sizes, f"model.path={two_blocks()}"])
-    run = build(loaded.recipe, loaded.root, Controller(0, 0, 8, Pretended(world)))
+    run = build(loaded.recipe, Controller(0, 0, 8, Pretended(world)))
     assert all(isinstance(p, DTensor) for p in run.policy.module.parameters() if p.requires_grad)
     for n in range(2):
         row, failures = train_step(run, n, Clock(run.compute.device))
@@ -153,7 +153,7 @@ def stepped(folder, *words):
 
     scored = "rewards=[{name: reward_model, options: {path: scorer}}]"
     loaded = load_recipe([folder / "recipe.yaml"], [scored, *words])
-    run, seen = build(loaded.recipe, loaded.root), set()
+    run, seen = build(loaded.recipe), set()
     (model,) = modules(run.rewards._entries[0].loaded.sleeper)
 
     def noted(name):

@@ -216,7 +216,7 @@ def test_a_step_is_that_of_the_cpu(pictures):
     rows = []
     for device in ("cuda", "cpu"):
         loaded = load_recipe([pictures / "policy_gradient.yaml"], [f"device={device}"])
-        run = build(loaded.recipe, loaded.root)
+        run = build(loaded.recipe)
         rows.append(train_step(run, 0, Clock(run.compute.device))[0])
     assert rows[0].keys() == rows[1].keys()
     for name in ("optim/grad_norm", "reward/mean", "policy/loss"):

@@ -153,7 +153,7 @@ def test_a_relative_path_starts_at_the_recipe_and_is_absolute_in_the_run_directo
     monkeypatch.chdir(tmp_path)
     options = "{path: mine.txt, heldout: 1}"
     loaded = load_recipe([recipe], ["data.name=prompts", f"data.train={options}", f"data.heldout={options}"])
-    assert [p.text for p in load_prompts(loaded.recipe, loaded.root, "heldout")] == ["c"]
+    assert [p.text for p in load_prompts(loaded.recipe, "heldout")] == ["c"]
     for split in ("train", "heldout"):
         assert loaded.resolved()["data"][split]["path"] == str(recipe.parent / "mine.txt")
 

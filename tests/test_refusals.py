@@ -90,7 +90,7 @@ def test_rewards_of_pictures_and_of_clips(folder, frames):
     for change in changes:
         recipe = load_recipe(["shapes-lora"], [change, *clips]).recipe
         try:
-            named.append(check(recipe.rewards, folder, recipe.makes) and [])
+            named.append(check(recipe.rewards, recipe.makes) and [])
         except UserError as error:
             named.append(str(error).splitlines())
     if frames is None:
@@ -161,7 +161,7 @@ def test_a_run_is_refused_before_its_model_is_loaded(folder, tmp_path):
     made = loaded(folder, f"rewards=[{{name: '{tmp_path / 'mine.py'}:Mine'}}]")
     gone = made.recipe.model_copy(update={"model": made.recipe.model.model_copy(update={"path": "/gone/model"})})
     with pytest.raises(UserError, match="reads 'video', and this pipeline makes text"):
-        build(gone, folder)
+        build(gone)
     assert find(f"{tmp_path / 'mine.py'}:Mine").reads({}) == ("text",)
 
 
@@ -195,7 +195,7 @@ def test_a_gpu_that_is_not_here_may_be_planned_for_and_is_refused_in_training(fo
     assert planned.problems == []
     assert (planned.device, planned.device_memory) == ("cuda:77", None)
     with pytest.raises(UserError, match="device: 'cuda:77' is not to be had here"):
-        build(made.recipe, folder)
+        build(made.recipe)
 
 
 HUGE = {

@@ -120,8 +120,8 @@ eval: {every: 1, samples: 16, samples_per_prompt: 4, pass_at: [1, 2, 4], maj_at:
 
 def test_an_evaluation_has_the_figures_of_its_samples(folder):
     loaded = load_recipe([folder / "recipe.yaml"])
-    run = build(loaded.recipe, loaded.root)
-    evaluator = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
+    run = build(loaded.recipe)
+    evaluator = Evaluator(run, load_prompts(loaded.recipe, "heldout"))
     row, made, _ = evaluator.score(16)
     texts = [s.text for s in made.samples]
     groups = [range(n, n + 4) for n in range(0, 16, 4)]
@@ -146,13 +146,10 @@ def test_an_evaluation_has_the_figures_of_its_samples(folder):
 @pytest.mark.parametrize("size", [2, 3])
 def test_controllers_divide_prompts_and_not_their_samples(folder, size):
     loaded = load_recipe([folder / "recipe.yaml"])
-    run = build(loaded.recipe, loaded.root)
-    prompts = load_prompts(loaded.recipe, loaded.root, "heldout")
-    parts = [
-        Evaluator(replace(run, controller=Controller(0, rank, size)), prompts, loaded.root)._slots(16)
-        for rank in range(size)
-    ]
-    assert [slot for part in parts for slot in part] == Evaluator(run, prompts, loaded.root)._slots(16)
+    run = build(loaded.recipe)
+    prompts = load_prompts(loaded.recipe, "heldout")
+    parts = [Evaluator(replace(run, controller=Controller(0, rank, size)), prompts)._slots(16) for rank in range(size)]
+    assert [slot for part in parts for slot in part] == Evaluator(run, prompts)._slots(16)
     assert all(len(part) % 4 == 0 for part in parts)
 
 
@@ -181,7 +178,7 @@ def test_a_majority_without_votes_is_refused_in_the_plan(folder):
     loaded = load_recipe([folder / "recipe.yaml"], ["rewards=[{name: 'reward.py:long'}]"])
     assert any("eval.maj_at: no reward says what the answer" in problem for problem in plan(loaded).problems)
     with pytest.raises(UserError, match=r"eval\.maj_at: no reward says"):
-        Evaluator(build(loaded.recipe, loaded.root), [], loaded.root)
+        Evaluator(build(loaded.recipe), [])
 
 
 def test_early_stopping_may_follow_pass_at_k(folder):

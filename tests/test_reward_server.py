@@ -86,7 +86,7 @@ def samples(reds, prompt="p"):
 
 
 def remote(url, on_failure="drop", **options):
-    return RewardSet([Reward(name="http:score", on_failure=on_failure, options={"url": url, **options})], REPO)
+    return RewardSet([Reward(name="http:score", on_failure=on_failure, options={"url": url, **options})])
 
 
 def post(server, body, path="/score", token=None, **headers):
@@ -110,7 +110,7 @@ def body_of(*items, **more):
 
 def test_a_remote_reward_scores_as_the_local_one(file):
     made = samples([100, 0, 200])
-    local = RewardSet([Reward(name=str(file), label="http", on_failure="drop", options={"factor": 2})], REPO)
+    local = RewardSet([Reward(name=str(file), label="http", on_failure="drop", options={"factor": 2})])
     here = local.score(made, [[0, 1, 2]], step=9)
     with serving(file, token="secret", options={"factor": 2}) as server:
         there = remote(server.url, token="secret", reward=str(file)).score(made, [[0, 1, 2]], step=9)
@@ -207,7 +207,7 @@ def test_prompts_go_whole_and_spans_come_back(tmp_path):
     made = [Sample(prompt, SampleId(4, 2, 1, k), text=t, truncated=c) for k, (t, c) in enumerate(texts)]
     made.append(Sample(Prompt("q", "?", {}, (shared,)), SampleId(4, 3, 0, 0), text="plain"))
     groups, name = [[0, 1, 2], [3]], f"{tmp_path / 'whole.py'}:pieces"
-    here = RewardSet([Reward(name=name, label="http", on_failure="drop")], REPO).score(made, groups, step=4)
+    here = RewardSet([Reward(name=name, label="http", on_failure="drop")]).score(made, groups, step=4)
     seen = mmrl.load("rewards", name.removesuffix(":pieces")).seen
     locally, seen[:] = list(seen), []
     with serving(name) as server:

@@ -169,8 +169,10 @@ def content(samples):
 
 def rewards(folder, *names, **config):
     return RewardSet(
-        [Reward(name=f"vandal.py:{name}", weight=0.0 if "honest" not in name else 1.0, **config) for name in names],
-        folder,
+        [
+            Reward(name=f"{folder}/vandal.py:{name}", weight=0.0 if "honest" not in name else 1.0, **config)
+            for name in names
+        ],
     )
 
 
@@ -224,7 +226,7 @@ def test_a_served_reward_disturbs_nobody_either(folder, name):
         per = "group" if name == "per_group" else "sample"
         options = {"url": server.url, "per": per, "inputs": ["image", "video", "text", "tensor"]}
         both = RewardSet(
-            [Reward(name="http:score", weight=0.0, options=options), Reward(name="vandal.py:honest")], folder
+            [Reward(name="http:score", weight=0.0, options=options), Reward(name=f"{folder}/vandal.py:honest")]
         )
         samples = made()
         scores = both.score(samples, GROUPS)
@@ -241,12 +243,12 @@ def test_a_judge_is_asked_about_the_samples_as_they_are(folder, tmp_path):
     options = {"model": model, "rubric": "{{ response }} {{ meta.truth }}", "meta": ["truth"]}
     options["answer"] = {"type": "yes_no", "floor": 0}
     judge = Reward(name="judge", batch_size=1, options=options)
-    beside = [Reward(name="vandal.py:texts", label=label, weight=0.0, batch_size=1) for label in "ab"]
+    beside = [Reward(name=f"{folder}/vandal.py:texts", label=label, weight=0.0, batch_size=1) for label in "ab"]
 
     def judged(*configs):
         prompts = [Prompt(str(k), "p", {"truth": {"of": [k]}}) for k in range(4)]
         samples = [Sample(p, SampleId(0, k, 0, 0), text=f"red {k}") for k, p in enumerate(prompts)]
-        found = RewardSet(configs, folder)
+        found = RewardSet(configs)
         scores = found.score(samples, [[k] for k in range(4)])
         found.close()
         assert not scores.failures
@@ -266,13 +268,13 @@ SMALL = [
 def trained(*overrides, recipe="shapes-lora"):
     """Two steps and an evaluation: metrics without times, weights, and the samples that the grids show."""
     loaded = load_recipe([recipe], overrides)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     rows = []
     for n in range(2):
         row, failures = loop.train_step(run, n, Clock(torch.device("cpu")))
         assert not failures
         rows.append({k: v for k, v in row.items() if not k.startswith("reward/per_")})
-    heldout = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
+    heldout = Evaluator(run, load_prompts(loaded.recipe, "heldout"))
     row, shown, failures = heldout.score(4)
     assert not failures
     told = [(s.prompt.text, json.dumps(s.prompt.meta), s.text) for s in shown.samples]

@@ -50,7 +50,7 @@ def reward_file(tmp_path):
 
 
 def make(root, name="mine.py", **config):
-    return RewardSet([Reward(name=name, **config)], root)
+    return RewardSet([Reward(name=f"{root}/{name}", **config)])
 
 
 def score(rewards, made, groups=None, step=7):
@@ -159,7 +159,7 @@ from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 def judged():
-    rewards = RewardSet([Reward(name="mine.py:Judge")], {str(root)!r})
+    rewards = RewardSet([Reward(name={str(root / "mine.py")!r} + ":Judge")])
     sample = Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), Image.new("RGB", (8, 8)))
     assert not rewards.score([sample], [[0]], step=0).failures
     rewards.close()
@@ -281,11 +281,10 @@ def test_weights_sum_after_normalisation_and_weight_0_only_watches(reward_file):
     )
     rewards = RewardSet(
         [
-            Reward(name="mine.py:a", weight=2.0, normalize="batch"),
-            Reward(name="mine.py:b", weight=-1.0, normalize="group"),
-            Reward(name="mine.py:w", weight=0.0, on_failure="drop"),
+            Reward(name=f"{root}/mine.py:a", weight=2.0, normalize="batch"),
+            Reward(name=f"{root}/mine.py:b", weight=-1.0, normalize="group"),
+            Reward(name=f"{root}/mine.py:w", weight=0.0, on_failure="drop"),
         ],
-        root,
     )
     scores = score(rewards, samples(4), [[0, 1], [2, 3]])
     std = np.std([1, 2, 3, 5]) + 1e-4
@@ -325,7 +324,7 @@ def test_normalisation_ignores_failed_samples_and_sums_over_controllers():
     torch.testing.assert_close(torch.cat(results), normalise(torch.cat(halves), [[0, 1, 2, 3]], "batch"))
 
 
-def test_all_mistakes_are_found_before_anything_is_built(reward_file):
+def test_all_mistakes_are_found_before_anything_is_built(reward_file, monkeypatch):
     root = reward_file(
         "built = []\n"
         "class Model:\n    def __init__(self, size): built.append(size)\n"
@@ -351,15 +350,16 @@ def test_all_mistakes_are_found_before_anything_is_built(reward_file):
     }
     good = Reward(name="mine.py:Model", label="good", options={"size": 1})
     configs = [good, *(Reward(name=n, label=n, options={"treshold": 2} if "options" in n else {}) for n in bad)]
+    monkeypatch.chdir(root)
     with pytest.raises(UserError) as refused:
-        RewardSet(configs, root)
+        RewardSet(configs)
     lines = str(refused.value).splitlines()
     assert len(lines) == len(bad)
     for i, (line, (name, why)) in enumerate(zip(lines, bad.items(), strict=True)):
         assert line.startswith(f"rewards[{i + 1}] ({name}): ")
         assert re.search(why, line)
     assert mmrl.load("rewards", str((root / "mine.py").resolve())).built == []
-    assert check([good], root)[0].declaration.inputs == ("image",)
+    assert check([good])[0].declaration.inputs == ("image",)
 
 
 def test_a_class_is_built_once_and_its_own_mistakes_name_the_line(reward_file):
@@ -376,9 +376,7 @@ def test_a_class_is_built_once_and_its_own_mistakes_name_the_line(reward_file):
 
 
 def test_inputs_are_the_union_and_a_missing_one_is_named():
-    rewards = RewardSet(
-        [Reward(name="jpeg:compressibility"), Reward(name="colour:target", options={"rgb": [1, 2, 3]})], REPO
-    )
+    rewards = RewardSet([Reward(name="jpeg:compressibility"), Reward(name="colour:target", options={"rgb": [1, 2, 3]})])
     assert rewards.inputs == {"image", "tensor"}
     assert not rewards.differentiable
     with pytest.raises(RewardError, match="reads 'image', which the samples do not have"):
@@ -388,7 +386,7 @@ def test_inputs_are_the_union_and_a_missing_one_is_named():
 
 
 def test_scoring_keeps_no_graph_and_gradients_reach_the_picture():
-    rewards = RewardSet([Reward(name="colour:target", weight=3.0, batch_size=2, options={"rgb": [255, 0, 0]})], REPO)
+    rewards = RewardSet([Reward(name="colour:target", weight=3.0, batch_size=2, options={"rgb": [255, 0, 0]})])
     assert rewards.differentiable
     made = samples(3, gradient=True)
     assert not score(rewards, made).total.requires_grad
@@ -431,7 +429,7 @@ def test_jpeg_and_colour_say_what_their_names_say():
     noise.save(buffer, "JPEG", quality=95)
     kb = len(buffer.getvalue()) / 1000
     values = {
-        name: score(RewardSet([Reward(name=name, options=options)], REPO), made).total.tolist()
+        name: score(RewardSet([Reward(name=name, options=options)]), made).total.tolist()
         for name, options in {
             "jpeg:compressibility": {},
             "jpeg:incompressibility": {},
@@ -480,11 +478,11 @@ def test_clip_and_pickscore_equal_the_library(tiny_clip):
     cosine = logits / model.logit_scale.exp().double()
     assert (cosine < 0).any()  # so that the clamp is tried
     assert (cosine > 0).any()
-    clip = score(RewardSet([Reward(name="clip:score", options={"path": tiny_clip})], REPO), made)
+    clip = score(RewardSet([Reward(name="clip:score", options={"path": tiny_clip})]), made)
     torch.testing.assert_close(clip.total, 2.5 * cosine.clamp(min=0).detach(), rtol=1e-4, atol=1e-6)
     assert list(clip.parts) == ["clip"]
     options = {"path": tiny_clip, "processor": tiny_clip}
-    pick = score(RewardSet([Reward(name="pickscore", options=options)], REPO), made)
+    pick = score(RewardSet([Reward(name="pickscore", options=options)]), made)
     torch.testing.assert_close(pick.total, logits / 26, rtol=1e-4, atol=1e-6)
 
 
@@ -495,7 +493,7 @@ def test_pathwise_clip_is_the_same_cosine_with_a_gradient(size, within, tiny_cli
 
     model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
     made = clip_samples(size, gradient=True)
-    rewards = RewardSet([Reward(name="clip:pathwise", options={"path": tiny_clip})], REPO)
+    rewards = RewardSet([Reward(name="clip:pathwise", options={"path": tiny_clip})])
     value = rewards.gradient(made)
     inputs = processor(
         text=[s.prompt.text for s in made],
@@ -513,7 +511,7 @@ def test_pathwise_clip_is_the_same_cosine_with_a_gradient(size, within, tiny_cli
 
 def test_a_clip_path_that_holds_no_model_is_a_clear_message(tmp_path):
     with pytest.raises(UserError, match=r"cannot load a CLIP model from .*options.path"):
-        RewardSet([Reward(name="clip", options={"path": str(tmp_path)})], REPO)
+        RewardSet([Reward(name="clip", options={"path": str(tmp_path)})])
 
 
 def folder_of_odd_pictures(folder):
@@ -633,6 +631,6 @@ def test_the_reward_in_the_docs_runs(tmp_path):
     code = re.search(r"```python\n# warm\.py\n(.*?)```", text, re.S)[1]
     assert len(code.strip().splitlines()) <= 10
     (tmp_path / "warm.py").write_text(code)
-    rewards = RewardSet([Reward(name="warm.py", options={"strength": 2.0})], tmp_path)
+    rewards = RewardSet([Reward(name=str(tmp_path / "warm.py"), options={"strength": 2.0})])
     scores = score(rewards, samples(2, [(255, 0, 0), (0, 0, 255)]))
     assert scores.total.tolist() == [2.0, -2.0]

@@ -45,7 +45,7 @@ def a_run(out: Path, recipe: str | Path, *overrides: str, nudge: float = 0.1) ->
     loaded = load_recipe([recipe], overrides)
     with RunDir.create(out) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        run = build(loaded.recipe, loaded.root, scored=False)
+        run = build(loaded.recipe, scored=False)
         draws = torch.Generator().manual_seed(1)
         for parameter in run.policy.trainable.values():
             parameter.data += nudge * torch.randn(parameter.shape, generator=draws)

@@ -237,7 +237,7 @@ def test_a_plan_names_options_that_the_sampler_does_not_take(folder):
 
 def test_a_replaced_prompt_is_learned_from_under_its_own_index(folder):
     recipe = load_recipe([folder / "recipe.yaml"])
-    run = build(recipe.recipe, recipe.root)
+    run = build(recipe.recipe)
     heard = []
     run.prompts.sampler.learn = lambda step, groups: heard.extend(groups)
     slots = run.controller.slots(0, run.prompts, 3)

@@ -146,7 +146,7 @@ def test_log_probs_are_those_of_replay_and_no_sample_depends_on_its_neighbours(f
 
 def test_the_first_ratio_of_a_step_is_one(folder):
     made = loaded(folder, *KNOBS, "train.updates_per_step=2")
-    run = build(made.recipe, made.root)
+    run = build(made.recipe)
     row, _ = loop.train_step(run, 0, Clock(torch.device("cpu")))
     assert row["policy/first_ratio_max_dev"] < 1e-5
     assert row["mismatch/log_prob_gap_max"] < 2e-5
@@ -258,7 +258,7 @@ def test_a_stop_string_that_no_response_can_have_is_refused(folder, text):
 
 def test_a_records_limit_lowers_that_of_its_prompt(folder):
     made = loaded(folder)
-    run = build(made.recipe, made.root)
+    run = build(made.recipe)
     prompts = {prompt.text: prompt for prompt in run.prompts}
     assert prompts["Hi"].max_new_tokens == 5
     slots = [Slot(0, 0, 0, prompts["Hi"]), Slot(0, 1, 0, prompts["2 + 3?"])]

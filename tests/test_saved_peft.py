@@ -66,7 +66,7 @@ def by_peft(folder, adapter):
 
 def made(folder, path, *changes):
     loaded = load_recipe([folder / "recipe.yaml"], [f"model.lora={{path: {path}}}", *changes])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ def test_what_is_no_plain_lora_is_refused_and_the_named_edits_work(folders, tmp_
     for lora in ("null", "{rank: 2}"):  # all weights train, or a new adapter
         loaded = load_recipe([folder / "recipe.yaml"], [f"model.path={tmp_path / 'whole'}", f"model.lora={lora}"])
         with torch.no_grad():
-            found = build(loaded.recipe, loaded.root).policy.module(IDS).logits
+            found = build(loaded.recipe).policy.module(IDS).logits
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -285,7 +285,7 @@ def test_plan_refuses_what_train_refuses(folders, tmp_path):
     weights_with(lambda s: {k.replace("layers.1", "layers.7"): v for k, v in s.items()})(adapter)
     loaded = load_recipe([folder / "recipe.yaml"], [f"model.lora={{path: {adapter}}}"])
     with pytest.raises(UserError, match="does not fit the model: 4 weights have no counterpart"):
-        build(loaded.recipe, loaded.root)
+        build(loaded.recipe)
     assert any("have no counterpart" in problem for problem in plan(loaded).problems)
 
 

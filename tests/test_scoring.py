@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmrl
-from mmrl.config.names import resolve_options
+from mmrl.config.names import located, resolve_options
 from mmrl.config.schema import Reward
 from mmrl.rewards import loading
 from mmrl.rewards.contract import Span, Spans
@@ -82,7 +82,7 @@ def folder(tmp_path):
 
 
 def rewards(root, *names, **config):
-    return RewardSet([Reward(name=name, **config) for name in names], root)
+    return RewardSet([Reward(name=f"{root}/{name}", **config) for name in names])
 
 
 def sleeper(root):
@@ -129,10 +129,9 @@ def test_what_was_scored_during_generation_is_not_waited_for(folder):
 def test_rewards_run_beside_one_another_each_in_order(folder):
     both = RewardSet(
         [
-            Reward(name="sleeper.py:meets", label="a", batch_size=1),
-            Reward(name="sleeper.py:meets", label="b", batch_size=2),
+            Reward(name=f"{folder}/sleeper.py:meets", label="a", batch_size=1),
+            Reward(name=f"{folder}/sleeper.py:meets", label="b", batch_size=2),
         ],
-        folder,
     )
     scores = both.score([sample(0, k) for k in range(4)], [[0, 1, 2, 3]])  # the first call of each has met the other's
     assert scores.parts["a"].tolist() == scores.parts["b"].tolist() == [0, 1, 2, 3]
@@ -146,11 +145,11 @@ def test_micro_batches_give_the_scores_of_one_batch(folder):
     samples = [sample(slot, k) for slot in range(3) for k in range(4)]
     groups = [list(range(4 * s, 4 * s + 4)) for s in range(3)]
     config = [
-        Reward(name="sleeper.py:slow", weight=2.0, normalize="group", options={"seconds": 0.0}),
-        Reward(name="sleeper.py:rank", weight=0.5),
+        Reward(name=f"{folder}/sleeper.py:slow", weight=2.0, normalize="group", options={"seconds": 0.0}),
+        Reward(name=f"{folder}/sleeper.py:rank", weight=0.5),
     ]
-    whole = RewardSet(config, folder).score(samples, groups, step=4)
-    scoring = RewardSet(config, folder).start(4, group_size=4)
+    whole = RewardSet(config).score(samples, groups, step=4)
+    scoring = RewardSet(config).start(4, group_size=4)
     for first in range(0, 12, 3):
         scoring.add(samples[first : first + 3])
     pieces = scoring.finish(groups)
@@ -179,7 +178,9 @@ def test_groups_must_be_those_that_were_scored_and_hold_each_sample_once(folder)
 
 
 def test_a_failure_stops_the_run_while_it_still_samples_and_forgets_what_waits(folder):
-    both = RewardSet([Reward(name="sleeper.py:breaks"), Reward(name="sleeper.py:waits", batch_size=1)], folder)
+    both = RewardSet(
+        [Reward(name=f"{folder}/sleeper.py:breaks"), Reward(name=f"{folder}/sleeper.py:waits", batch_size=1)]
+    )
     scoring = both.start(4)
     scoring.add([sample(0, k) for k in range(5)])
     until(lambda: scoring._calls[0].answer.done() and sleeper(folder).seen)
@@ -211,7 +212,9 @@ def test_close_ends_every_thread_and_closes_what_the_reward_holds(folder):
         "    def close(self): closed.append(1)\n"
     )
     before = set(threading.enumerate())
-    both = RewardSet([Reward(name="held.py"), Reward(name="sleeper.py:slow", options={"seconds": 0.0})], folder)
+    both = RewardSet(
+        [Reward(name=f"{folder}/held.py"), Reward(name=f"{folder}/sleeper.py:slow", options={"seconds": 0.0})]
+    )
     made = [Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), image=object(), text="a")]
     assert both.score(made, [[0]]).total.tolist() == [1.0]
     both.close()
@@ -268,7 +271,7 @@ def test_context_says_where_the_run_writes_and_what_the_reward_is_called(folder)
         "def score(samples, *, context):\n"
         "    assert (str(context.folder), context.label, context.step) == ('/runs/x', 'w', 5)\n    return [1.0]\n"
     )
-    set_ = RewardSet([Reward(name="where.py", label="w")], folder, folder=Path("/runs/x"))
+    set_ = RewardSet([Reward(name=f"{folder}/where.py", label="w")], folder=Path("/runs/x"))
     made = [Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), image=object())]
     assert set_.score(made, [[0]], step=5).total.tolist() == [1.0]
 
@@ -293,7 +296,8 @@ def test_options_that_name_files_are_looked_up_from_the_recipes_folder(tmp_path)
     options = {"rubric": "rubric.txt", "model": {"vllm": "judge", "x": 1}, "votes": 3}
     expected = [str(tmp_path / "rubric.txt"), {"vllm": str(tmp_path / "judge"), "x": 1}, 3]
     asked = dataclasses.replace(sample(0, 0), prompt=Prompt("p", repr(expected)))
-    said = rewards(tmp_path, "says.py", options=options).score([asked], [[0]])
+    (found,) = located(tmp_path, {"rewards": [{"name": "says.py", "options": options}]})["rewards"]
+    said = RewardSet([Reward.model_validate(found)]).score([asked], [[0]])
     assert said.parts["says/right"].tolist() == [1.0]
     template = "Is it {{ response }}?\nyes or no"
     assert resolve_options(tmp_path, {"rubric": template, "model": ""}, ["rubric", "model"]) == {

@@ -82,7 +82,7 @@ def served(name, *, inputs=("image",), **options):
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         asked = {"url": server.url, "inputs": list(inputs)}
         try:
-            yield RewardSet([Reward(name="http:score", label="far", on_failure="drop", options=asked)], SERVED)
+            yield RewardSet([Reward(name="http:score", label="far", on_failure="drop", options=asked)])
         finally:
             server.shutdown()
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from mmrl.config.loader import load_recipe
-from mmrl.config.names import resolve_options
 from mmrl.config.placement import Placement
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split
@@ -194,7 +193,7 @@ def test_devices_switch_to_the_judge_that_they_are_asked(sleep):
 def second():
     """Overrides that add the recipe's judge again, under another name."""
     loaded = load_recipe(["shapes-judge"])
-    options = resolve_options(loaded.root, loaded.recipe.rewards[0].options, ["model.path"])
+    options = loaded.recipe.rewards[0].options
     judge = {"name": "judge", "on_failure": "drop", "batch_size": 4, "options": options}
     return [f"rewards={json.dumps([judge, {**judge, 'label': 'second', 'weight': 0.5}])}"]
 

@@ -71,7 +71,7 @@ def load(folder, *changes):
 
 def make(folder, *changes):
     loaded = load(folder, *changes)
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def gradient_of(run):
@@ -199,9 +199,9 @@ def test_a_bad_record_is_replaced_in_training_and_left_out_of_evaluation(folder,
     row, failures = loop.train_step(run, 0, Clock(torch.device("cpu")))
     assert [f.reward for f in failures] == ["prompt"] * 2
     assert row["policy/loss"] > 0
-    whole = Evaluator(run, run.prompts, folder).score(40)[0]
+    whole = Evaluator(run, run.prompts).score(40)[0]
     assert (whole["samples"], whole["dropped"]) == (38, 2)
-    halves = [Evaluator(run, list(run.prompts)[part], folder).score(20)[0] for part in (slice(20), slice(20, 40))]
+    halves = [Evaluator(run, list(run.prompts)[part]).score(20)[0] for part in (slice(20), slice(20, 40))]
     means = [half["policy/loss"] for half in halves]
     assert min(means) < whole["policy/loss"] < max(means)
 

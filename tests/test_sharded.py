@@ -44,7 +44,7 @@ RECIPES = {
 def make(name, controller=None, *overrides):
     recipe, changes = RECIPES[name]
     loaded = load_recipe([recipe], [*changes, *overrides])
-    return build(loaded.recipe, loaded.root, controller)
+    return build(loaded.recipe, controller)
 
 
 def work(run, steps=1):

@@ -31,7 +31,7 @@ def guided():
     """A run with guidance and two sizes, whose LoRA is not the identity."""
     sizes = ["sampling.guidance_scale=4", "sampling.buckets=[[32, 32], [32, 24]]"]
     loaded = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *sizes])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in run.policy.trainable.values():

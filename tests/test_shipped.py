@@ -35,7 +35,7 @@ def test_the_users_files_are_found_and_moved(mine, tmp_path):
     moved = shipped.moved(loaded, given)
     shutil.rmtree(mine)
     for reward in moved.recipe.rewards:
-        assert moved.resolve_drop_in(reward.name) == f"{moved.root}/code/own.py:score"
+        assert reward.name == f"{moved.root}/code/own.py:score"
     assert (moved.root / "code" / "own.py").read_text() == REWARD
     assert moved.recipe.model_copy(update={"rewards": []}) == loaded.recipe.model_copy(update={"rewards": []})
     shipped.removed(moved)

@@ -80,7 +80,7 @@ def run():
     words = [f"sampling.steps={STEPS}", "sampling.window={size: 1, first: 3, last: 4}", "algorithm.kl_coef=0"]
     words += ["train.prompts_per_step=2", f"train.group_size={SIZE}", "model.dtype=float32", "train.micro_batch_size=6"]
     loaded = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *words, "sampling.solver=dpmsolver++"])
-    made = build(loaded.recipe, loaded.root)
+    made = build(loaded.recipe)
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in made.policy.trainable.values():

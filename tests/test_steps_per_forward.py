@@ -42,7 +42,7 @@ CASES = {
 def stepped(*overrides):
     """A step of training: its row, the gradient of the first update, and rows of every forward with a graph."""
     loaded = resolved(load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *overrides]))
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     gradients, forwards = [], []
     apply = run.policy.apply
 

@@ -65,7 +65,7 @@ def models() -> list[dict[str, Any]]:
     found = []
     for name in ("shapes-lora", "sums"):
         loaded = load_recipe([name], [])
-        found.append(json.loads(json.dumps(described(loaded.recipe, loaded.root))))
+        found.append(json.loads(json.dumps(described(loaded.recipe))))
     return found
 
 
@@ -110,4 +110,4 @@ def test_a_recipe_of_own_files_is_stored_without_what_the_model_does_not_need(tm
     changes = [f"data.name={tmp_path}/mine.py:prompts", f'rewards=[{{name: "{tmp_path}/mine.py:score"}}]']
     for name in ("shapes-lora", "sums"):
         loaded = load_recipe([name], changes)
-        assert "mine.py" not in json.dumps(described(loaded.recipe, loaded.root))
+        assert "mine.py" not in json.dumps(described(loaded.recipe))

@@ -462,7 +462,7 @@ def test_the_loss_of_an_answer_is_the_librarys_of_the_whole_conversation(folder,
 
     write(folder, [{"prompt": f"Say {c}.", "completion": f"<think>\nsay\n</think>\n\n{c}"} for c in "ab"])
     made = loaded(folder, template(kind), *SFT)
-    run = build(made.recipe, made.root)
+    run = build(made.recipe)
     row, failures = loop.train_step(run, 0, Clock(torch.device("cpu")))
     assert not failures
     model, tokenizer = (cls.from_pretrained(folder / "model") for cls in (AutoModelForCausalLM, AutoTokenizer))
@@ -547,7 +547,7 @@ def test_system_messages_of_picture_recipes_are_not_shown_as_if_they_were_read(t
     data = f"{{path: {tmp_path}/q.jsonl, heldout: 0}}"
     changes = [f"data={{name: jsonl, train: {data}, heldout: {data}}}", "sampling.guidance_scale=4.5"]
     made = load_recipe(["shapes-full"], changes)
-    found = check_recipe(made, 3, 10).splits["train"]
+    found = check_recipe(made.recipe, 3, 10).splits["train"]
     (record,) = found.shown
     assert (record.text, record.system, record.settings["negative_prompt"]) == ("a red circle", None, "")
     assert found.notes == ["1 of 1 prompts looked at have a system message, and diffusion/sd3 reads none"]

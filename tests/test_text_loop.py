@@ -73,7 +73,7 @@ checkpoint: {every: 1}
 
 def make(folder, *overrides):
     loaded = load_recipe([folder / "recipe.yaml"], [*overrides])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def step(run, number=0):
@@ -119,7 +119,7 @@ def test_every_algorithm_runs_in_the_one_loop(folder, name, updates):
 def collected(setting="kl_coef: 0.0"):
     """A batch of the shipped recipe, of which some responses are cut and some groups are all alike."""
     loaded = load_recipe(["sums"], [f"algorithm={{type: grpo, {setting}}}", "sampling.max_new_tokens=32"])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     slots = run.controller.slots(0, run.prompts, run.recipe.train.prompts_per_step)
     return collect_batch(run, slots, 0, Clock(torch.device("cpu")), StepMetrics()), loaded.recipe.train.group_size
 
@@ -162,7 +162,7 @@ def sampled_by(size):
     """A run and its batch of 24 responses, drawn ``size`` at a time."""
     small = ["train.prompts_per_step=6", "train.group_size=4", f"sampling.batch_size={size}"]
     loaded = load_recipe(["sums"], small)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     slots = run.controller.slots(0, run.prompts, 6)
     return run, collect_batch(run, slots, 0, Clock(torch.device("cpu")), StepMetrics())
 

@@ -63,9 +63,9 @@ def opened(tmp_path, name, how):
         words += [f"model.path={two_blocks()}", "rewards.0.batch_size=4", "sampling.steps=4", "optim.lr=1e-4"]
         words += ["train.prompts_per_step=3"]
     loaded = load_recipe([name], words)
-    others = [Slow(build(loaded.recipe, loaded.root), 0.1) for _ in range(2)]
+    others = [Slow(build(loaded.recipe), 0.1) for _ in range(2)]
     devices = Watched(others, loaded.recipe.placement)
-    run = build(loaded.recipe, loaded.root, devices=devices)
+    run = build(loaded.recipe, devices=devices)
     if loaded.recipe.placement.lend:
         devices.begin_by(Begins(others=2, lent=1, judged=True))
     devices.open(run)

@@ -17,7 +17,7 @@ STEPS = 10
 @pytest.fixture(scope="module")
 def pipeline():
     loaded = load_recipe(["shapes-nft"])
-    return build(loaded.recipe, loaded.root).pipeline
+    return build(loaded.recipe).pipeline
 
 
 def renoising(pipeline, **algorithm):

@@ -27,7 +27,7 @@ SMALL = [
 def make(*overrides):
     """A run of the shipped recipe, on two blocks of its model."""
     loaded = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *overrides])
-    return build(loaded.recipe, loaded.root)
+    return build(loaded.recipe)
 
 
 def step(run, n=0):

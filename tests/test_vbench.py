@@ -78,7 +78,7 @@ def test_subject_is_of_the_class_token_and_a_frame_alone_fails(dino, monkeypatch
 
     monkeypatch.setattr(vbench, "AT_ONCE", 3)  # a clip's frames are in two passes
     made = [clip(*noise(0)), clip(grey(1), k=1), clip(*noise(1, 5), k=2), clip(*[noise(2, 1)[0]] * 2, k=3)]
-    rewards = RewardSet([Reward(name="vbench:subject", options={"path": dino}, on_failure="drop")], REPO)
+    rewards = RewardSet([Reward(name="vbench:subject", options={"path": dino}, on_failure="drop")])
     answer = rewards.answer(rewards.labels[0], made, 0)
     model, images = ViTModel.from_pretrained(dino).eval(), ViTImageProcessor.from_pretrained(dino)
     expected = []

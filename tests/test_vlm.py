@@ -192,7 +192,7 @@ def test_a_model_of_another_sort_is_told_its_pipeline(load, last):
     loaded = load_recipe(["scenes"], ["pipeline=llm/chat"])
     make = getattr(mmrl.load("pipelines", "llm/chat"), load)
     with pytest.raises(UserError, match=r"it has a Qwen2_5_VLConfig\n  Set pipeline: vlm/chat for a model that sees"):
-        make(loaded.recipe, loaded.resolve(loaded.recipe.model.path), last)
+        make(loaded.recipe, loaded.recipe.model.path, last)
 
 
 def test_tokens_of_pictures_count_and_a_cut_leaves_pictures_whole(pipeline):

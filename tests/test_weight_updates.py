@@ -56,7 +56,7 @@ class Files:
 
 def made(layout, controller=None):
     loaded = load_recipe(["sums"], ["model.dtype=float32", *LAYOUTS[layout]])
-    return build(loaded.recipe, loaded.root, controller)
+    return build(loaded.recipe, controller)
 
 
 def serve(layout, rank, port, out):

@@ -106,7 +106,7 @@ def test_an_evaluation_is_of_prompts_that_training_never_has(folder, tmp_path):
     train(loaded, tmp_path / "run")
     listing = json.loads((tmp_path / "run" / "samples" / "step_000001.json").read_text())
     shown = {sample["prompt"] for sample in listing["samples"]}
-    trained = {prompt.text for prompt in build(loaded.recipe, loaded.root).prompts}
+    trained = {prompt.text for prompt in build(loaded.recipe).prompts}
     assert (len(shown), len(trained)) == (8, 32)
     assert not shown & trained
 
@@ -122,10 +122,10 @@ def pushed(policy):
 def test_an_evaluation_has_noise_of_its_own_and_takes_the_averaged_weights(folder):
     def shown(seed, ema, push):
         loaded = load_recipe([folder / "recipe.yaml"], [f"seed={seed}", f"optim.ema_decay={ema}"])
-        run = build(loaded.recipe, loaded.root)
+        run = build(loaded.recipe)
         if push:
             pushed(run.policy)  # the average stays behind
-        heldout = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
+        heldout = Evaluator(run, load_prompts(loaded.recipe, "heldout"))
         return [sample.text for sample in heldout.score(8)[1].samples]
 
     assert shown(1, 0.9, False) == shown(2, 0.9, True)
@@ -135,7 +135,7 @@ def test_an_evaluation_has_noise_of_its_own_and_takes_the_averaged_weights(folde
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
 def test_the_reference_of_text_is_the_policy_that_began(folder, lora):
     loaded = load_recipe([folder / "recipe.yaml"], [f"model.lora={json.dumps(lora)}"])
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     slots = run.controller.slots(0, run.prompts, 2)
     run.pipeline.encode(slots)
     drawn = run.pipeline.sample(slots, [SampleId(0, slot.index, 0, 0) for slot in slots], [], 0)
@@ -151,7 +151,7 @@ def test_the_reference_of_text_is_the_policy_that_began(folder, lora):
 def test_the_reference_of_pictures_is_the_model_without_its_adapter():
     small = ["sampling.steps=3", "sampling.window=null", "algorithm.kl_coef=0.1"]
     loaded = load_recipe(["shapes-lora"], small)
-    run = build(loaded.recipe, loaded.root)
+    run = build(loaded.recipe)
     slots = run.controller.slots(0, run.prompts, 1)
     run.pipeline.encode(slots)
     drawn = run.pipeline.sample(slots, [SampleId(0, 0, 0, 0)], [0], 0)

@@ -305,7 +305,7 @@ def folder(tmp_path_factory):
 
 def make(folder, controller=None, *overrides):
     loaded = load_recipe([folder / "recipe.yaml"], list(overrides))
-    return build(loaded.recipe, loaded.root, controller)
+    return build(loaded.recipe, controller)
 
 
 def steps(run, n=STEPS):

@@ -56,13 +56,13 @@ def check_(
         loaded = read_recipe(target, changes or ())
         from mmrl.planner.data_check import check_recipe
 
-        found = check_recipe(loaded, show, look_at)
+        found = check_recipe(loaded.recipe, show, look_at)
     else:
         if changes:
             raise UserError(f"{changes[0]!r} changes a recipe, and {target} is data; use --options")
         from mmrl.planner.data_check import check_data, data_at
 
-        found = check_data(data_at(target, given), Path.cwd(), show, look_at)
+        found = check_data(data_at(target, given), show, look_at)
     print(json.dumps(found.as_json(), indent=2, default=str) if as_json else "\n".join(_lines(found)))
     raise typer.Exit(1 if found.faults else 0)
 

@@ -77,7 +77,7 @@ def _opened(source: str, changes: list[str], checkpoint: str) -> Source:
         loaded = read_recipe(source, changes)
         from mmrl.distill.distilling import Source
 
-        return Source(loaded.recipe, loaded.root)
+        return Source(loaded.recipe)
     if changes:
         raise UserError(
             f"{changes[0]}: a run keeps the settings that it was trained with; name a recipe to change them"
@@ -86,7 +86,7 @@ def _opened(source: str, changes: list[str], checkpoint: str) -> Source:
     from mmrl.distill.distilling import Source
     from mmrl.run import open_run
 
-    return Source(open_run(run)[0], run, run, checkpoint)
+    return Source(open_run(run)[0], run, checkpoint)
 
 
 def _show(made: Outcome) -> None:

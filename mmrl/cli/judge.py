@@ -42,14 +42,18 @@ def judge(
 ) -> None:
     """Measure a judge's agreement with held-out truth."""
     chosen, root, device = _read(source, reward)
-    chosen = chosen.model_copy(update={"options": chosen.options | reward_options(options)})
+    from mmrl.config.drop_ins import declared_paths
+    from mmrl.config.names import resolve_options
     from mmrl.engines.this_machine import choose_device
     from mmrl.judge.agreement import as_json as plain
     from mmrl.judge.agreement import measure
 
+    given = resolve_options(root, {**chosen.options, **reward_options(options)}, declared_paths(chosen.name))
+    chosen = chosen.model_copy(update={"options": given})
+
     def measured() -> Agreement:
         where = str(choose_device(device))
-        return measure(chosen, truth, root, limit=limit, threshold=threshold, bins=bins, device=where, folder=out)
+        return measure(chosen, truth, limit=limit, threshold=threshold, bins=bins, device=where, folder=out)
 
     if as_json:
         with json_alone() as write:

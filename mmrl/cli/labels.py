@@ -117,7 +117,7 @@ def spread(
         from mmrl.labels.training import Settings
 
         methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD}
-        reader = None if loaded is None else model_of(loaded.recipe, loaded.root)
+        reader = None if loaded is None else model_of(loaded.recipe)
 
     def made() -> Outcome:
         settings = Settings(neighbours=neighbours, seed=seed)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from mmrl.algorithms.settings import ResponseSettings
-from mmrl.config.data import of_data
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
 from mmrl.config.moving_checks import of_moving
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
-from mmrl.config.rollout import GROUPED
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
 
@@ -23,53 +21,13 @@ MOST_SAMPLES = 10**6
 
 
 def impossibilities(recipe: Recipe) -> list[str]:
-    """All contradictions between sections, at once; each names the key to change."""
-    if recipe.sampling.type == "text":
-        return [
-            *_device(recipe),
-            *of_data(recipe.data),
-            *_sampler(recipe),
-            *_groups(recipe),
-            *recipe.algorithm.conflicts(recipe.sampling),
-            *_batches(recipe),
-            *_rate(recipe),
-            *_half(recipe),
-            *_performance(recipe),
-            *_text(recipe),
-            *_pairs(recipe),
-            *_partial(recipe),
-            *_transport(recipe),
-            *_unused(recipe),
-            *_normalize(recipe),
-            *of_midway(recipe),
-            *of_placement(recipe),
-            *of_moving(recipe),
-            *_labels(recipe),
-            *_weights(recipe),
-            *of_evaluation(recipe),
-        ]
+    """All contradictions in and between sections, at once; each names the key to change."""
+    sections = [section for _, section in recipe if isinstance(section, Section)]
+    of_kind = (_text, _partial) if recipe.sampling.type == "text" else (_diffusion, of_pictures)
     return [
-        *_device(recipe),
-        *of_data(recipe.data),
-        *_sampler(recipe),
-        *_groups(recipe),
+        *(line for section in sections for line in section.contradictions()),
         *recipe.algorithm.conflicts(recipe.sampling),
-        *_diffusion(recipe),
-        *_transport(recipe),
-        *_unused(recipe),
-        *_normalize(recipe),
-        *_pairs(recipe),
-        *of_pictures(recipe),
-        *_batches(recipe),
-        *_rate(recipe),
-        *_half(recipe),
-        *_performance(recipe),
-        *of_midway(recipe),
-        *of_placement(recipe),
-        *of_moving(recipe),
-        *_labels(recipe),
-        *_weights(recipe),
-        *of_evaluation(recipe),
+        *(line for rule in (*of_kind, *_RULES) for line in rule(recipe)),
     ]
 
 
@@ -264,28 +222,6 @@ def _partial(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _transport(recipe: Recipe) -> Iterator[str]:
-    """Check how weights reach an engine."""
-    rollout, key = recipe.rollout, f"rollout.weight_transport: {recipe.rollout.weight_transport}"
-    if rollout.weight_transport not in GROUPED:
-        return
-    elsewhere = "CUDA_VISIBLE_DEVICES" in (rollout.options.get("environment") or {})
-    if rollout.engine != "vllm_server":
-        yield f"{key} needs an engine in vLLM's server; set rollout.engine to vllm_server, or weight_transport to auto"
-    elif rollout.options.get("data_parallel_size", 1) != 1:
-        yield f"{key} counts the processes of one model; remove data_parallel_size, or set weight_transport to auto"
-    elif rollout.weight_transport == "nccl" and not elsewhere:
-        yield (
-            f"{key} does not work between processes on the same GPU, and the engine starts on the trainer's; set "
-            "weight_transport to ipc, or give the engine other GPUs (options.environment.CUDA_VISIBLE_DEVICES)"
-        )
-    elif rollout.weight_transport == "ipc" and elsewhere:
-        yield (
-            f"{key} opens memory of the trainer's GPU, which the engine does not see; set weight_transport to nccl, or "
-            "remove CUDA_VISIBLE_DEVICES of options.environment"
-        )
-
-
 def _normalize(recipe: Recipe) -> Iterator[str]:
     rollout = recipe.rollout
     if rollout.importance_normalize == "none":
@@ -334,19 +270,6 @@ def _batches(recipe: Recipe) -> Iterator[str]:
         yield (
             f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
             f"{train.updates_per_step} updates; use a divisor of train.group_size"
-        )
-
-
-def _rate(recipe: Recipe) -> Iterator[str]:
-    if recipe.optim.min_lr_ratio and recipe.optim.schedule == "constant":
-        yield "optim.min_lr_ratio: a constant rate never falls; set optim.schedule to cosine or linear, or remove it"
-
-
-def _half(recipe: Recipe) -> Iterator[str]:
-    if recipe.model.dtype == "float16":
-        yield (
-            "model.dtype: the gradients of float16 underflow without loss scaling, which is not built; "
-            "use bfloat16, or float32"
         )
 
 
@@ -410,3 +333,10 @@ def _weights(recipe: Recipe) -> Iterator[str]:
             "rewards: all weights are 0, so nothing would be learned; give one of them a weight (rewards[0].weight), "
             "and move rewards that are only measured to eval.rewards"
         )
+
+
+_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
+    *(_device, _sampler, _groups, _batches, _performance, _pairs, _unused, _normalize),
+    *(of_midway, of_placement, of_moving, _labels, _weights, of_evaluation),
+)
+"""What is checked of several sections together, whatever is sampled."""

@@ -80,6 +80,30 @@ class Data(Section):
         """The names of a mixture's sources in metrics; empty for a single data set."""
         return [source_label(source) for source in self.mixture]
 
+    def contradictions(self) -> Iterator[str]:
+        if not self.mixture:
+            if not self.name:
+                yield "data.name: it is empty; name a data set (mmrl ls datasets), or several in data.mixture"
+            return
+        for key in ("name", "train", "heldout"):
+            if getattr(self, key):
+                yield f"data.{key}: data.mixture names the data sets and their options; remove data.{key}"
+        for i, label in enumerate(self.labels):
+            if label in self.labels[:i]:
+                yield f"data.mixture[{i}].label: two sources are called {label!r}; give them different labels"
+            elif not label or "/" in label or label.strip() != label:
+                yield f"data.mixture[{i}].label: {label!r} cannot be part of a metric's name; write one without '/'"
+        for split in ("train", "heldout"):
+            if all(getattr(source, split) is None for source in self.mixture):
+                yield f"data.mixture: every source has {split}: null, which leaves no prompts; give one of them options"
+        total = sum(source.weight for source in self.mixture if source.train is not None)
+        for i, source in enumerate(self.mixture):
+            if source.train is not None and source.weight / total < 1e-3:
+                yield (
+                    f"data.mixture[{i}].weight: {source.weight:g} of {total:g} is less than a prompt in 1000; raise "
+                    "it, or remove the source"
+                )
+
 
 def without_name(values: JsonObject) -> JsonObject:
     """``values`` of a recipe, whose ``data`` needs no name where it has a mixture."""
@@ -87,32 +111,6 @@ def without_name(values: JsonObject) -> JsonObject:
     if not isinstance(data, Mapping) or not data.get("mixture") or "name" in data:
         return values
     return {**values, "data": {**data, "name": ""}}
-
-
-def of_data(data: Data) -> Iterator[str]:
-    """The section's impossible settings, as ``key: why; the edit``."""
-    if not data.mixture:
-        if not data.name:
-            yield "data.name: it is empty; name a data set (mmrl ls datasets), or several in data.mixture"
-        return
-    for key in ("name", "train", "heldout"):
-        if getattr(data, key):
-            yield f"data.{key}: data.mixture names the data sets and their options; remove data.{key}"
-    for i, label in enumerate(data.labels):
-        if label in data.labels[:i]:
-            yield f"data.mixture[{i}].label: two sources are called {label!r}; give them different labels"
-        elif not label or "/" in label or label.strip() != label:
-            yield f"data.mixture[{i}].label: {label!r} cannot be part of a metric's name; write one without '/'"
-    for split in ("train", "heldout"):
-        if all(getattr(source, split) is None for source in data.mixture):
-            yield f"data.mixture: every source has {split}: null, which leaves no prompts; give one of them options"
-    total = sum(source.weight for source in data.mixture if source.train is not None)
-    for i, source in enumerate(data.mixture):
-        if source.train is not None and source.weight / total < 1e-3:
-            yield (
-                f"data.mixture[{i}].weight: {source.weight:g} of {total:g} is less than a prompt in 1000; raise it, or "
-                "remove the source"
-            )
 
 
 def source_label(source: Source) -> str:

@@ -17,6 +17,7 @@ from mmrl._load import Kind, absent, folders, shelf
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import shown
 from mmrl.python_objects import in_this_process
+from mmrl.rewards.contract import declaration_of
 
 DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts", "algorithms": ""}
 """The attribute that a name without ``:attribute`` means; the only algorithm of a file needs no name."""
@@ -98,6 +99,8 @@ def declared_paths(name: str) -> tuple[str, ...]:
 
     Empty for a reward that cannot be found or read; building it raises the error.
     """
+    if in_this_process(name):
+        return declaration_of(getattr(shelf("rewards"), name.partition(":")[2], None)).paths
     file_text, attribute = split_file(name)
     target, _, own = name.partition(":")
     file = _module_file("rewards", target) if file_text is None else Path(file_text)

@@ -11,26 +11,22 @@ from pydantic import ValidationError
 
 from mmrl.config.chat_template import with_template_read
 from mmrl.config.checks import impossibilities
-from mmrl.config.drop_ins import declared_paths
 from mmrl.config.dtype import chosen_by, is_auto
 from mmrl.config.error_messages import contradictions, explain, implicit_booleans
 from mmrl.config.errors import Finding, RecipeError, recipe_error
 from mmrl.config.layers import Tree, parse_key, read_layers
 from mmrl.config.names import (
     find_recipe,
+    located,
     missing_names,
-    resolve,
-    resolve_drop_in,
-    resolve_options,
     shipped_recipes,
-    with_files_found,
 )
 from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json, JsonObject, MutableJson
 from mmrl.secrets import masks, remember
 
-__all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "resolve", "shipped_recipes"]
+__all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]
 
 
 _MASKED = "the secret is masked here, as in the recipe that a run keeps; write it anew, or name a variable: $NAME"
@@ -52,10 +48,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe and where it came from.
+    """A recipe, in which all paths are absolute, and where it came from.
 
     ``paths`` are its files and ``overrides`` the ``a.b=c`` on top of them; ``path`` is the first file and ``root`` its
-    folder, where relative paths in the recipe start.
+    folder, where its relative paths started.
     """
 
     recipe: Recipe
@@ -71,31 +67,9 @@ class LoadedRecipe:
     planned: Mapping[str, float] = field(default_factory=dict)
     """What the plan said of a step, by the metrics' names (``plan/step_seconds``, ``plan/peak``)."""
 
-    def resolve(self, text: str) -> str:
-        """The absolute path of a model or file named in this recipe, or ``text`` if it names nothing local."""
-        return resolve(self.root, text)
-
-    def resolve_drop_in(self, text: str) -> str:
-        """As ``resolve``, for a pipeline, reward or data set."""
-        return resolve_drop_in(self.root, text)
-
     def resolved(self) -> dict[str, Any]:
         """All settings with their defaults, ready for JSON; local paths are absolute, so it loads from any folder."""
-        settings = self.recipe.model_dump(mode="json")
-        rewards = [*settings["rewards"], *settings["eval"]["rewards"]]
-        sources = [settings["data"], *settings["data"]["mixture"]]
-        for section in (*sources, *rewards):
-            section["name"] = self.resolve_drop_in(section["name"])
-        settings["pipeline"] = self.resolve_drop_in(settings["pipeline"])
-        for reward in rewards:
-            reward["options"] = resolve_options(self.root, reward["options"], declared_paths(reward["name"]))
-        places = [(settings["model"], "path")]
-        places += [(settings, "architecture")] if settings["architecture"] else []
-        splits = [source[split] or {} for source in sources for split in ("train", "heldout")]
-        places += [(options, "path") for options in splits if isinstance(options.get("path"), str)]
-        for section, key in places:
-            section[key] = self.resolve(section[key])
-        return settings
+        return self.recipe.model_dump(mode="json")
 
     @property
     def chose_dtype(self) -> bool:
@@ -143,8 +117,7 @@ def load_recipe(
     findings += [Finding(tree.source(key), key, _MASKED) for key in masks(tree.values)]
     missing = [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]
     recipe = None
-    values = with_files_found(root, prepare(tree.values) if prepare else tree.values)
-    values = with_template_read(root, values)
+    values = with_template_read(root, located(root, prepare(tree.values) if prepare else tree.values))
     try:
         recipe = Recipe.model_validate(values)
         found = list(contradictions("\n".join(impossibilities(recipe)), tree))
@@ -155,12 +128,6 @@ def load_recipe(
     findings += missing
     if recipe is None or findings:
         raise recipe_error(findings)
-    if recipe.rollout.own_class:  # every process of a run finds the file, whatever folder it runs in
-        rollout = recipe.rollout.model_copy(update={"engine": resolve_drop_in(root, recipe.rollout.engine)})
-        recipe = recipe.model_copy(update={"rollout": rollout})
-    if recipe.data.sampler:
-        sampler = recipe.data.sampler.model_copy(update={"name": resolve_drop_in(root, recipe.data.sampler.name)})
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"sampler": sampler})})
     return LoadedRecipe(recipe, files[0], root, tuple(files), tuple(overrides), tree)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, model_validator
@@ -60,3 +60,10 @@ class Model(Section):
     def continues_adapter(self) -> bool:
         """Whether training begins with a saved adapter."""
         return self.lora is not None and self.lora.path is not None
+
+    def contradictions(self) -> Iterator[str]:
+        if self.dtype == "float16":
+            yield (
+                "model.dtype: the gradients of float16 underflow without loss scaling, which is not built; "
+                "use bfloat16, or float32"
+            )

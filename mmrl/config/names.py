@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from mmrl._load import Kind, folders
 from mmrl.config.data import MOST_SOURCES
-from mmrl.config.drop_ins import missing_class, missing_drop_in, split_file
+from mmrl.config.drop_ins import declared_paths, missing_class, missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
@@ -101,42 +103,75 @@ def resolve_options(root: Path, options: JsonObject, paths: Sequence[str]) -> Js
     return resolved
 
 
-def with_files_found(root: Path, values: JsonObject) -> JsonObject:
-    """``values`` of a recipe with absolute paths of the files that reading it opens: the algorithm's file, which is
-    imported, and the LoRA adapter, whose settings are taken."""
-    found, algorithm, model = dict(values), values.get("algorithm"), values.get("model")
-    name = _text(values, ("algorithm", "type"))
-    if name and isinstance(algorithm, Mapping):
-        found["algorithm"] = {**algorithm, "type": resolve_drop_in(root, name)}
-    adapter = _text(values, ("model", "lora", "path"))
-    place = _look_up(root, adapter) if adapter else None
-    if place is not None and isinstance(model, Mapping) and isinstance(lora := model.get("lora"), Mapping):
-        found["model"] = {**model, "lora": {**lora, "path": str(place)}}
+_Named = Kind | Literal["class", "model", "path", "file"]
+"""What a key of a recipe names: a drop-in, a class in a file, a model, a place that may be elsewhere, or a file that
+must be here."""
+
+
+def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, str]]:
+    """What a recipe may name: the kind, the path of the section, and the key there."""
+    yield "model", ("model",), "path"
+    yield "file", ("model", "lora"), "path"
+    yield "file", (), "architecture"
+    yield "class", ("rollout",), "engine"
+    yield "class", ("data",), "sampler"
+    yield "class", ("data", "sampler"), "name"
+    yield "pipelines", (), "pipeline"
+    yield "algorithms", ("algorithm",), "type"
+    for source in (("data",), *_items(values, ("data", "mixture"), MOST_SOURCES)):
+        yield "datasets", source, "name"
+        yield "path", (*source, "train"), "path"
+        yield "path", (*source, "heldout"), "path"
+    for reward in _rewards(values):
+        yield "rewards", reward, "name"
+
+
+def located(root: Path, values: JsonObject) -> JsonObject:
+    """``values`` of a recipe with the absolute paths of all files and folders that they name: nothing that reads the
+    recipe looks a name up again."""
+    found = deepcopy(dict(values))
+    for kind, path, key in _named(values):
+        text, section = _text(values, (*path, key)), _value(found, path)
+        if not text or not isinstance(section, dict):
+            continue
+        if kind == "file":
+            section[key] = str(_look_up(root, text) or text)
+        elif kind in ("model", "path"):
+            section[key] = resolve(root, text)
+        elif kind != "class" or split_file(text)[1]:
+            section[key] = resolve_drop_in(root, text)
+    for path in _rewards(values):
+        reward = _value(found, path)
+        if isinstance(reward, dict) and isinstance(options := reward.get("options"), Mapping):
+            reward["options"] = resolve_options(root, options, declared_paths(_text(reward, ("name",))))
     return found
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
     """Every name in the recipe that does not exist, as ``(key, what is wrong and what to write)``."""
-    path = _text(tree.values, ("model", "path"))
-    if path and (wrong := missing_model(root, path)):
-        yield ("model", "path"), wrong
-    adapter = _text(tree.values, ("model", "lora", "path"))
-    if adapter and _look_up(root, adapter) is None:
-        yield ("model", "lora", "path"), f"there is no {adapter!r} ({_looked(root)}); correct the path"
-    architecture = _text(tree.values, ("architecture",))
-    if architecture and _look_up(root, architecture) is None:
-        yield ("architecture",), f"there is no file {architecture!r} ({_looked(root)}); correct the path"
-    for key in (("rollout", "engine"), ("data", "sampler"), ("data", "sampler", "name")):
-        name = _text(tree.values, key)
-        own = split_file(name)[0] is not None and split_file(name)[1]
-        if own and (wrong := missing_class(resolve_drop_in(root, name), _looked(root))):
-            yield key, wrong
-    for kind, key in _drop_in_keys(tree.values):
-        name = _text(tree.values, key)
-        if kind == "datasets" and is_hub_data(name):  # reading it reports what is wrong
-            continue
-        if name and (wrong := missing_drop_in(kind, resolve_drop_in(root, name), _looked(root))):
-            yield key, wrong
+    for kind, path, key in _named(tree.values):
+        name = _text(tree.values, (*path, key))
+        if name and (wrong := _missing(kind, key, name, root)):
+            yield (*path, key), wrong
+
+
+def _missing(kind: _Named, key: str, name: str, root: Path) -> str:
+    """What is wrong with one name; empty where it exists, or where what reads it reports it."""
+    file, attribute = split_file(name)
+    match kind:
+        case "model":
+            return missing_model(root, name)
+        case "file":
+            what = "file " if key == "architecture" else ""
+            return "" if _look_up(root, name) else f"there is no {what}{name!r} ({_looked(root)}); correct the path"
+        case "class":
+            return missing_class(resolve_drop_in(root, name), _looked(root)) if file and attribute else ""
+        case "path":
+            return ""
+        case _:
+            if (kind == "datasets" and is_hub_data(name)) or (kind == "algorithms" and file is None):
+                return ""
+            return missing_drop_in(kind, resolve_drop_in(root, name), _looked(root))
 
 
 def missing_model(root: Path, text: str) -> str:
@@ -175,19 +210,14 @@ def _shipped_folders() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path.parent for path in shipped_recipes().values()))
 
 
-def _drop_in_keys(values: JsonObject) -> Iterator[tuple[Kind, KeyPath]]:
-    yield "pipelines", ("pipeline",)
-    if split_file(_text(values, ("algorithm", "type")))[0] is not None:  # else reading the recipe reports it
-        yield "algorithms", ("algorithm", "type")
-    yield "datasets", ("data", "name")
-    mixture = _value(values, ("data", "mixture"))
-    for i in range(min(len(mixture), MOST_SOURCES) if isinstance(mixture, list) else 0):
-        yield "datasets", ("data", "mixture", i, "name")
-    rewards: tuple[KeyPath, ...] = (("rewards",), ("eval", "rewards"))
-    for path in rewards:
-        listed = _value(values, path)
-        for i in range(min(len(listed), MOST_REWARDS) if isinstance(listed, list) else 0):  # more are refused
-            yield "rewards", (*path, i, "name")
+def _rewards(values: JsonObject) -> list[KeyPath]:
+    """The keys of the rewards; those past the limit are refused by the recipe's check."""
+    return [key for path in (("rewards",), ("eval", "rewards")) for key in _items(values, path, MOST_REWARDS)]
+
+
+def _items(values: JsonObject, path: KeyPath, most: int) -> list[KeyPath]:
+    listed = _value(values, path)
+    return [(*path, i) for i in range(min(len(listed), most) if isinstance(listed, list) else 0)]
 
 
 def _text(values: Json, path: KeyPath) -> str:

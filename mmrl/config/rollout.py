@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -119,3 +120,24 @@ class Rollout(Section):
     def engine_name(self) -> str:
         """The engine's name for messages; for a file its name without the folder."""
         return Path(self.engine).name
+
+    def contradictions(self) -> Iterator[str]:
+        key = f"rollout.weight_transport: {self.weight_transport}"
+        if self.weight_transport not in GROUPED:
+            return
+        elsewhere = "CUDA_VISIBLE_DEVICES" in (self.options.get("environment") or {})
+        if self.engine != "vllm_server":
+            edit = "set rollout.engine to vllm_server, or weight_transport to auto"
+            yield f"{key} needs an engine in vLLM's server; {edit}"
+        elif self.options.get("data_parallel_size", 1) != 1:
+            yield f"{key} counts the processes of one model; remove data_parallel_size, or set weight_transport to auto"
+        elif self.weight_transport == "nccl" and not elsewhere:
+            yield (
+                f"{key} does not work between processes on the same GPU, and the engine starts on the trainer's; set "
+                "weight_transport to ipc, or give the engine other GPUs (options.environment.CUDA_VISIBLE_DEVICES)"
+            )
+        elif self.weight_transport == "ipc" and elsewhere:
+            yield (
+                f"{key} opens memory of the trainer's GPU, which the engine does not see; set weight_transport to "
+                "nccl, or remove CUDA_VISIBLE_DEVICES of options.environment"
+            )

@@ -6,7 +6,7 @@ The defaults of an algorithm's section are the settings of its paper, so a recip
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -219,6 +219,12 @@ class Optim(Section):
     """Keep an exponential moving average of the weights, and evaluate and export it; None evaluates the weights."""
     ema_every: Count = 1
     """Updates between two updates of the average."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.min_lr_ratio and self.schedule == "constant":
+            yield (
+                "optim.min_lr_ratio: a constant rate never falls; set optim.schedule to cosine or linear, or remove it"
+            )
 
 
 class EarlyStopping(Section):

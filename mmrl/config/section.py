@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -46,3 +47,7 @@ class Section(BaseModel):
     """A part of a recipe: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def contradictions(self) -> Iterator[str]:
+        """What cannot work in this section alone, as ``key: why; the edit that fixes it``."""
+        yield from ()

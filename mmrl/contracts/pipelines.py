@@ -47,7 +47,7 @@ def of_name(name: str, options: Mapping[str, object]) -> Recipe:
     if name in names("pipelines"):
         return opened(name, options, None)
     changes = [f"sampling.{key}={json.dumps(value)}" for key, value in options.items()]
-    recipe = Recipe.model_validate(load_recipe([name], changes).resolved())
+    recipe = load_recipe([name], changes).recipe
     if recipe.sampling.type == "text":
         raise UserError(f"{name} samples text; {_OF_PICTURES}")
     return recipe

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mmrl
 from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import Data, source_label
-from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
+from mmrl.config.names import is_hub_data
 from mmrl.config.schema import Recipe
 from mmrl.datasets.buckets import with_sizes
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
@@ -25,21 +24,21 @@ _TABLE = "jsonl"
 """What reads a data set on the hub."""
 
 
-def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
+def load_prompts(recipe: Recipe, split: str) -> Sequence[Prompt]:
     """The prompts of ``train`` or ``heldout``, as lazy as the data set makes them.
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    return load_data(recipe.data, root, split, recipe)
+    return load_data(recipe.data, split, recipe)
 
 
-def load_data(data: Data, root: Path, split: str, recipe: Recipe | None = None) -> Sequence[Prompt]:
+def load_data(data: Data, split: str, recipe: Recipe | None = None) -> Sequence[Prompt]:
     """As ``load_prompts``, of a section ``data``. Of ``recipe``: prompts without a system message get its own, and
     pairs are split up where its algorithm trains on responses with labels."""
     if data.mixture:
-        return _mixed(data, root, split, recipe)
+        return _mixed(data, split, recipe)
     both = {"train": data.train, "heldout": data.heldout}
-    prompts = _sized(_made(data.name, root, split, both, f"data.{split}"), recipe, f"data.{split}")
+    prompts = _sized(_made(data.name, split, both, f"data.{split}"), recipe, f"data.{split}")
     return _for_recipe(prompts, recipe, checked(prompts, data.max_bad_fraction))
 
 
@@ -74,7 +73,7 @@ def _sized(prompts: Sequence[Prompt], recipe: Recipe | None, where: str) -> Sequ
     return found
 
 
-def _mixed(data: Data, root: Path, split: str, recipe: Recipe | None) -> Mixture:
+def _mixed(data: Data, split: str, recipe: Recipe | None) -> Mixture:
     """The prompts of ``split`` of all sources that have it."""
     parts = []
     for i, source in enumerate(data.mixture):
@@ -83,7 +82,7 @@ def _mixed(data: Data, root: Path, split: str, recipe: Recipe | None) -> Mixture
             continue
         label, where = source_label(source), f"data.mixture[{i}].{split}"
         try:
-            made = _sized(_made(source.name, root, split, {k: v or {} for k, v in both.items()}, where), recipe, where)
+            made = _sized(_made(source.name, split, {k: v or {} for k, v in both.items()}, where), recipe, where)
             made = _for_recipe(made, recipe, checked(made, data.max_bad_fraction))
         except UserError as error:
             said = str(error)
@@ -92,16 +91,14 @@ def _mixed(data: Data, root: Path, split: str, recipe: Recipe | None) -> Mixture
     return Mixture(parts) if split == "train" else Interleaved(parts)
 
 
-def _made(name: str, root: Path, split: str, both: Mapping[str, Mapping[str, Any]], where: str) -> Sequence[Prompt]:
+def _made(name: str, split: str, both: Mapping[str, Mapping[str, Any]], where: str) -> Sequence[Prompt]:
     """The prompts of ``split`` of the data set ``name`` with its options in ``both``; ``where`` they are written."""
     options = dict(both[split])
-    if isinstance(options.get("path"), str):
-        options["path"] = resolve(root, options["path"])
     if is_hub_data(name):
-        options = {"path": resolve(root, name), **options}
+        options = {"path": name, **options}
         name = _TABLE
     name = name if ":" in name else f"{name}:prompts"
-    call = mmrl.load("datasets", resolve_drop_in(root, name))
+    call = mmrl.load("datasets", name)
     if "split" in options and "source_split" in inspect.signature(call).parameters:
         given = [of.get("split", "train") for of in both.values()]
         options = ({} if len({*given}) == 1 else {"heldout": 0}) | options  # parts of the source are the splits

@@ -39,7 +39,7 @@ class Verdicts:
     reason: str = ""
 
 
-def open_policy(recipe: Recipe, root: Path, judge: Reward, run: Path | None, checkpoint: str) -> StepContext:
+def open_policy(recipe: Recipe, judge: Reward, run: Path | None, checkpoint: str) -> StepContext:
     """The policy with the judge as its only reward; ``run``: with the weights of a checkpoint of this run.
 
     Raises ``UserError``.
@@ -51,7 +51,7 @@ def open_policy(recipe: Recipe, root: Path, judge: Reward, run: Path | None, che
         )
     alone = judge.model_copy(update={"weight": 1.0, "normalize": "none", "on_failure": "drop"})
     evaluation = recipe.eval.model_copy(update={"rewards": []})
-    context = build(recipe.model_copy(update={"rewards": [alone], "eval": evaluation}), root)
+    context = build(recipe.model_copy(update={"rewards": [alone], "eval": evaluation}))
     if run is not None:
         found = find_checkpoint(open_run(run)[1], checkpoint)
         if found is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from mmrl.config.evaluation_checks import label_of
-from mmrl.config.names import resolve_drop_in, resolve_options
 from mmrl.config.schema import Recipe, Reward
 from mmrl.distill.collection import Verdicts, collect, open_policy
 from mmrl.distill.comparing import Comparing
@@ -25,7 +24,7 @@ from mmrl.distill.training import Settings, Table, scores, split, table_of, trai
 from mmrl.errors import UserError
 from mmrl.export import new_directory, refuse_taken
 from mmrl.json_types import JsonObject, as_object, as_text
-from mmrl.rewards.loading import Found, find
+from mmrl.rewards.loading import find
 
 _LEAST_PROMPTS = 8
 _EQUAL = 1e-6
@@ -35,10 +34,9 @@ _READ = {"patience": None, "lr": 1e-3, "weight_decay": 0.1}
 
 @dataclass(frozen=True)
 class Source:
-    """Whose policy is sampled and whose judge is asked: a recipe with the folder of its paths, or a ``run``."""
+    """Whose policy is sampled and whose judge is asked: a recipe, or that of a ``run``."""
 
     recipe: Recipe
-    root: Path
     run: Path | None = None
     checkpoint: str = "latest"
 
@@ -83,11 +81,11 @@ def distil(
     read, and where no student is better than chance; then ``out`` keeps the verdicts alone.
     """
     refuse_taken(out)
-    judge, found = judge_of(source.recipe, source.root, reward)
+    judge = judge_of(source.recipe, reward)
     before = Pairs()
     for folder in also:
         before.extend(read_pairs(folder / VERDICTS))
-    said = None if from_nothing else backbone_of(source.recipe, source.root)
+    said = None if from_nothing else backbone_of(source.recipe)
     backbone = None if said is None else Backbone(said)  # before the judge is asked: it may be unable to read
     with new_directory(out, "the distilled judge") as aside:
         made, device = _asked(source, judge, samples, aside, start=len({*before.groups}))
@@ -95,8 +93,7 @@ def distil(
         asked = len(pairs)
         pairs.extend(before)
         check(pairs)
-        options = resolve_options(source.root, judge.options, found.declaration.paths)
-        options = {key: value for key, value in options.items() if key != "budget"}
+        options = {key: value for key, value in judge.options.items() if key != "budget"}
         write_pairs(aside / VERDICTS, pairs)  # they cost the judge's calls: kept if no student is good enough, too
         try:
             students, record, measured = fitted(pairs, settings or Settings(), device, backbone)
@@ -104,7 +101,7 @@ def distil(
             outcome: Outcome | UserError = error
         else:
             outcome = replace(measured, asked=asked)
-            named = {"name": resolve_drop_in(source.root, judge.name), "options": options}
+            named = {"name": judge.name, "options": options}
             done = replace(record, judge=named, figures=outcome.as_json(), backbone=said)
             write(aside, done, students, backbone.adapter if backbone is not None else {})
     if isinstance(outcome, UserError):
@@ -116,7 +113,7 @@ def distil(
 
 def _asked(source: Source, judge: Reward, samples: int, folder: Path, start: int) -> tuple[Verdicts, str]:
     """The judge's verdicts of new samples, and the device that computed. Says how many samples have none."""
-    context = open_policy(source.recipe, source.root, judge, source.run, source.checkpoint)
+    context = open_policy(source.recipe, judge, source.run, source.checkpoint)
     try:
         made = collect(context, samples, folder, start)
     finally:
@@ -128,7 +125,7 @@ def _asked(source: Source, judge: Reward, samples: int, folder: Path, start: int
     return made, str(context.compute.device)
 
 
-def judge_of(recipe: Recipe, root: Path, label: str | None) -> tuple[Reward, Found]:
+def judge_of(recipe: Recipe, label: str | None) -> Reward:
     """The reward to distil; of a ``distilled`` one the judge that it was distilled from. Raises ``UserError``."""
     labels = {label_of(one.name, one.label): one for one in recipe.rewards}
     usual = [name for name, one in labels.items() if one.name.partition(":")[0] in ("judge", "distilled")]
@@ -137,19 +134,15 @@ def judge_of(recipe: Recipe, root: Path, label: str | None) -> tuple[Reward, Fou
         kind = "judges" if label is None else f"rewards called {label!r}"
         raise UserError(f"the recipe has {len(wanted)} {kind}; name one with --reward ({', '.join(labels)})")
     chosen = labels[wanted[0]]
-    found = find(chosen.name, root)
     if chosen.name.partition(":")[0] == "distilled":
-        options = resolve_options(root, chosen.options, found.declaration.paths)
-        said = as_object(read(Path(as_text(options["path"]))).judge)
+        said = as_object(read(Path(as_text(chosen.options["path"]))).judge)
         chosen = chosen.model_copy(update={"name": as_text(said["name"]), "options": dict(as_object(said["options"]))})
-        found = find(chosen.name, root)
-    if found.declaration.differentiable or found.reads(
-        resolve_options(root, chosen.options, found.declaration.paths)
-    ) not in (("image",), ("text",)):
+    found = find(chosen.name)
+    if found.declaration.differentiable or found.reads(chosen.options) not in (("image",), ("text",)):
         raise UserError(f"the reward {wanted[0]} does not read pictures or texts alone, so it cannot be distilled")
     if chosen.options.get("mode") == "steps":
         raise UserError("options.mode: steps gives verdicts of single steps, and a distilled judge one of a sample")
-    return chosen, found
+    return chosen
 
 
 def check(pairs: Pairs) -> None:

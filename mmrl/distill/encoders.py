@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -120,9 +119,9 @@ class Backbone:
 Encoder = Words | Backbone
 
 
-def backbone_of(recipe: Recipe, root: Path) -> JsonObject:
+def backbone_of(recipe: Recipe) -> JsonObject:
     """The model of ``recipe`` as a folder of students keeps it, with its hash, and the learning rate of its adapter."""
-    model = described(recipe, root)
+    model = described(recipe)
     rate = recipe.optim.lr if recipe.model.lora else _MORE * recipe.optim.lr
     lr = max(rate, _LEAST)
     return {

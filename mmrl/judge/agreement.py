@@ -73,7 +73,6 @@ class Agreement:
 def measure(
     reward: Reward,
     truth: str,
-    root: Path,
     *,
     limit: int | None = None,
     threshold: float = 0.5,
@@ -93,7 +92,7 @@ def measure(
         "batch_size": reward.batch_size or _BATCH,
         "timeout": max(reward.timeout, _PATIENCE_S),
     }
-    rewards = RewardSet([reward.model_copy(update=patient)], root, device, folder=folder)
+    rewards = RewardSet([reward.model_copy(update=patient)], device, folder=folder)
     try:
         samples = [case.sample for case in cases]
         groups: dict[str, list[int]] = {}

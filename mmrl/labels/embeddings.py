@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -95,10 +94,10 @@ class Encoders:
         return cls(kind, chosen if kind == "text" else PIXELS, prompts)
 
 
-def model_of(recipe: Recipe, root: Path) -> JsonObject:
+def model_of(recipe: Recipe) -> JsonObject:
     """The model of a recipe that reads pictures or texts, as a reward's folder keeps it. Raises ``UserError`` for one
     that makes neither."""
-    return described_texts(recipe, root) if recipe.makes == "text" else described_pictures(recipe, root)
+    return described_texts(recipe) if recipe.makes == "text" else described_pictures(recipe)
 
 
 class _Sentences(Protocol):

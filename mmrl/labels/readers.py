@@ -7,7 +7,6 @@ noise (``mmrl.readers.pictures``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from PIL import Image
@@ -24,11 +23,11 @@ _PLACES = 8
 """Errors are kept for a grid of this side."""
 
 
-def described(recipe: Recipe, root: Path) -> JsonObject:
+def described(recipe: Recipe) -> JsonObject:
     """The model of a recipe, as a reward's folder keeps it. Raises ``UserError`` for one that draws no pictures."""
     if recipe.makes != "image":
         raise UserError(f"--model: the recipe makes {recipe.makes}, and a model that draws pictures is needed")
-    return kept.described(recipe, root)
+    return kept.described(recipe)
 
 
 class ModelReader:

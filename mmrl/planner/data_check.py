@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 
 import mmrl
 from mmrl.config.data import Data
-from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.datasets.buckets import bucket_of
 from mmrl.datasets.checks import look
@@ -125,17 +124,17 @@ class _Model(NamedTuple):
     notes: Callable[[Sequence[Prompt]], list[str]] = lambda _: []
 
 
-def check_recipe(loaded: LoadedRecipe, shown: int, looked_at: int) -> Checked:
+def check_recipe(recipe: Recipe, shown: int, looked_at: int) -> Checked:
     """Check the data of a recipe, with its model if configuration and tokenizer are available; loads no weights."""
-    found = _reader(loaded)
-    splits = _splits(loaded.recipe.data, loaded.root, found, shown, looked_at, loaded.recipe)
+    found = _reader(recipe)
+    splits = _splits(recipe.data, found, shown, looked_at, recipe)
     return Checked(splits, found.model, found.settings)
 
 
-def check_data(data: Data, root: Path, shown: int, looked_at: int) -> Checked:
+def check_data(data: Data, shown: int, looked_at: int) -> Checked:
     """Check a data set without a model."""
     none = _Model("none: name a recipe to see what its model reads")
-    return Checked(_splits(data, root, none, shown, looked_at), none.model)
+    return Checked(_splits(data, none, shown, looked_at), none.model)
 
 
 def data_at(target: str, options: Mapping[str, Json]) -> Data:
@@ -155,12 +154,10 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
     return Data(name=name, train=given, heldout=given)
 
 
-def _splits(
-    data: Data, root: Path, model: _Model, shown: int, looked_at: int, recipe: Recipe | None = None
-) -> dict[str, Split]:
+def _splits(data: Data, model: _Model, shown: int, looked_at: int, recipe: Recipe | None = None) -> dict[str, Split]:
     lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # every bad record is reported
     return {
-        split: _split(lenient, load_data(lenient, root, split, recipe), model, shown, looked_at, recipe)
+        split: _split(lenient, load_data(lenient, split, recipe), model, shown, looked_at, recipe)
         for split in ("train", "heldout")
     }
 
@@ -238,18 +235,16 @@ def _size(medium: Media) -> str:
     return f"{medium.kind} {found['width']} x {found['height']}{frames} ({describe(medium)})"
 
 
-def _reader(loaded: LoadedRecipe) -> _Model:
+def _reader(recipe: Recipe) -> _Model:
     """The recipe's model as it reads prompts, without its weights."""
-    recipe = loaded.recipe
-    architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
-    path = loaded.resolve(recipe.model.path)
+    architecture = Path(recipe.architecture) if recipe.architecture else None
     try:
-        module = mmrl.load("pipelines", loaded.resolve_drop_in(recipe.pipeline))
+        module = mmrl.load("pipelines", recipe.pipeline)
         if not hasattr(module, "describe"):
             said = f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)"
             return _Model(said, _of_size(recipe))
-        check_files(path)
-        description = module.describe(recipe, path, architecture)
+        check_files(recipe.model.path)
+        description = module.describe(recipe, recipe.model.path, architecture)
     except UserError as error:
         return _Model(f"not known: {error}", _of_size(recipe))
     pipeline = description.pipeline

@@ -10,7 +10,7 @@ from pathlib import Path
 from mmrl.config.data import Data
 from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
-from mmrl.config.names import is_hub_data, resolve_drop_in
+from mmrl.config.names import is_hub_data
 from mmrl.datasets.fields import ANSWER, IMAGES, PAIR, TEXT, VIDEOS, Columns, unread
 from mmrl.datasets.loading import load_data
 from mmrl.datasets.sources import KINDS, Rows, open_rows
@@ -105,8 +105,7 @@ def _of_prompts(target: str, data: Data, home: Path) -> FirstData:
         options |= {"path": in_recipe(target, home), "heldout": 0.1}
     file, attribute = split_file(data.name)
     name = data.name if file is None else ":".join(filter(None, (in_recipe(file, home), attribute)))
-    named = data.model_copy(update={"name": resolve_drop_in(Path.cwd(), data.name), "max_bad_fraction": 1.0})
-    prompts = load_data(named, Path.cwd(), "train")
+    prompts = load_data(data.model_copy(update={"max_bad_fraction": 1.0}), "train")
     shown = [prompts[i] for i in range(min(LOOKED_AT, len(prompts)))]
     answers = [said for one in shown if (said := one.meta.get("answer")) is not None]
     media = sorted({medium.kind for one in shown for medium in one.media})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl.config.evaluation_checks import label_of
-from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of
 from mmrl.packages.places import lacking
@@ -19,7 +18,6 @@ from mmrl.rewards.contract import Weights
 from mmrl.rewards.loading import asked_of_options, can_sleep
 
 if TYPE_CHECKING:
-    from mmrl.config.loader import LoadedRecipe
     from mmrl.config.schema import Recipe, Reward
     from mmrl.rewards.loading import Found
 
@@ -54,7 +52,7 @@ class Asked:
 
 
 def on_devices(
-    loaded: LoadedRecipe,
+    recipe: Recipe,
     found: Sequence[Found],
     evaluated: Sequence[Found],
     device: str = "cpu",
@@ -68,13 +66,12 @@ def on_devices(
     asked: list[Asked] = []
     problems: list[str] = []
     notes: list[str] = []
-    recipe = loaded.recipe
     listed = [("rewards", config, one) for config, one in zip(recipe.rewards, found, strict=True)]
     listed += [("eval.rewards", config, one) for config, one in zip(recipe.eval.rewards, evaluated, strict=True)]
     for key, config, one in listed:
         label = label_of(config.name, config.label)
         try:
-            models = _models(one, config, loaded.root)
+            models = _models(one, config)
         except UserError as error:
             problems.append(f"{key} ({label}): {error}")
             continue
@@ -124,12 +121,12 @@ def _served(one: Asked, models: Sequence[Weights], device: str, memory: int | No
     return replace(one, what=f"{what}: {share:.0%} of the device's memory", bytes=int(share * (memory or 0)))
 
 
-def _models(one: Found, config: Reward, root: Path) -> Sequence[Weights] | None:
+def _models(one: Found, config: Reward) -> Sequence[Weights] | None:
     """The models of a reward; None if it runs on a device and does not declare its model."""
     declared = one.declaration
     if declared.models is not None:
-        models, given = declared.models, resolve_options(root, config.options, declared.paths)
-        return asked_of_options(one, lambda: models(given))
+        models = declared.models
+        return asked_of_options(one, lambda: models(config.options))
     return None if declared.device else []
 
 

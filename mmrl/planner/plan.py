@@ -45,7 +45,7 @@ from mmrl.planner.rates import Assumed, Calibrated, Rates
 from mmrl.planner.steps_per_forward import settle
 from mmrl.planner.unread import unread
 from mmrl.rewards.loading import NOBODY_VOTES, Found
-from mmrl.rewards.scoring import check, reads
+from mmrl.rewards.scoring import check
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
@@ -78,23 +78,22 @@ def plan(
     if unset := lacking(recipe.model.path):
         made.problems.append(f"model.path: {unset}")
     objective = load_objective(recipe)
-    inputs = _rewards(loaded, objective, made)
-    name = loaded.resolve_drop_in(recipe.pipeline)
+    inputs = _rewards(recipe, objective, made)
     try:
-        module = mmrl.load("pipelines", name)
+        module = mmrl.load("pipelines", recipe.pipeline)
         if not hasattr(module, "describe"):
-            made.notes.append(f"{name} has no describe(recipe, path, architecture), so its memory is not known")
+            lacks = "has no describe(recipe, path, architecture), so its memory is not known"
+            made.notes.append(f"{recipe.pipeline} {lacks}")
             settle(made)
             return made
-        prompts = _prompts(loaded, made)
+        prompts = _prompts(recipe, made)
         if prompts:
             shown = [_looked_at(split) if len(split) else [] for split in prompts]
             made.problems += lacking_truths(recipe, *shown)
             made.notes += unread_systems(recipe, [prompt for split in shown for prompt in split])
-        architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
-        path = loaded.resolve(recipe.model.path)
-        check_files(path)
-        description = module.describe(recipe, path, architecture)
+        architecture = Path(recipe.architecture) if recipe.architecture else None
+        check_files(recipe.model.path)
+        description = module.describe(recipe, recipe.model.path, architecture)
     except UserError as error:
         made.problems += [str(error)] if str(error) not in made.problems else []
         return made
@@ -244,12 +243,12 @@ def _main_memory() -> int:
         return total
 
 
-def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
+def _prompts(recipe: Recipe, made: Plan) -> list[Sequence[Prompt]]:
     """The prompts of both splits, lazy if the data set is; empty if it cannot be read."""
 
     try:
-        found = [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
-        in_order(loaded.recipe, found[0])  # check that the sampler can be built
+        found = [load_prompts(recipe, split) for split in ("train", "heldout")]
+        in_order(recipe, found[0])  # check that the sampler can be built
         return found
     except UserError as error:
         made.problems.append(str(error))
@@ -270,14 +269,14 @@ def _counted(prompts: Sequence[Prompt], recipe: Recipe) -> Sequence[Prompt]:
     return [prompts[n * len(prompts) // most] for n in range(most)]
 
 
-def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozenset[str]:
+def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]:
     """The inputs that the rewards read of a sample."""
     import inspect
 
-    recipe, both = loaded.recipe, list[list[Found]]()
+    both = list[list[Found]]()
     for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
         try:
-            both.append(check(listed, loaded.root, recipe.makes, key))
+            both.append(check(listed, recipe.makes, key))
         except UserError as error:
             made.problems.extend(str(error).splitlines())
     if len(both) < 2:
@@ -285,7 +284,7 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
     found, evaluated = both
     if recipe.eval.maj_at and not any(one.votes for one in (*found, *evaluated)):
         made.problems.append(NOBODY_VOTES)
-    made.asked, problems, notes = on_devices(loaded, found, evaluated, made.device, made.device_memory)
+    made.asked, problems, notes = on_devices(recipe, found, evaluated, made.device, made.device_memory)
     made.notes += notes
     made.problems += problems or refusals(made, objective)
     if objective.kind == "pathwise":
@@ -295,7 +294,7 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
             for one in found
             if not inspect.isclass(one.target) and not one.declaration.differentiable
         ]
-    return frozenset(name for r, one in zip(recipe.rewards, found, strict=True) for name in reads(one, r, loaded.root))
+    return frozenset(name for r, one in zip(recipe.rewards, found, strict=True) for name in one.reads(r.options))
 
 
 def _account(

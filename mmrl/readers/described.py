@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mmrl._load import Kind, names
 from mmrl.config.drop_ins import split_file
-from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
@@ -41,16 +40,18 @@ _TEXT = ("system",)
 _KEPT = (".json", ".safetensors", ".jinja", ".txt", ".model")
 
 
-def described(recipe: Recipe, root: Path) -> JsonObject:
+def described(recipe: Recipe) -> JsonObject:
     """The model of ``recipe`` as it is before training, to be read with in one process, in float32."""
     said = recipe.model_dump(mode="json")
-    lora = recipe.model.lora
-    model = {**as_object(said["model"]), "path": resolve(root, recipe.model.path), "dtype": "float32", "freeze": []}
-    if lora is not None and lora.path is not None:
-        model["lora"] = {**as_object(model["lora"]), "path": resolve(root, lora.path)}
-    own = {"pipeline": resolve_drop_in(root, recipe.pipeline), "model": model, "eval": {}}
+    model = {**as_object(said["model"]), "dtype": "float32", "freeze": []}
+    own = {"pipeline": recipe.pipeline, "model": model, "eval": {}}
     if recipe.makes == "text":  # no engine, no sharded weights, no data: what makes a chat of a prompt is enough
-        said = {"name": said["name"], "sampling": said["sampling"], "data": {"name": "sums", "overlong": "cut"}}
+        said = {
+            "name": said["name"],
+            "pipeline": said["pipeline"],
+            "sampling": said["sampling"],
+            "data": {"name": "sums", "overlong": "cut"},
+        }
         model["lora"] = model["lora"] or _LORA
         nothing = {"algorithm": {"type": "grpo"}, "train": _STEPS, "rewards": [{"name": "answer:exact"}]}
     else:

@@ -143,8 +143,8 @@ class Loaded:
             tell(f"warning: close() of the reward {self.name} ({self.place}) hangs; given up after {CLOSE_S:g} s")
 
 
-def find(name: str, root: Path | None = None) -> Found:
-    """Import what ``name`` stands for; a file is looked up from ``root`` (a recipe's folder), then from the current.
+def find(name: str) -> Found:
+    """Import what ``name`` stands for; a file is looked up from the current folder.
 
     ``shapes`` and ``my.py`` stand for ``shapes:score`` and ``my.py:score``. Raises ``UserError``.
     """
@@ -152,15 +152,20 @@ def find(name: str, root: Path | None = None) -> Found:
     if in_this_process(name):
         target = _load.load("rewards", name)
         return Found(name, target, _file_of(target))
-    module = _module(module_name, root)
+    module, name = _module(module_name), _called(name)
     attribute = attribute or "score"
     if not hasattr(module, attribute):
         public = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         offered = [n for n in public if not n.startswith("_")]
         raise UserError(
-            f"{module_name} has no {attribute!r}; it has: {', '.join(offered) or 'no functions or classes'}"
+            f"{_called(module_name)} has no {attribute!r}; it has: {', '.join(offered) or 'no functions or classes'}"
         )
     return Found(name, getattr(module, attribute), getattr(module, "__file__", None))
+
+
+def _called(name: str) -> str:
+    """The name of a reward in messages; for a file that a recipe names without the folder."""
+    return Path(name).name if name.startswith("/") else name
 
 
 def _file_of(target: object) -> str | None:
@@ -256,15 +261,10 @@ def asked_of_options(found: Found, ask: Callable[[], T]) -> T:
         ) from error
 
 
-def _module(name: str, root: Path | None) -> ModuleType:
-    file = None
-    if name.endswith(".py"):
-        bases = [b for b in (root, Path.cwd()) if b is not None]
-        file = next((b / Path(name).expanduser() for b in bases if (b / Path(name).expanduser()).is_file()), None)
-        if file is None:
-            looked = " and ".join(dict.fromkeys(str(b.resolve()) for b in bases))
-            raise UserError(f"there is no file {name}; looked from {looked}")
-        file = file.resolve()
+def _module(name: str) -> ModuleType:
+    file = Path(name).expanduser().resolve() if name.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise UserError(f"there is no file {name}; looked from {Path.cwd()}")
     try:
         with watched(name):
             return _load.load("rewards", str(file) if file else name)
@@ -272,7 +272,9 @@ def _module(name: str, root: Path | None) -> ModuleType:
         raise UserError(str(error)) from None
     except Exception as error:
         place = place_of(error, str(file) if file else None)
-        raise UserError(f"importing the reward {name} raised {describe(error)} at {place}; mend that line") from error
+        raise UserError(
+            f"importing the reward {_called(name)} raised {describe(error)} at {place}; mend that line"
+        ) from error
 
 
 def _call_problems(found: Found, function: Callable[..., object], options: JsonObject) -> list[str]:

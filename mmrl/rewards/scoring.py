@@ -19,7 +19,6 @@ import torch
 from mmrl.algorithms.advantages import AllSum, alone
 from mmrl.config import schema
 from mmrl.config.evaluation_checks import label_of
-from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
 from mmrl.rewards.async_scoring import (
     Entry,
@@ -45,9 +44,7 @@ from mmrl.user_code import describe, place_of
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
 
 
-def check(
-    rewards: Sequence[schema.Reward], root: Path, makes: schema.Makes | None = None, key: str = "rewards"
-) -> list[Found]:
+def check(rewards: Sequence[schema.Reward], makes: schema.Makes | None = None, key: str = "rewards") -> list[Found]:
     """Find all rewards and check their signatures and options; build none. Raises ``UserError`` with all mistakes.
 
     ``makes``: the kind of samples; a reward may read only their fields. None: not checked. ``key``: the recipe's key
@@ -58,23 +55,18 @@ def check(
     for i, reward in enumerate(rewards):
         label = label_of(reward.name, reward.label)
         try:
-            one = find(reward.name, root)
+            one = find(reward.name)
             found.append(one)
             wrong = problems(one, reward.options)
             if makes is not None and not wrong:
-                wrong = unmade(reads(one, reward, root), makes, one)
-            wrong = wrong or refused(one, resolve_options(root, reward.options, one.declaration.paths))
+                wrong = unmade(one.reads(reward.options), makes, one)
+            wrong = wrong or refused(one, reward.options)
         except UserError as error:
             wrong = [str(error)]
         mistakes += [f"{key}[{i}] ({label}): {problem}" for problem in wrong]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return found
-
-
-def reads(found: Found, reward: schema.Reward, root: Path) -> tuple[Input, ...]:
-    """The fields of a sample that a reward of the recipe reads. Raises ``UserError``."""
-    return found.reads(resolve_options(root, reward.options, found.declaration.paths))
 
 
 _FIELDS: dict[schema.Makes, tuple[tuple[Input, ...], str]] = {
@@ -106,7 +98,7 @@ def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded)
 class RewardSet:
     """The rewards of a recipe, loaded and built.
 
-    ``root`` is the recipe's folder, ``device`` where a reward's model computes. ``all_sum`` adds a small tensor over
+    ``device`` is where a reward's model computes. ``all_sum`` adds a small tensor over
     all controllers, for the statistics of ``normalize: batch``; the default is one controller. ``folder``: the run's
     directory, for caches and transcripts; may be set later. ``awake``: load models onto the device and start servers
     now, not at the first call. ``patience``: how long training steps wait for failed samples; None: they do not wait.
@@ -116,7 +108,6 @@ class RewardSet:
     def __init__(
         self,
         rewards: Sequence[schema.Reward],
-        root: Path,
         device: torch.device | str = "cpu",
         all_sum: AllSum = alone,
         folder: Path | None = None,
@@ -128,8 +119,8 @@ class RewardSet:
         self._all_sum, self._patience = all_sum, patience
         self._here: dict[str, Caller] = {}
         self._entries: list[Entry] = []
-        for found, config in zip(check(rewards, root), rewards, strict=True):
-            loaded = build(found, resolve_options(root, config.options, found.declaration.paths))
+        for found, config in zip(check(rewards), rewards, strict=True):
+            loaded = build(found, config.options)
             label = label_of(config.name, config.label)
             self._here[label] = Caller(loaded, config.timeout, config.retries)
             self._entries.append(Entry(label, config, loaded, self._here[label]))

@@ -181,7 +181,7 @@ class Actor:
         self._pulse = watchdog(loaded.recipe)
         try:
             with self._pulse("load"):
-                run = build(loaded.recipe, loaded.root, controller)
+                run = build(loaded.recipe, controller)
         except UserError as error:  # the controller reports the same error, or that this device is missing
             return Outcome(False, 0, 0, 0.0, str(error))
         run.rewards.folder = whole.of_controller(self._rank).path

@@ -110,7 +110,7 @@ def moved(loaded: LoadedRecipe, given: Bundle) -> LoadedRecipe:
     """The recipe with the bundle's files, in a folder of this node that ends with the process."""
     folder = Path(tempfile.mkdtemp(prefix="mmrl-recipe-"))
     given.unpack(folder)
-    settings = _with_root(loaded.recipe.model_dump(mode="json"), str(given.root), str(folder))
+    settings = _with_root(loaded.resolved(), str(given.root), str(folder))
     return replace(loaded, recipe=Recipe.model_validate(settings), root=folder)
 
 
@@ -120,11 +120,15 @@ def removed(loaded: LoadedRecipe) -> None:
 
 
 def _with_root(value: Json, before: str, after: str) -> Json:
+    """``value`` with the paths of unpacked files where they are now; what this node sees stays where it is."""
     if isinstance(value, Mapping):
         return {key: _with_root(inner, before, after) for key, inner in value.items()}
     if isinstance(value, list):
         return [_with_root(inner, before, after) for inner in value]
-    return f"{after}{value[len(before) :]}" if isinstance(value, str) and value.startswith(f"{before}/") else value
+    if not isinstance(value, str) or not value.startswith(f"{before}/"):
+        return value
+    there = f"{after}{value[len(before) :]}"
+    return there if Path(split_file(there)[0] or there).exists() else value
 
 
 def _leaves(value: Json, key: str = "") -> Iterator[tuple[str, str]]:

@@ -179,9 +179,8 @@ def measuring(soup: Soup, samples: int | None = None, checkpoint: str = "latest"
     """Open a soup to measure merges of it, all with the same held-out prompts and noise. Raises ``UserError``."""
     recipe, saved = found(soup, checkpoint)
     merged = opened(soup, recipe, saved)
-    root = soup.backbones[0]
     try:
-        heldout = Evaluator(merged.context, load_prompts(merged.context.recipe, root, "heldout"), root)
+        heldout = Evaluator(merged.context, load_prompts(merged.context.recipe, "heldout"))
         yield Measuring(soup, merged, heldout, samples or recipe.eval.samples)
     finally:
         merged.context.pipeline.close()
@@ -250,7 +249,7 @@ def _beside(soup: Soup, other: Soup | Path, grid: Sequence[Point], samples: int,
     else:
         run, _, _ = restored(other, checkpoint)
         try:
-            heldout = Evaluator(run, load_prompts(run.recipe, other, "heldout"), other)
+            heldout = Evaluator(run, load_prompts(run.recipe, "heldout"))
             made = [Measured((math.nan, math.nan), (), rewards_of(heldout, soup.rewards, samples))]
         finally:
             run.pipeline.close()

@@ -133,7 +133,7 @@ def opened(soup: Soup, recipe: Recipe, saved: Sequence[Saved], mu: Sequence[floa
 
     Raises ``UserError``.
     """
-    path, model = soup.backbones[0], recipe.model
+    model = recipe.model
     if model.lora is not None:
         n = len(saved)
         wider = {"rank": n * model.lora.rank, "alpha": n * model.lora.alpha, "path": None}
@@ -147,7 +147,7 @@ def opened(soup: Soup, recipe: Recipe, saved: Sequence[Saved], mu: Sequence[floa
             reward.model_copy(update={"weight": weight.get(label_of(reward.name, reward.label), reward.weight)})
             for reward in recipe.rewards
         ]
-    return Merged(build(recipe.model_copy(update=changed), path), saved)
+    return Merged(build(recipe.model_copy(update=changed)), saved)
 
 
 def _part(saved: Saved) -> str:

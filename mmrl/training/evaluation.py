@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -73,11 +72,10 @@ class Evaluator:
         self,
         context: StepContext,
         prompts: Sequence[Prompt],
-        root: Path,
         pulse: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.run, self.prompts, self._pulse = context, prompts, pulse
-        self.rewards = [context.rewards, RewardSet(context.recipe.eval.rewards, root, context.rewards.device)]
+        self.rewards = [context.rewards, RewardSet(context.recipe.eval.rewards, context.rewards.device)]
         self.rewards[1].can_read(context.recipe.makes)
         if context.recipe.eval.maj_at and not any(rewards.votes for rewards in self.rewards):
             raise UserError(NOBODY_VOTES)

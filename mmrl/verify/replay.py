@@ -43,7 +43,7 @@ class Replay:
         self._new: dict[str, None] = {}
         self._heldout: Evaluator | None = None
         with Progress(1, "load", "model") as progress:
-            self.run: StepContext = build(recipe, directory.path)
+            self.run: StepContext = build(recipe)
             self.run.rewards.folder = scratch.path
             progress.advance()
 
@@ -103,8 +103,7 @@ class Replay:
     def _open_evaluation(self, base: JsonObject, *, compares: bool) -> None:
         """Load what evaluates, before a checkpoint is loaded. ``base``: the row of the evaluation before training;
         ``compares``: with the base model's samples, too."""
-        root = self.directory.path
-        self._heldout = Evaluator(self.run, load_prompts(self.recipe, root, "heldout"), root)
+        self._heldout = Evaluator(self.run, load_prompts(self.recipe, "heldout"))
         for rewards in self._heldout.rewards:
             rewards.folder = self.scratch.path
         self._heldout.guards.base = {name: float(v) for name, v in base.items() if isinstance(v, int | float)}

@@ -220,7 +220,7 @@ CHECKS: tuple[Callable[[Recipe], str], ...] = (
 
 def main() -> int:
     """Run every check on the recipe that is named; returns how many failed."""
-    recipe = Recipe.model_validate(load_recipe(sys.argv[1:2], sys.argv[2:]).resolved())
+    recipe = load_recipe(sys.argv[1:2], sys.argv[2:]).recipe
     failed = 0
     for check in CHECKS if recipe.model.lora else CHECKS[:-1]:
         try:

@@ -104,8 +104,8 @@ FAULTS = [
     Fault(
         "held-out prompts taken from those of training",
         "mmrl.session:Session.__init__",
-        'load_prompts(self.recipe, loaded.root, "heldout")',
-        'load_prompts(self.recipe, loaded.root, "train")',
+        'load_prompts(self.recipe, "heldout")',
+        'load_prompts(self.recipe, "train")',
         ("tests/test_wiring.py::test_an_evaluation_is_of_prompts_that_training_never_has",),
     ),
     Fault(
