@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from mmrl.errors import UserError
@@ -27,13 +28,17 @@ def json_of(path: str, name: str) -> JsonObject:
 
 def check_files(path: str) -> None:
     """Look at the configurations and tokenizers in the folder ``path`` before a library reads them, and at its
-    components' in the folders of a pipeline. Does nothing where ``path`` is no folder here.
+    components' in the folders of a pipeline; of a hub name at those in the hub's cache. What is not there yet is
+    downloaded and read by the library, and looked at from the next time on.
 
     Raises ``UserError`` for a file that is no regular one, leads out of the folder or is too large, and for a
     configuration that is no mapping, or too deep.
     """
-    root = Path(path)
-    for file in sorted((*root.glob("*"), *root.glob("*/*"))) if root.is_dir() else ():
+    folder = Path(path) if Path(path).is_dir() else _cached(path)
+    if folder is None:
+        return
+    root = folder if folder == Path(path) else folder.parents[1]  # links of a snapshot lead to the blobs beside it
+    for file in sorted((*folder.glob("*"), *folder.glob("*/*"))):
         try:
             if _CONFIGURATION.fullmatch(file.name):
                 _mapping(file, root)
@@ -47,6 +52,17 @@ def check_files(path: str) -> None:
             ) from error
         except ValueError as error:
             raise UserError(f"{error}; download the checkpoint or save it anew") from error
+
+
+def _cached(path: str) -> Path | None:
+    """The snapshot of a hub name in the hub's cache; None where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("config.json", "model_index.json"):
+        with suppress(ValueError):  # no name of the hub
+            if isinstance(found := try_to_load_from_cache(path, name), str):
+                return Path(found).parent
+    return None
 
 
 def _mapping(file: Path, root: Path | None) -> JsonObject:

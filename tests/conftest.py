@@ -21,6 +21,8 @@ for name, value in {
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.carried_table import CARRIED  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
 PRETENDED = pytest.StashKey[str]()
 """With ``--pretend-cuda``: why there is no pretended device; empty where there is one."""
@@ -82,34 +84,70 @@ def nobody_listens() -> Iterator[None]:
 
 
 class Said:
-    """The messages of ``UserError`` that the test at work has made."""
+    """The messages of ``UserError`` that the test at work has made, and the calls that ended with them."""
+
+    texts: list[str]
+    calls: list
 
     def __init__(self) -> None:
         from mmrl.errors import UserError
 
-        self.texts: list[str] = []
+        self.begin("")
         made = super(UserError, UserError).__init__
 
         def says(error: UserError, *arguments: object) -> None:
-            self.texts += [text for text in arguments[:1] if isinstance(text, str)]
+            for text in arguments[:1]:
+                if isinstance(text, str):
+                    self.texts.append(text)
+                    self.note(text)
             made(error, *arguments)
 
         UserError.__init__ = says  # type: ignore[method-assign]
+
+    def begin(self, node: str) -> None:
+        """The test ``node`` begins."""
+        self.texts, self.calls, self.node = [], [], node
+        self.edits = [name for name, where in CARRIED.items() if where == node]
+        self.wanted = bool(self.edits or os.environ.get("MMRL_CARRIED"))
+
+    def note(self, text: str) -> None:
+        """Keep the call that made this message, where the test carries out edits."""
+        if self.wanted:
+            from tests.carried import calls_of
+
+            if found := calls_of(text, sys._getframe(2)):
+                self.calls.append(found)
+
+    def left(self) -> list[str]:
+        """What is wrong with the edits that the test carries out."""
+        if not self.wanted:
+            return []
+        from tests.carried import after
+
+        self.wanted = False  # what is called again is not kept
+        return after(self.edits, self.calls, self.node)
 
 
 SAID = Said()
 
 
 @pytest.fixture(autouse=True)
-def a_message_tells_what_can_be_done() -> Iterator[None]:
+def a_message_tells_what_can_be_done(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keys, values, commands and options that a message of the test tells a user to set or to run exist."""
-    SAID.texts.clear()
+    SAID.begin(request.node.nodeid)
     yield
-    if SAID.texts:
+    if texts := SAID.texts:
         from tests.messages import faults
 
-        wrong = {text: found for text in dict.fromkeys(SAID.texts) if (found := faults(text))}
+        wrong = {text: found for text in dict.fromkeys(texts) if (found := faults(text))}
         assert not wrong, f"messages tell what cannot be done: {wrong}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """The edit of a message that the test is to carry out (``tests/carried.py``) mends what it complains of."""
+    yield
+    assert not (left := SAID.left()), f"edits that messages name are not carried out: {left}"
 
 
 @pytest.fixture

@@ -75,15 +75,19 @@ class Literal(NamedTuple):
 @cache
 def literals() -> tuple[Literal, ...]:
     """Every text in the code of the toolkit that is no docstring."""
-    found = []
-    for folder in FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            inside = {id(part) for node in ast.walk(tree) for part in _parts(node)}
-            for node in ast.walk(tree):
-                text = None if id(node) in inside else _text(node)
-                if text and " " in text:
-                    found.append(Literal(str(file.relative_to(ROOT)), node.lineno, text))  # type: ignore[attr-defined]
+    files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    return tuple(found for file in files for found in literals_of(str(file.relative_to(ROOT))))
+
+
+@cache
+def literals_of(file: str) -> tuple[Literal, ...]:
+    """The texts of one file, named from the root of the repository."""
+    tree, found = ast.parse((ROOT / file).read_text(encoding="utf-8")), []
+    inside = {id(part) for node in ast.walk(tree) for part in _parts(node)}
+    for node in ast.walk(tree):
+        text = None if id(node) in inside else _text(node)
+        if text and " " in text:
+            found.append(Literal(file, node.lineno, text))  # type: ignore[attr-defined]
     return tuple(found)
 
 

@@ -1,39 +1,105 @@
 """Every key of a recipe has an effect where it is accepted: a run reads it, or it is refused."""
 
 import json
+import os
+import typing
+from unittest.mock import patch
 
 import pytest
+import torch
 from pydantic import BaseModel
 
+import mmrl
 from mmrl._torchvision import allow_cpu_only
+from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Recipe
+from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
-from mmrl.runtime import start
+from mmrl.placement.multi_device import MultiDevice
+from mmrl.planner.plan import plan
+from mmrl.run import build
+from mmrl.runtime import cluster, start
+from mmrl.runtime.program import watchdog
 from tests.key_reads import recorded
+from tests.messages import annotations
+from tests.planning import without_the_step
 from tests.test_edits import CHANGES
+from tests.tiny_diffusion import save
 
 allow_cpu_only()  # before transformers imports torchvision
 
 SMALL = ["train.steps=1", "train.prompts_per_step=2", "device=cpu"]
 GROUPS = ["train.group_size=2", "train.micro_batch_size=2", "eval.samples=2"]
 RUNS = {"sums": GROUPS, "shapes-lora": GROUPS, "moving-shapes": GROUPS, "scenes": GROUPS}
+SWITCHED = ["algorithm={type: dapo}", "optim.ema_decay=0.9", "eval.guards.action=stop", "rollout.importance=token"]
+"""What the keys of ``SWITCHES`` belong to."""
+SWITCHES = {
+    "algorithm.max_attempts": "algorithm.dynamic_sampling reads it",
+    "optim.ema_every": "optim.ema_decay reads it",
+    "eval.guards.patience": "eval.guards.action=stop reads it",
+    "rollout.rejection": "log-probs of another computation, or importance weights, read it",
+}
 ELSEWHERE = {
     "architecture": "a plan reads it where there is no checkpoint",
     "ray": "several controllers read it",
     "runtime.patience": "several processes read it",
     "placement.log": "several devices read it",
     "placement.inside": "several devices read it",
-    "algorithm.max_attempts": "it limits algorithm.filter_groups and its like",
-    "optim.ema_every": "optim.ema_decay reads it",
-    "eval.guards.patience": "a guard that is broken reads it",
     "performance.offload_optimizer": "a model on an accelerator reads it",
     "performance.offload_reference": "a reference on an accelerator reads it",
     "performance.gather_dtype": "weights in shards read it",
-    "model.offload": "a model on an accelerator reads it",
+    "model.offload": "a picture model reads it",
     "sampling.schedule": "families that have two read it",
-    "rollout.rejection": "sampling apart from training reads it",
 }
 """Keys that such a run accepts and does not read, and what does."""
+
+
+def _plan(recipe, *overrides):
+    with without_the_step():
+        plan(load_recipe([recipe], overrides))
+
+
+def _several_controllers(folder):
+    pytest.importorskip("ray")
+    with patch.dict(os.environ):
+        cluster._imported(load_recipe(["sums"], ["controllers=2", "device=cpu"]).recipe)
+
+
+def _several_devices(folder):
+    loaded = load_recipe(
+        ["shapes-lora"], ["device=cpu", "devices_per_controller=2", "placement={type: partial, log: true}"]
+    )
+    devices = MultiDevice([], loaded.recipe.placement)
+    devices.open(build(loaded.recipe, loaded.root))
+    devices.close()
+
+
+def _other_scheduler(folder):
+    """Sana, whose checkpoint comes with another scheduler than the flow's own."""
+    save("sana", folder / "sana")
+    recipe = load_recipe(["sana15-1.6b"], [f"model.path={folder / 'sana'}", "device=cpu", "model.dtype=float32"]).recipe
+    mmrl.load("pipelines", "diffusion/sana").build(recipe, str(folder / "sana"), torch.device("cpu"))
+
+
+def _away(folder):
+    """A policy that is on no CPU."""
+    recipe = load_recipe(["sums"]).recipe
+    Policy(torch.nn.Linear(2, 2, device="meta"), recipe.optim, 1, performance=recipe.performance)
+
+
+READERS = {
+    "architecture": lambda folder: _plan("smollm2-instructions"),
+    "ray": _several_controllers,
+    "runtime.patience": lambda folder: watchdog(load_recipe(["sums"]).recipe),
+    "placement.log": _several_devices,
+    "placement.inside": _several_devices,
+    "performance.offload_optimizer": _away,
+    "performance.offload_reference": _away,
+    "performance.gather_dtype": lambda folder: _plan("sums", "controllers=2", "train.backend=fsdp", "device=cpu"),
+    "model.offload": lambda folder: _plan("shapes-lora", "device=cpu"),
+    "sampling.schedule": _other_scheduler,
+}
 
 
 def unread(section: BaseModel, read: set, path: str = ""):
@@ -68,6 +134,44 @@ def test_a_key_that_is_accepted_is_read(recipe, sweep, tmp_path):
     with recorded() as read:
         start.train(loaded, tmp_path / "run")
     for key in unread(loaded.recipe, read):
-        if key not in ELSEWHERE:
+        if key not in {**ELSEWHERE, **SWITCHES}:
             sweep.check(not (taken := accepted(recipe, key)), f"{recipe}: {taken}")
     sweep.done()
+
+
+def was_read(key: str, read: set) -> bool:
+    """Whether the key, in one of the sections that it may be in, is among those that were read."""
+    section, _, name = key.rpartition(".")
+    owners = annotations(section) if section else [Recipe]
+    classes = {one for of in owners for one in classes_in(of)}
+    return any(field == name and issubclass(of, tuple(classes)) for of, field in read)
+
+
+def classes_in(annotation: object):
+    """The sections that a type allows."""
+    if isinstance(annotation, type):
+        return {annotation} if issubclass(annotation, BaseModel) else set()
+    if "as_settings" in str(annotation):
+        return {AlgorithmSettings}
+    return {one for inner in typing.get_args(annotation) for one in classes_in(inner)}
+
+
+def test_every_key_that_is_read_elsewhere_has_a_reader():
+    assert {*ELSEWHERE} == {*READERS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", dict.fromkeys(READERS.values()))
+def test_a_key_is_read_where_it_is_said_to_be(reader, tmp_path):
+    with recorded() as read:
+        reader(tmp_path)
+    keys = [key for key, where in READERS.items() if where is reader]
+    assert not [key for key in keys if not was_read(key, read)]
+
+
+@pytest.mark.slow
+def test_a_key_is_read_once_what_it_belongs_to_is_on(tmp_path):
+    loaded = load_recipe(["sums"], [*SMALL, *GROUPS, *SWITCHED])
+    with recorded() as read:
+        start.train(loaded, tmp_path / "run")
+    assert not [key for key in SWITCHES if not was_read(key, read)]

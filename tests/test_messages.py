@@ -10,6 +10,8 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.planner.plan import plan
+from tests.carried import note, said_by
+from tests.carried_table import CARRIED, PLANNED
 from tests.messages import content, edits, faults, literals, put
 from tests.planning import without_the_step
 
@@ -94,6 +96,7 @@ def complaints(recipe, root, file):
 @pytest.mark.slow
 @pytest.mark.sweep("edits that messages of a plan name")
 def test_the_edit_of_a_plan_takes_its_message_away(sweep, tmp_path):
+    done = set()
     for name, changes in PLANS:
         file, changed = content(name)
         for key, value in changes.items():
@@ -103,6 +106,7 @@ def test_the_edit_of_a_plan_takes_its_message_away(sweep, tmp_path):
         for said, message in first.items():
             for together in edits(message):
                 told += 1
+                done |= {*said_by(message, ())}
                 mended = changed
                 for where, edit, remove in together:
                     mended = put(mended, where, edit, remove=remove)
@@ -112,3 +116,5 @@ def test_the_edit_of_a_plan_takes_its_message_away(sweep, tmp_path):
                 sweep.check(said not in left and not new, case)
         sweep.check(bool(told), f"{name} {changes}: no message names an edit: {[*first.values()]}")
     sweep.done()
+    note(f"{one}\t{PLANNED}\tcarried out\tplan\n" for one in done)
+    assert {name for name, where in CARRIED.items() if where == PLANNED} <= done

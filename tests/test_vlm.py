@@ -13,6 +13,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import Media
+from mmrl.text.features import as_weights
 from mmrl.text.overlong import Fitter, Limit
 from mmrl.trajectory import Prompt, SampleId, Slot
 from tests import tiny
@@ -307,9 +308,31 @@ def test_a_copy_encodes_with_its_own_weights_and_other_batches_are_left_alone(pi
         assert a.abs().max() > 0
 
 
-@pytest.mark.slow
-def test_pixels_have_the_dtype_of_the_weights(tmp_path):
-    """Llama 4's processor makes pixels in bfloat16."""
+TIMES = ("second_per_grid_ts", "video_second_per_grid")
+"""Floating features that are no pixels."""
+
+
+@pytest.mark.sweep("pixels of a family in the dtype of its weights")
+def test_what_a_processor_makes_has_the_dtype_of_the_weights(sweep):
+    from tests import processors
+
+    for family in processors.FAMILIES:
+        processor = processors.processor(family)
+        shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+        text = processor.apply_chat_template(shown, add_generation_prompt=True)
+        for made_in in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            made = processor(text=[text], images=[[Image.new("RGB", (56, 56))]], return_tensors="pt")
+            made = {name: t.to(made_in) if t.is_floating_point() else t for name, t in made.items()}
+            for dtype in (torch.bfloat16, torch.float32):
+                given = as_weights(made, torch.nn.Linear(1, 1, dtype=dtype), torch.device("cpu"))
+                wrong = {name: t.dtype for name, t in given.items() if t.is_floating_point() and t.dtype != dtype}
+                pixels = any(t.is_floating_point() for t in given.values())
+                sweep.check(pixels and not {*wrong} - {*TIMES}, (family, made_in, dtype, wrong))
+    sweep.done()
+
+
+def llama4(folder):
+    """A tiny Llama 4, whose processor makes pixels in bfloat16."""
     import transformers as t
 
     from tests import processors
@@ -346,9 +369,15 @@ def test_pixels_have_the_dtype_of_the_weights(tmp_path):
     }
     config = t.Llama4Config(text_config=text, vision_config=vision, image_token_index=find("<|patch|>"))
     torch.manual_seed(0)
-    t.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
-    processor.save_pretrained(tmp_path)
-    made = chat.build(recipe(tmp_path), str(tmp_path), torch.device("cpu"))
+    t.Llama4ForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_pixels_have_the_dtype_of_the_weights(tmp_path):
+    path = llama4(tmp_path)
+    made = chat.build(recipe(path), str(path), torch.device("cpu"))
     trajectory = drawn(made, [Prompt("p", "What is <image>?", media=(picture(40, 40, 1),))])
     assert trajectory.padded("tokens").shape[0] == 2
     assert made.features.get(trajectory.features[0])["pixel_values"].dtype == torch.float32

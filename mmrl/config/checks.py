@@ -85,6 +85,8 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
+    for key in _changed(recipe.model, ("offload",)):
+        yield f"model.{key}: it moves the encoders and the VAE of picture models, and text has none; remove it"
     yield from _pixels(recipe)
     least, most = recipe.decoding.min_new_tokens, recipe.decoding.max_new_tokens
     if least > most:

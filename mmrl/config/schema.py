@@ -252,7 +252,7 @@ class Guards(Section):
     action: Literal["warn", "stop"] = "warn"
     """The action after ``patience`` evaluations in a row beyond a limit."""
     patience: Count = 1
-    """Evaluations in a row."""
+    """Evaluations in a row beyond a limit after which ``stop`` ends the run; ``warn`` names each."""
 
 
 class Eval(Section):

@@ -195,7 +195,10 @@ class LocalModel(Sleeping):
         if self.processor is None:
             return self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         pictures = {"images": [ask.pictures for ask in asks]} if asks[0].pictures else {}
-        return self.processor(text=texts, return_tensors="pt", padding=True, add_special_tokens=False, **pictures)
+        made = self.processor(text=texts, return_tensors="pt", padding=True, add_special_tokens=False, **pictures)
+        pixels = {name: of.to(self.model.dtype) for name, of in made.items() if name.startswith("pixel_values")}
+        made.update(pixels)  # some processors make them in bfloat16, whatever the weights are in
+        return made
 
     def _stop(self) -> list[int]:
         given = self.model.generation_config.eos_token_id

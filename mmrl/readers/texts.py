@@ -24,7 +24,7 @@ from mmrl.readers.described import opened
 from mmrl.text.answered import ending
 from mmrl.text.base_model import base_model
 from mmrl.text.conditioner import tokenizer_of
-from mmrl.text.features import joined, key_of
+from mmrl.text.features import as_weights, joined, key_of
 from mmrl.text.given import stacked
 from mmrl.text.likelihood import token_log_probs
 from mmrl.text.pipeline import LanguagePipeline
@@ -126,7 +126,7 @@ class TextReader:
     def forward(self, asked: Sequence[Asked]) -> States:
         """The states of a few answers, with a graph where the adapter trains."""
         chat = self.pipeline.conditioner
-        rows = [{name: of.to(self.device) for name, of in one.features.items()} for one in asked]
+        rows = [as_weights(one.features, self.pipeline.policy, self.device) for one in asked]
         given, mask = stacked([one.tokens for one in asked], chat.pad_token, self.device)
         made = joined(rows, chat.pad_token, given, mask, own_positions=chat.own_positions)
         made = self.pipeline.shared.expected([one.key for one in asked], rows, made)

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mmrl.controller.features import FeatureStore
 from mmrl.trajectory import Prompt
+from mmrl.transfer import to_device
 
 PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """Features with one entry per prompt token; all others belong to media and are joined along their first dimension."""
@@ -69,3 +70,11 @@ def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
         pad(t, [n for size, own in zip(sizes[::-1], t.shape[:0:-1], strict=True) for n in (0, size - own)])
         for t in tensors
     ]
+
+
+def as_weights(features: Mapping[str, Tensor], model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """``features`` on ``device``, and pixels in the dtype of the weights of ``model``: some processors make them in
+    bfloat16, whatever the weights are in."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    moved = {name: to_device(tensor, device) for name, tensor in features.items()}
+    return {name: t.to(dtype) if name.startswith("pixel_values") else t for name, t in moved.items()}

@@ -29,7 +29,7 @@ from mmrl.text import engine_sampling, export, generation, scoring
 from mmrl.text.base_model import base_model
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.critic import Critic
-from mmrl.text.features import features_of, joined, key_of
+from mmrl.text.features import as_weights, features_of, joined, key_of
 from mmrl.text.given import GivenTexts
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
@@ -40,7 +40,6 @@ from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
 from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, TextRows, text_rows
-from mmrl.transfer import to_device
 
 
 class LanguagePipeline:
@@ -115,11 +114,7 @@ class LanguagePipeline:
         return keys
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
-        made = {
-            name: to_device(tensor, self.device) for name, tensor in self.fitter.encode(prompt, self.limit)[1].items()
-        }
-        dtype = next((p.dtype for p in self.policy.parameters() if p.is_floating_point()), torch.float32)
-        return {name: t.to(dtype) if name.startswith("pixel_values") else t for name, t in made.items()}  # as weights
+        return as_weights(self.fitter.encode(prompt, self.limit)[1], self.policy, self.device)
 
     @property
     def limit(self) -> Limit | None:

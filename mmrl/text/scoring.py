@@ -29,7 +29,7 @@ from mmrl.text.base_model import base_model, peft_model
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.conversation import messages_of
 from mmrl.text.export import plain
-from mmrl.text.features import PER_TOKEN, joined
+from mmrl.text.features import PER_TOKEN, as_weights, joined
 from mmrl.text.given import stacked
 from mmrl.text.loading import AutoModel, open_weights, set_exported_config
 from mmrl.text.row_loading import load_rows
@@ -217,7 +217,7 @@ class Scorer:
     @torch.inference_mode()
     def _forward(self, rows: Sequence[tuple[Mapping[str, Tensor], Tensor]]) -> list[float]:
         device = self.model.device
-        features = [{name: value.to(device) for name, value in row.items()} for row, _ in rows]
+        features = [as_weights(row, self.model, device) for row, _ in rows]
         pad_token = self.conditioner.pad_token
         texts, mask = stacked([tokens for _, tokens in rows], pad_token, device)
         inputs = joined(features, pad_token, own_positions=self.conditioner.own_positions, responses=texts, mask=mask)
