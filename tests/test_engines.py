@@ -274,6 +274,16 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
+def replies(client, path, bodies):
+    """The answers to requests that are under way together, in order."""
+    names, found = [f"{path} {n}" for n in range(len(bodies))], {}
+    for name, body in zip(names, bodies, strict=True):
+        client.begin(name, path, body)
+    while len(found) < len(names):
+        found |= dict(client.answers(names, None))
+    return [found[name] for name in names]
+
+
 def test_what_a_server_answers_is_never_taken_for_something_else(tmp_path):
     Answers.replies = {
         "/ok": (200, b'{"a": 1}'),
@@ -287,15 +297,17 @@ def test_what_a_server_answers_is_never_taken_for_something_else(tmp_path):
     url = f"http://127.0.0.1:{server.server_port}"
     client, hasty = Client("the server", url), Client("the server", url, timeout_s=0.3)
     try:
-        assert client.post_all("/ok", [{}] * 5) == [{"a": 1}] * 5
-        assert client.post_all("/ok", []) == []
+        assert replies(client, "/ok", [{}] * 5) == [{"a": 1}] * 5
+        assert client.answers([], 0.01) == []
         assert client.post("/empty") is None
         with pytest.raises(UserError, match="refused /html with status 502: <html><body>Bad gateway</body></html>"):
             client.post("/html")
         with pytest.raises(UserError, match="refused /error with status 400: too long"):
-            client.post_all("/error", [{}, {}])
+            replies(client, "/error", [{}, {}])
         with pytest.raises(UserError, match=r"did not answer /slow within 0 s; raise request_timeout_s"):
             hasty.post("/slow")
+        with pytest.raises(UserError, match=r"did not answer /slow within 0 s; raise request_timeout_s"):
+            replies(hasty, "/slow", [{}])
     finally:
         server.shutdown()
         server.server_close()
@@ -353,7 +365,7 @@ class Served:
 
     def generate(self, requests, settings):
         bodies = [{"seed": r.seed, "slow": self.slow and r.seed == 2} for r in requests]
-        return [(said["seed"], self.weights) for said in self.client.post_all("/generate", bodies)]
+        return [(said["seed"], self.weights) for said in replies(self.client, "/generate", bodies)]
 
     def update(self, weights):
         self.weights = dict(weights)["w"].item()

@@ -185,6 +185,54 @@ def test_the_plan_shows_the_engine_and_its_settings():
     assert "16 samples, 1 forwards of training, 1 backwards" in shown.getvalue()
 
 
+EACH = """
+import importlib.util
+from mmrl.engines.engine_weights import Counted
+from mmrl.engines.under_way import OneByOne
+
+spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+class Each(OneByOne, example.OwnCopy):
+    sleeps = False
+
+    def __init__(self, model, *, max_model_len):
+        example.OwnCopy.__init__(self, model, max_model_len=max_model_len)
+        OneByOne.__init__(self, "Each", max_model_len)
+
+    def _begin(self, request, allowance, settings):
+        self.how = settings  # the same of all requests
+        return id(request)
+
+    def _work(self, timeout):
+        handle, asked = next(iter(self._asked.items()))
+        prompt = [*asked.request.prompt_ids, *asked.request.partial]
+        ((tokens,), (said,)) = self._draw([prompt], [asked.allowance], self.how)
+        self._answer(handle, tokens, said, "length", len(prompt))
+
+    def _end(self, handles):
+        self.ended = len(handles)
+
+    def update(self, weights):
+        REFUSE
+        super().update(weights)
+"""
+
+
+@pytest.mark.parametrize("mends", [True, False])
+def test_an_engine_of_ones_own_may_answer_as_it_goes(tmp_path, mends):
+    written = EACH.replace("EXAMPLE", repr(str(EXAMPLE))).replace("REFUSE", "self._refuse('update')" if mends else "")
+    (tmp_path / "each.py").write_text(written)
+    made = engines.opened(f"{tmp_path / 'each.py'}:Each", {}, engines.small_model())
+    (check,) = [check for check in engines.checks(made) if check.name == "requests are answered as they come"]
+    if mends:
+        assert check.run() == "3 of 4, one cancelled, with the tokens of generate()"
+    else:
+        with pytest.raises(AssertionError, match=r"update\(\) with requests under way"):
+            check.run()
+
+
 @pytest.fixture(scope="module")
 def case():
     return engines.opened(f"{EXAMPLE}:OwnCopy", {"batch": 3}, engines.small_model())

@@ -7,6 +7,8 @@ refusing to generate.
 
 import json
 import threading
+import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.engines.engine_weights import values_of
 from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.engines.policy import Policy
-from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
 from mmrl.engines.sglang import SglangServer, _command
 from mmrl.errors import UserError
 from mmrl.media import Clip
@@ -64,6 +66,11 @@ class Served(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.adapters, self.stale, self.lock = model, {}, False, threading.Lock()
         self.asked, self.images_are = [], 4
+        self.slow, self.broken, self.aborted = (
+            set(),
+            set(),
+            [],
+        )  # seeds of requests that wait, and those whose client left meanwhile
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -108,6 +115,10 @@ class Served(ThreadingHTTPServer):
         }
         return {"text": "", "output_ids": ids[len(ids) - made :], "meta_info": meta}
 
+    def abort_request(self, body):
+        self.aborted.append(body["rid"])
+        return ""
+
     def update_weights_from_disk(self, body):
         folder = Path(body["model_path"])
         if not (folder / "config.json").exists():
@@ -145,6 +156,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
         if self.headers["Authorization"] != f"Bearer {KEY}":
             return self.answer(401, b'{"error": "Unauthorized"}')
+        seed, name = body.get("sampling_params", {}).get("sampling_seed"), body.get("rid")
+        while seed in self.server.slow and name not in self.server.aborted:
+            time.sleep(0.01)
+        if seed in self.server.broken:
+            self.close_connection = True
+            return None
         with self.server.lock:
             self.server.asked.append((self.path, body))
             try:
@@ -238,6 +255,52 @@ def test_cut_and_resumed_is_the_same_as_in_one_go(engine):
     assert engine.generate([ask(partial=tokens)], Settings(9))[0].token_ids == []
 
 
+def test_requests_are_answered_as_they_end_and_one_that_is_cancelled_is_aborted(engine, served):
+    assert isinstance(engine, AnswersAsItGoes)
+    assert engine.ready(None) == []
+    whole, settings = engine.generate([ask(n) for n in range(4)], Settings(6)), Settings(6)
+    served.slow |= {1, 2}
+    ids = [engine.submit(ask(n, name=f"row {n}"), settings) for n in range(4)]
+    found = {}
+    while len(found) < 2:
+        found |= dict(engine.ready(None))
+    assert found == {ids[0]: whole[0], ids[3]: whole[3]}
+    assert engine.ready(0.0) == engine.ready(0.05) == []
+    weights = language_model(9).state_dict()
+    for spoil in (
+        lambda: engine.update(iter(weights.items())),
+        lambda: engine.update_lora({}, 1, 1.0, []),
+        engine.sleep,
+        lambda: engine.generate([ask()], settings),
+    ):
+        with pytest.raises(
+            UserError, match=r"SGLang has 2 requests under way \(row 1, row 2\): take .* or cancel them"
+        ):
+            spoil()
+    engine.cancel(ids[1])
+    assert len(served.aborted) == 1
+    for id in (ids[1], ids[0], 99):
+        with pytest.raises(UserError, match=f"SGLang has no request {id} under way"):
+            engine.cancel(id)
+    served.slow.clear()
+    assert engine.ready(None) == [(ids[2], whole[2])]
+    assert engine.ready(None) == []
+    engine.update(iter(weights.items()))
+
+
+def test_a_connection_that_breaks_ends_all_requests(engine, served):
+    served.slow.add(1)
+    served.broken.add(2)
+    for n in (1, 2):
+        engine.submit(ask(n), Settings(4))
+    with pytest.raises(UserError, match=r"the SGLang server could not be asked \(/generate\)"):
+        engine.ready(None)
+    assert engine.ready(None) == []
+    assert len(served.aborted) == 1
+    served.slow.clear()
+    assert engine.generate([ask(1)], Settings(4))[0].token_ids
+
+
 def test_stop_tokens(engine, served):
     (whole,) = engine.generate([ask(4)], Settings(12))
     (stopped,) = engine.generate([ask(4)], Settings(12, stop_token_ids=(whole.token_ids[3],)))
@@ -292,7 +355,7 @@ def test_an_adapter_is_replaced_under_a_new_name(engine, served):
 def test_pictures_are_sent_whole_and_counted(engine, served):
     picture = Image.new("RGB", (4, 4), (200, 10, 30))
     text = "what is it?"
-    request = Request([1] * (len(text) + 4), text, seed=0, images=[picture], name="scenes/2")
+    request = Request([1] * (len(text) + 4), text, seed=0, media=[picture], name="scenes/2")
     (answer,) = engine.generate([request], Settings(4))
     assert answer.prompt_tokens == len(request.prompt_ids)
     sent = served.asked[0][1]
@@ -304,10 +367,11 @@ def test_pictures_are_sent_whole_and_counted(engine, served):
         engine.generate([request], Settings(4))
     for extra, what in (
         ({"partial": [1]}, "continues tokens"),
-        ({"clips": [Clip([picture], 1.0, [0], 1)]}, "has a clip"),
+        ({"media": [picture, Clip([picture], 1.0, [0], 1)]}, "has a clip"),
+        ({"text": ""}, "has pictures and has sampled turns before the last, which SGLang's server cannot be asked for"),
     ):
         with pytest.raises(UserError, match=what):
-            engine.generate([Request(request.prompt_ids, text, seed=0, images=[picture], **extra)], Settings(4))
+            engine.generate([replace(request, **extra)], Settings(4))
 
 
 def test_sleep_is_asked_for_only_where_it_was_switched_on(folder, served, engine):

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.group_sender import GroupSender
-from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
 from mmrl.engines.sampling_options import FIXED, OURS, fields
 from mmrl.engines.server_process import Timeouts
 from mmrl.engines.sleep_mode import SleepMode
@@ -225,6 +226,50 @@ def test_one_call_draws_what_several_calls_draw(fresh):
     for one, other in zip(whole, parts, strict=True):
         assert one.token_ids == other.token_ids
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def as_it_goes(engine, requests, settings, close):
+    """Requests in random order and number between answers, some of them cancelled, get what ``generate`` draws."""
+    assert isinstance(engine, AnswersAsItGoes)
+    assert engine.ready(None) == []
+    drawn = [engine.generate([request], how)[0] for request, how in zip(requests, settings, strict=True)]
+    draw, order, of, found = random.Random(2), list(range(len(requests))), {}, {}
+    draw.shuffle(order)
+    while order or len(found) < len(requests):
+        for n in [order.pop() for _ in range(min(draw.choice([0, 1, 3]), len(order)))]:
+            before = torch.get_rng_state()
+            of[engine.submit(requests[n], settings[n])] = n
+            assert torch.equal(torch.get_rng_state(), before)
+            dropped = engine.submit(requests[n], replace(settings[n], max_new_tokens=200))
+            with pytest.raises(
+                UserError, match=r"requests under way .*: take their answers .* before new weights come"
+            ):
+                engine.update(iter(()))
+            engine.cancel(dropped)
+            with pytest.raises(UserError, match=f"no request {dropped} under way"):
+                engine.cancel(dropped)
+        for id, answer in engine.ready(None if not order else draw.choice([0.0, None])):
+            found[of.pop(id)] = answer
+    assert engine.ready(None) == []
+    for n, answer in enumerate(drawn):
+        assert (found[n].token_ids, found[n].finish) == (answer.token_ids, answer.finish)
+        assert found[n].log_probs == pytest.approx(answer.log_probs, abs=close)
+
+
+def test_requests_in_any_order_get_what_they_get_alone(fresh, text):
+    requests = [ask(seed, [(7 * seed + i) % 250 for i in range(20 + 5 * seed)]) for seed in range(24)]
+    kinds = [
+        Settings(12),
+        Settings(30, temperature=0.7, top_p=0.9),
+        Settings(9, temperature=0),
+        Settings(40, cut_after=5),
+    ]
+    as_it_goes(fresh, requests, [kinds[n % 4] for n in range(24)], 1e-5)
+    fresh.update(text[1].named_parameters())
+    id = fresh.submit(ask(), Settings(12))
+    with pytest.raises(UserError, match="vLLM has 1 requests under way"):
+        fresh.generate([ask()], Settings(12))
+    fresh.cancel(id)
 
 
 def test_only_the_named_tokens_stop(fresh, text):
@@ -437,7 +482,30 @@ class See:
         shown += "<|vision_start|><|video_pad|><|vision_end|>" * len(clips)
         text = f"user: {shown}what is it? "
         ids = self.inputs(text, images, clips)["input_ids"][0].tolist()
-        return Request(ids, text, seed=seed, images=images, clips=clips, partial=partial)
+        shown = self.processor.tokenizer(text, add_special_tokens=False).input_ids if images or clips else ()
+        return Request(ids, text, seed=seed, media=[*images, *clips], partial=partial, unexpanded_ids=shown)
+
+    def second_turn(self, first, answer, image):
+        """What follows an answer about a picture: the answer's own tokens, and another picture. The answer spells a
+        control token, whose text would be made into that token."""
+        spelled = list(b"<|im_end|>")
+        said = [*answer.token_ids, *[self.processor.tokenizer.convert_tokens_to_ids(chr(b)) for b in spelled]]
+        told = self.request([image])
+        return Request(
+            [*first.prompt_ids, *said, *told.prompt_ids],
+            "",
+            seed=first.seed + 1,
+            media=[*first.images, image],
+            unexpanded_ids=[*first.unexpanded_ids, *said, *told.unexpanded_ids],
+        )
+
+    def turns_gap(self, request, answer, images=None):
+        """As ``gap``, of a prompt of which parts were sampled: its ids are taken as they are."""
+        made = self.inputs("<|image_pad|>" * 2, images or request.images, [])
+        whole = [*request.prompt_ids, *answer.token_ids]
+        kinds = torch.tensor([[int(token == IMAGE) for token in whole]])
+        pixels = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        return gap(self.model, request, answer, mm_token_type_ids=kinds, **pixels)
 
     def inputs(self, text, images, clips):
         media = {}
@@ -519,13 +587,23 @@ def test_pictures_and_clips_in_process(vision, capsys):
         (rest,) = engine.generate([a.request([picture(1)], partial=start.token_ids)], Settings(12, temperature=0))
         assert [*start.token_ids, *rest.token_ids] == whole.token_ids
 
-        wrong = Request([i for i in one.prompt_ids if i != IMAGE], one.text, seed=0, images=one.images, name="scenes/3")
+        wrong = replace(one, prompt_ids=[i for i in one.prompt_ids if i != IMAGE], name="scenes/3")
         made = len(one.prompt_ids)
         said = (
             f"made {made} tokens of the prompt of sample scenes/3 .*, the trainer's processor {len(wrong.prompt_ids)} "
         )
         with pytest.raises(UserError, match=said):
             engine.generate([wrong], Settings(4))
+
+        turn = a.second_turn(one, whole, picture(3, (140, 168)))
+        again = a.processor.tokenizer(a.processor.tokenizer.decode(turn.unexpanded_ids)).input_ids
+        assert len(again) < len(turn.unexpanded_ids)  # text would have brought other tokens
+        (said,) = engine.generate([turn], Settings(12))
+        assert said.prompt_tokens == len(turn.prompt_ids)
+        assert a.turns_gap(turn, said) < CLOSE
+        assert a.turns_gap(turn, said, images=[picture(1), picture(4, (140, 168))]) > 0.02
+        with pytest.raises(UserError, match=r"has pictures or clips and no Request\.unexpanded_ids"):
+            engine.generate([replace(one, unexpanded_ids=())], Settings(4))
 
         engine.update(iter(b.model.state_dict().items()))  # what was encoded of a picture is forgotten too
         (new,) = engine.generate([one], Settings(12))
@@ -546,7 +624,7 @@ def alive(group):
 
 def test_a_server_of_its_own(vision, tmp_path):
     folder, a, b = vision
-    server = VllmServer(str(folder), max_model_len=1024, images=1, lora_rank=8, log=tmp_path / "vllm.log")
+    server = VllmServer(str(folder), max_model_len=1024, images=2, lora_rank=8, log=tmp_path / "vllm.log")
     group = server._process._process.pid
     try:
         assert server._private.stat().st_mode & 0o777 == 0o700
@@ -569,6 +647,12 @@ def test_a_server_of_its_own(vision, tmp_path):
         assert start.finish == "cut"
         (rest,) = server.generate([a.request([picture(1)], partial=start.token_ids)], Settings(12, temperature=0))
         assert [*start.token_ids, *rest.token_ids] == whole.token_ids
+
+        turn = a.second_turn(request, whole, picture(3, (140, 168)))
+        (said,) = server.generate([turn], settings)
+        assert a.turns_gap(turn, said) < CLOSE
+        requests = [request, words, turn, *(ask(seed, PROMPT[: 10 * seed]) for seed in range(1, 7))]
+        as_it_goes(server, requests, [settings] * len(requests), CLOSE)
 
         # the control: new weights without forgetting go on from the old keys and values
         save_file(b.model.state_dict(), tmp_path / "model.safetensors")
@@ -612,7 +696,7 @@ def test_a_server_of_its_own(vision, tmp_path):
             server.update(iter([("lm_head.weight", torch.zeros(2, 2))]))
         with pytest.raises(UserError, match="has a clip, and a request to vLLM's server cannot tell its frame rate"):
             server.generate([a.request(clips=[clip(1)])], settings)
-        wrong = Request([i for i in request.prompt_ids if i != IMAGE], request.text, seed=0, images=request.images)
+        wrong = replace(request, prompt_ids=[i for i in request.prompt_ids if i != IMAGE])
         with pytest.raises(UserError, match=f"made {len(request.prompt_ids)} tokens of the prompt"):
             server.generate([wrong], settings)
         assert len(alive(group)) > 2

@@ -56,7 +56,8 @@ LAYERS = {
     "pipelines.lora pipelines.protocol",
     "text": "text",
     "engines": "engines",
-    "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring",
+    "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring "
+    "text.slots",
     "rewards, judge": "distill knowledge labels readers rewards judge",
     "step context": "training.batch training.micro_batches training.step_context training.step_metrics",
     "placement": "placement",

@@ -20,7 +20,7 @@ from mmrl._load import folders
 from mmrl.contracts.running import CannotRun, Check, expect, refused
 from mmrl.engines import own_class
 from mmrl.engines.lazy_engine import metrics_of
-from mmrl.engines.rollout import Completion, ReportsMetrics, Request, RolloutEngine, Settings
+from mmrl.engines.rollout import AnswersAsItGoes, Completion, ReportsMetrics, Request, RolloutEngine, Settings
 
 CLOSE, APART = 1e-3, 1e-2
 """Log-probs of the same weights in float32, and of others."""
@@ -95,6 +95,29 @@ def metrics_are_numbers(case: Case) -> str:
     wrong = [name for name, value in found.items() if not math.isfinite(value)]
     expect(not wrong, f"{', '.join(wrong)}: not finite; leave a number out that there is not yet")
     return f"{', '.join(found) or 'none yet'}, logged after every step"
+
+
+def requests_are_answered_as_they_come(case: Case) -> str:
+    engine = case.engine
+    assert isinstance(engine, AnswersAsItGoes)
+    asked = [request(n, 5 + 7 * n, name=f"sample {n}") for n in range(4)]
+    whole = case.ask(*asked)
+    ids = [engine.submit(one, Settings(TOKENS)) for one in reversed(asked)]
+    expect(len(set(ids)) == len(ids), f"submit() returned {ids}; give every request an id of its own")
+    refused(lambda: case.give(case.model), "update() with requests under way", "their answers would mix the weights")
+    engine.cancel(ids[0])
+    refused(lambda: engine.cancel(ids[0]), "cancel() of what was cancelled", "its answer never comes")
+    found: dict[int, Completion] = {}
+    while more := engine.ready(None):
+        found.update(more)
+    left = set(ids[1:])
+    expect(set(found) == left, f"ready() answered {sorted(found)}, under way were {sorted(left)}; answer each once")
+    for n, id in enumerate(reversed(ids[1:])):
+        expect(
+            list(found[id].token_ids) == list(whole[n].token_ids),
+            "a request that came beside others drew other tokens than in generate(); draw from its own seed",
+        )
+    return f"{len(left)} of {len(ids)}, one cancelled, with the tokens of generate()"
 
 
 def log_probs_are_the_models(case: Case) -> str:
@@ -321,4 +344,6 @@ def checks(case: Case) -> Iterator[Check]:
     """All checks of ``case``; the last closes its engine."""
     if isinstance(case.engine, ReportsMetrics):
         yield Check("metrics() gives numbers", partial(metrics_are_numbers, case))
+    if isinstance(case.engine, AnswersAsItGoes):
+        yield Check("requests are answered as they come", partial(requests_are_answered_as_they_come, case))
     yield from (Check(name, partial(check, case)) for name, check in CHECKS.items())

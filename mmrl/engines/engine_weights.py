@@ -21,6 +21,8 @@ from mmrl.errors import UserError
 from mmrl.hub_files import folder_of, json_of
 from mmrl.json_types import JsonObject
 
+_SEEDS = 2**31
+"""Of an engine."""
 _EXTRA = 1e-3
 """The share of a checkpoint's values that an update may lack (buffers that are saved and not trained)."""
 
@@ -55,8 +57,8 @@ def _allowance(request: Request, settings: Settings, max_model_len: int) -> Allo
     most = min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
     left = max(min(most, max_model_len - len(request.prompt_ids)) - done, 0)
     least = max(settings.min_new_tokens - done, 0)
-    # the continuation needs other random numbers than the first tokens
-    seed = seed_of(request.seed, "resumed", done) if done else request.seed
+    seed = request.seed % _SEEDS
+    seed = seed_of(seed, "resumed", done) if done else seed  # it needs other random numbers than the first tokens
     if settings.cut_after is not None and settings.cut_after < left:
         return Allowance(settings.cut_after, "cut", seed, min(least, settings.cut_after), request.extra)
     return Allowance(left, "length", seed, min(least, left), request.extra)

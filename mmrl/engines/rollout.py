@@ -21,25 +21,36 @@ from mmrl.media import Clip
 class Request:
     """One sample to draw.
 
-    ``prompt_ids``: the prompt with every media placeholder expanded as the trainer's processor did. ``text`` is the
-    prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves, and
-    ``unexpanded`` its tokens: those count where the text spells control tokens, which are no control tokens there.
-    ``seed`` is the sample's own. ``partial``: tokens that were already sampled, of a response that is continued; the
-    tokens after them are drawn with another seed. ``name``: of the sample, for messages. ``max_new_tokens``: the limit
-    of the prompt, if it has one below ``Settings.max_new_tokens``. ``extra``: further sampling parameters by the
-    engine's own names.
+    ``prompt_ids``: the prompt with every media placeholder expanded as the trainer's processor did.
+    ``unexpanded_ids``: the prompt before that expansion, one placeholder per medium, for engines that preprocess
+    ``media`` themselves, which lie in the order of their placeholders. They are the ids that were made of the prompt or
+    sampled, so that no text is tokenised again; empty where the prompt has no media.
+    ``text``: the same as text, for an engine that takes no ids beside pictures, and for messages; empty where parts of
+    the prompt were sampled, because their text may have other ids. ``features``: what the trainer's processor made of
+    the prompt, for sampling in the process. ``seed`` is the sample's own. ``partial``: tokens that were already
+    sampled, of a response that is continued; the tokens after them are drawn with another seed. ``name``: of the
+    sample, for messages. ``max_new_tokens``: the limit of the prompt, if it has one below ``Settings.max_new_tokens``.
+    ``extra``: further sampling parameters by the engine's own names.
     """
 
     prompt_ids: Sequence[int]
     text: str
     seed: int
-    images: Sequence[Image] = ()
-    clips: Sequence[Clip] = ()
+    media: Sequence[Image | Clip] = ()
     partial: Sequence[int] = ()
     name: str = ""
     max_new_tokens: int | None = None
     extra: JsonObject = field(default_factory=dict)
-    unexpanded: Sequence[int] = ()
+    unexpanded_ids: Sequence[int] = ()
+    features: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def images(self) -> list[Image]:
+        return [medium for medium in self.media if not isinstance(medium, Clip)]
+
+    @property
+    def clips(self) -> list[Clip]:
+        return [medium for medium in self.media if isinstance(medium, Clip)]
 
 
 @dataclass(frozen=True)
@@ -124,4 +135,31 @@ class ReportsMetrics(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Numbers by name, logged after every step as ``engine/<name>``. Each is logged as it is: reset what counts one
         step. Asked while the engine is awake, after the samples of a step are drawn, and before it sleeps."""
+        ...
+
+
+@runtime_checkable
+class AnswersAsItGoes(Protocol):
+    """Abstract. What an engine may have besides ``generate``: requests are answered one by one, and new ones may come
+    while others are under way. For one thread at a time.
+
+    A sample depends on its request, the settings and the weights, whatever is sampled beside it and in whatever order.
+    While requests are under way, ``generate``, ``update``, ``update_lora`` and ``sleep`` raise ``UserError``.
+    """
+
+    def submit(self, request: Request, settings: Settings) -> int:
+        """Begin with a request; returns its id. Raises ``UserError`` where it cannot be answered."""
+        ...
+
+    def ready(self, timeout: float | None) -> list[tuple[int, Completion]]:
+        """What was answered since the last call, by id; waits ``timeout`` seconds for the first answer, None for as
+        long as it takes, and not at all where no request is under way. An engine in this process computes meanwhile, at
+        least one token.
+
+        Raises ``UserError`` where an answer is wrong or the engine is lost; no request is under way afterwards.
+        """
+        ...
+
+    def cancel(self, id: int) -> None:
+        """End a request without an answer. Raises ``UserError`` where no such request is under way."""
         ...

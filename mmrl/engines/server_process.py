@@ -21,11 +21,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import httpx
@@ -43,6 +44,7 @@ CONCURRENT = 256
 PROGRESS_EVERY_S = 10.0
 _LINES = 25
 _CLOSE_S = process_guard.GRACE_S + 5.0
+_ABORT_S = 10.0
 _KNOWN_S = 5.0
 """Seconds within which a server that broke a connection is known to have ended."""
 
@@ -171,10 +173,13 @@ class Client:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             transport=httpx.HTTPTransport(
                 uds=str(socket_path) if socket_path else None,
-                limits=httpx.Limits(max_connections=CONCURRENT, max_keepalive_connections=CONCURRENT),
+                limits=httpx.Limits(max_connections=CONCURRENT + 1, max_keepalive_connections=CONCURRENT + 1),
             ),
             timeout=httpx.Timeout(timeout_s, connect=30.0),
         )
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: dict[str, Future[Any]] = {}
+        self._ended: SimpleQueue[str] = SimpleQueue()
 
     def healthy(self, path: str = "/health") -> bool:
         """Whether the server answers its health check."""
@@ -190,15 +195,34 @@ class Client:
         """The answer: JSON, text if it is not JSON, or None if it is empty."""
         return self._send("POST", path, {} if body is None else body)
 
-    def post_all(self, path: str, bodies: Sequence[JsonObject]) -> list[Any]:
-        """Send all requests at once; returns the answers in order. After a failure no further request is sent."""
-        pool = ThreadPoolExecutor(min(len(bodies), CONCURRENT) or 1, "mmrl-rollout")
+    def begin(self, name: str, path: str, body: JsonObject) -> None:
+        """Send a request without waiting for its answer, which ``answers`` gives under ``name``."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(CONCURRENT, "mmrl-rollout")
+        self._begun[name] = reply = self._pool.submit(self.post, path, body)
+        reply.add_done_callback(lambda _: self._ended.put(name))
+
+    def answers(self, names: Container[str], timeout_s: float | None) -> list[tuple[str, Any]]:
+        """What ``post`` returns of those of ``names`` that are answered. Waits ``timeout_s`` for the first, None for
+        as long as it takes. Raises ``UserError`` as ``post`` does."""
         try:
-            return list(pool.map(lambda body: self.post(path, body), bodies))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            ended = [self._ended.get(timeout=timeout_s)]
+        except Empty:
+            return []
+        while not self._ended.empty():
+            ended.append(self._ended.get())
+        return [(name, self._begun.pop(name).result()) for name in ended if name in names]
+
+    def end(self, names: Iterable[str], path: str, body: Callable[[str], JsonObject]) -> None:
+        """Drop requests; of those that were sent the server is told by ``body``."""
+        for name in names:
+            if name in self._begun and not self._begun.pop(name).cancel():
+                with suppress(httpx.HTTPError):  # it runs to its end then
+                    self._http.post(path, json=body(name), timeout=_ABORT_S)
 
     def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
         self._http.close()
 
     def lost(self) -> LostServerError | None:

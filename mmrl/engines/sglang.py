@@ -13,7 +13,7 @@ What differs from vLLM, by those documents:
 - A seed counts only with ``enable_deterministic_inference``, which costs about a third of the speed and is on here.
 - The repetition penalty counts tokens of the response alone in many versions, and is in the log-probs.
 - A stop string may end a response before ``min_new_tokens``.
-- A prompt with pictures is sent as text: its tokens are counted, not compared, and it cannot be gone on with.
+- A prompt with pictures is sent as text: its tokens are counted, not compared, and none of them may be sampled ones.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from torch import Tensor
 
 from mmrl.engines.engine_weights import (
     Allowance,
     Counted,
-    allowances,
     check_count,
     check_rank,
-    completion,
     label,
     model_folder,
-    nothing_left,
     values_of,
     write_adapter,
 )
-from mmrl.engines.rollout import Completion, Request, Settings
+from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, free_port, new_key, png_url, private_folder
+from mmrl.engines.under_way import OneByOne
 from mmrl.engines.weight_files import Room, Sending, checkpoint_dtypes, write_weights
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
@@ -57,7 +56,7 @@ _DEFAULTS = {"min_new_tokens": 0, "repetition_penalty": 1.0, "min_p": 0.0, "stop
 _OURS = {"model_path", "host", "port", "api_key", "config", "context_length", "dtype", "enable_lora", "max_lora_rank"}
 
 
-class SglangServer:
+class SglangServer(OneByOne[str]):
     """Final class. A server that mmrl starts, or with ``url`` one that already runs and serves the same ``model``.
 
     ``model``: a Hugging Face directory. ``lora_rank``: the largest rank of ``update_lora``, None without adapters.
@@ -83,7 +82,7 @@ class SglangServer:
     ) -> None:
         self._folder = model_folder(model, "SGLang")
         timeouts = timeouts or Timeouts()
-        self.max_model_len = max_model_len
+        super().__init__("SGLang", max_model_len)
         self._sending = sending or Sending()
         if url and self._sending.transport == "auto":  # it may lie in a container, with a memory of its own
             self._sending = replace(self._sending, transport="files")
@@ -121,21 +120,21 @@ class SglangServer:
         )
         self._process.wait_until(self._client.healthy, timeouts.start_s)
 
-    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        """One completion per request, in their order. ``UserError`` if a prompt does not fit, or if SGLang
-        expands its pictures to another number of tokens than the trainer did."""
-        allowed = allowances(requests, settings, self.max_model_len)
-        drawn = [i for i, a in enumerate(allowed) if a.tokens]
-        bodies = [self._body(requests[i], allowed[i], settings) for i in drawn]
-        answers = [nothing_left(r) for r in requests]
-        for i, said in zip(drawn, self._client.post_all("/generate", bodies), strict=True):
-            request, made = requests[i], said["meta_info"]
-            check_count(request, made["prompt_tokens"], "SGLang")
+    def _begin(self, request: Request, allowance: Allowance, settings: Settings) -> str:
+        name = uuid4().hex
+        self._client.begin(name, "/generate", self._body(request, allowance, settings) | {"rid": name})
+        return name
+
+    def _work(self, timeout: float | None) -> None:
+        for name, said in self._client.answers(self._asked, timeout):
+            made = said["meta_info"]
+            check_count(self._asked[name].request, made["prompt_tokens"], self._engine)
             log_probs = [entry[0] for entry in made["output_token_logprobs"]]
             tokens = [entry[1] for entry in made["output_token_logprobs"]]
-            finish = (made["finish_reason"] or {}).get("type")
-            answers[i] = completion(request, allowed[i], tokens, log_probs, finish, made["prompt_tokens"], "SGLang")
-        return answers
+            self._answer(name, tokens, log_probs, (made["finish_reason"] or {}).get("type"), made["prompt_tokens"])
+
+    def _end(self, handles: Sequence[str]) -> None:
+        self._client.end(handles, "/abort_request", lambda name: {"rid": name})
 
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
@@ -143,6 +142,7 @@ class SglangServer:
         They are written to ``transport`` first, memory or a disk, in the checkpoint's dtype if the engine has it.
         ``UserError`` if fewer values come than the model has; nothing is replaced then.
         """
+        self._refuse("new weights come")
         folder = self._room.folder(self._sending.transport)
         try:
             counted = Counted(weights)
@@ -161,6 +161,7 @@ class SglangServer:
 
         A loaded adapter cannot be changed: each gets a new name, and the previous one is unloaded.
         """
+        self._refuse("new weights come")
         check_rank(rank, self._lora_rank)
         folder, old = self._next("adapter"), self._adapter
         write_adapter(folder, tensors, rank, alpha, targets)
@@ -174,6 +175,7 @@ class SglangServer:
     def sleep(self) -> None:
         """Release weights and key-value cache if ``enable_memory_saver`` is set in ``options``. By SGLang's
         documentation the weights are not kept: ``update`` after ``wake``."""
+        self._refuse("it sleeps")
         if self.sleeps:
             self._client.post("/release_memory_occupation")
 
@@ -223,8 +225,11 @@ class SglangServer:
         body: dict[str, Json] = {"sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
         if self._adapter:
             body["lora_path"] = self._adapter
-        if request.clips or (request.images and request.partial):
-            what = "has a clip" if request.clips else "has pictures and continues tokens already sampled"
+        what = "has a clip" if request.clips else ""
+        if request.images and (request.partial or not request.text):
+            turns = "continues tokens already sampled" if request.partial else "has sampled turns before the last"
+            what = f"has pictures and {turns}"
+        if what:
             raise UserError(
                 f"sample {label(request)} {what}, which SGLang's server cannot be asked for; take vLLM in process, or "
                 "transformers"

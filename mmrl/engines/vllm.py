@@ -27,20 +27,18 @@ from torch import Tensor
 from mmrl.engines.engine_weights import (
     Allowance,
     Counted,
-    allowances,
     check_prompt,
     check_rank,
-    completion,
     label,
     model_folder,
-    nothing_left,
     values_of,
     write_adapter,
 )
 from mmrl.engines.process_state import default_group_kept, process_settings_kept
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.sleep_mode import SleepMode
-from mmrl.engines.vllm_api import Adapter, Encoder, Loaded, Media, Model, Prompt, import_vllm, part, refusals
+from mmrl.engines.under_way import OneByOne
+from mmrl.engines.vllm_api import Adapter, Loaded, Media, Model, Prompt, import_vllm, part, refusals
 from mmrl.engines.weight_groups import Backend, WeightGroup
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of
@@ -69,7 +67,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest adapter ranks that vLLM can be started for."""
 
 
-class VllmEngine:
+class VllmEngine(OneByOne[str]):
     """Final class. vLLM in the trainer's process and on its device, with its own weights.
 
     ``model``: a Hugging Face directory. ``images`` and ``clips``: the most of each in one prompt. ``lora_rank``: the
@@ -115,7 +113,7 @@ class VllmEngine:
             arguments.setdefault("gpu_memory_utilization", GPU_MEMORY)
         if arguments.pop("enable_sleep_mode", platform.is_sleep_mode_available()):
             arguments["enable_sleep_mode"] = True
-        self.max_model_len = max_model_len
+        super().__init__("vLLM", max_model_len)
         self._eager = platform.is_cpu()
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
         self._lora_rank = lora_rank
@@ -144,39 +142,42 @@ class VllmEngine:
         assert self._open is not None, "the engine is closed"
         return self._open[1]
 
-    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where vLLM expands
-        its pictures and clips to other tokens than the trainer did."""
-        allowed = allowances(requests, settings, self.max_model_len)
-        drawn = [i for i, a in enumerate(allowed) if a.tokens]
-        answers = [nothing_left(r) for r in requests]
-        if not drawn:
-            return answers
-        self._mode.ready()
-        tokenizer = self._llm.get_tokenizer() if any(r.images or r.clips for r in requests) else None
-        prompts = [_prompt(requests[i], tokenizer) for i in drawn]
-        try:
-            parameters = [part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
-        except (*refusals(), TypeError) as error:
-            raise UserError(f"rollout.sampling: vLLM refuses {dict(requests[drawn[0]].extra)}: {error}") from error
+    def ready(self, timeout: float | None) -> list[tuple[int, Completion]]:
+        """As ``AnswersAsItGoes.ready``."""
         with self._aside():
-            try:
-                outputs = self._llm.generate(prompts, parameters, lora_request=self._adapter, use_tqdm=False)
-            except refusals() as error:
-                raise UserError(f"vLLM refused a sample (the first is {label(requests[drawn[0]])}): {error}") from error
-        for i, output in zip(drawn, outputs, strict=True):
-            request, made, seen = requests[i], output.outputs[0], output.prompt_token_ids
-            check_prompt(request, seen, "vLLM")
-            tokens = list(made.token_ids)
-            log_probs = [row[t].logprob for row, t in zip(made.logprobs, tokens, strict=True)]
-            answers[i] = completion(request, allowed[i], tokens, log_probs, made.finish_reason, len(seen), "vLLM")
-        return answers
+            return super().ready(timeout)
+
+    def _begin(self, request: Request, allowance: Allowance, settings: Settings) -> str:
+        self._mode.ready()
+        prompt = _prompt(request)
+        try:
+            parameters = part("vllm").SamplingParams(**sampling_parameters(allowance, settings))
+        except (*refusals(), TypeError) as error:
+            raise UserError(f"rollout.sampling: vLLM refuses {dict(request.extra)}: {error}") from error
+        try:
+            (name,) = self._llm.enqueue([prompt], [parameters], lora_request=self._adapter, use_tqdm=False)
+        except refusals() as error:
+            raise UserError(f"vLLM refused sample {label(request)}: {error}") from error
+        return name.partition("-")[0]  # behind it are characters that make it unique
+
+    def _work(self, timeout: float | None) -> None:
+        for output in self._llm.llm_engine.step():
+            if output.finished:
+                made, seen = output.outputs[0], output.prompt_token_ids
+                check_prompt(self._asked[output.request_id].request, seen, self._engine)
+                tokens = list(made.token_ids)
+                log_probs = [row[t].logprob for row, t in zip(made.logprobs, tokens, strict=True)]
+                self._answer(output.request_id, tokens, log_probs, made.finish_reason, len(seen))
+
+    def _end(self, handles: Sequence[str]) -> None:
+        self._llm.llm_engine.abort_request(list(handles))
 
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
 
         ``UserError`` if fewer values come than the model has. The tensors are copied.
         """
+        self._refuse("new weights come")
         counted = Counted(weights)
         with self._mode.filled(), self._aside(), torch.no_grad():
             self._llm.collective_rpc(REPLACE, kwargs={"weights_iterator": counted})
@@ -187,6 +188,7 @@ class VllmEngine:
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
+        self._refuse("new weights come")
         check_rank(rank, self._lora_rank)
         adapter = part("vllm.lora.request").LoRARequest
         self._versions += 1
@@ -201,6 +203,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Free the device's memory (``SleepMode``); does nothing on a CPU."""
+        self._refuse("it sleeps")
         if self.sleeps:
             self._mode.sleep()
 
@@ -330,21 +333,29 @@ def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, J
     }
 
 
-def unexpanded(request: Request, tokenizer: Encoder) -> list[int]:
-    """The prompt's tokens with one placeholder per medium, which vLLM expands, and ``partial``."""
-    made = request.unexpanded or tokenizer.encode(request.text, add_special_tokens=False)
-    return [*made, *request.partial]
+def shown_ids(request: Request) -> list[int]:
+    """The tokens of prompt and ``partial`` with one placeholder per medium, which vLLM expands. Raises ``UserError``
+    where the request has media and no such tokens."""
+    if not (request.images or request.clips):
+        return [*request.prompt_ids, *request.partial]
+    if not request.unexpanded_ids:
+        raise UserError(
+            f"sample {label(request)} has pictures or clips and no Request.unexpanded_ids: give the prompt's tokens "
+            "with one placeholder for each of them"
+        )
+    return [*request.unexpanded_ids, *request.partial]
 
 
-def _prompt(request: Request, tokenizer: Encoder | None) -> Prompt:
-    if tokenizer is None or not (request.images or request.clips):
-        return {"prompt_token_ids": [*request.prompt_ids, *request.partial]}
+def _prompt(request: Request) -> Prompt:
+    prompt: Prompt = {"prompt_token_ids": shown_ids(request)}
     media: Media = {}
     if request.images:
         media["image"] = list(request.images)
     if request.clips:
         media["video"] = [_video(clip) for clip in request.clips]
-    return {"prompt_token_ids": unexpanded(request, tokenizer), "multi_modal_data": media}
+    if media:
+        prompt["multi_modal_data"] = media
+    return prompt
 
 
 def _note_clips(folder: Path, clips: int) -> None:

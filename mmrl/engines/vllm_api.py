@@ -37,12 +37,6 @@ class Prompt(TypedDict, total=False):
     multi_modal_data: Media
 
 
-class Encoder(Protocol):
-    """The method of a tokenizer that makes token ids of text."""
-
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
-
-
 class Adapter(Protocol):
     """vLLM's ``LoRARequest``."""
 
@@ -66,8 +60,10 @@ class Output(Protocol):
 class RequestOutput(Protocol):
     """The responses to a prompt."""
 
+    request_id: str
     outputs: Sequence[Output]
     prompt_token_ids: Sequence[int]
+    finished: bool
 
 
 class Core(Protocol):
@@ -81,6 +77,10 @@ class Engine(Protocol):
 
     engine_core: Core
 
+    def step(self) -> Sequence[RequestOutput]: ...
+
+    def abort_request(self, request_ids: list[str], /) -> None: ...
+
     def add_lora(self, adapter: Adapter, /) -> bool: ...
 
     def reset_encoder_cache(self) -> None: ...
@@ -91,9 +91,7 @@ class Model(Protocol):
 
     llm_engine: Engine
 
-    def get_tokenizer(self) -> Encoder: ...
-
-    def generate(
+    def enqueue(
         self,
         prompts: Sequence[Prompt],
         parameters: Sequence[object],
@@ -101,7 +99,7 @@ class Model(Protocol):
         *,
         lora_request: Adapter | None,
         use_tqdm: bool,
-    ) -> Sequence[RequestOutput]: ...
+    ) -> list[str]: ...
 
     def collective_rpc(
         self, method: str, /, *, kwargs: Mapping[str, Iterable[tuple[str, Tensor]]]

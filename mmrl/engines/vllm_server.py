@@ -20,35 +20,35 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 from torch import Tensor
 
 from mmrl.config.replicas import spread
 from mmrl.config.rollout import GROUPED
 from mmrl.engines.engine_weights import (
+    Allowance,
     Counted,
-    allowances,
     check_prompt,
     check_rank,
-    completion,
     label,
     model_folder,
-    nothing_left,
     values_of,
     write_adapter,
 )
 from mmrl.engines.group_sender import GroupSender
-from mmrl.engines.rollout import Completion, Request, Settings
+from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, new_key, png_url, private_folder
 from mmrl.engines.sleep_mode import SleepMode
+from mmrl.engines.under_way import OneByOne
 from mmrl.engines.vllm import (
     ADAPTER,
     REPLACE,
     engine_arguments,
     sampling_parameters,
-    unexpanded,
+    shown_ids,
 )
-from mmrl.engines.vllm_api import Encoder, environment, mend, require_vllm
+from mmrl.engines.vllm_api import environment, mend, require_vllm
 from mmrl.engines.weight_files import Room, Sending, checkpoint_dtypes, write_weights
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
@@ -58,7 +58,7 @@ _NAME = "policy"
 _FORGET_TRIES = 20
 
 
-class VllmServer:
+class VllmServer(OneByOne[str]):
     """Final class. Arguments as of ``VllmEngine``; several devices are possible (``options: {tensor_parallel_size}``).
 
     ``environment``: further environment variables of its processes (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: the file
@@ -84,9 +84,7 @@ class VllmServer:
         folder = model_folder(model, "the vLLM server")
         timeouts = timeouts or Timeouts()
         require_vllm()
-        self.max_model_len = max_model_len
-        self._model = model
-        self._tokenizer: Encoder | None = None
+        super().__init__("the vLLM server", max_model_len)
         self._sending = sending or Sending()
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, False
         self._values = values_of(folder)
@@ -141,22 +139,22 @@ class VllmServer:
             tell(f"rollout.weight_transport: auto takes {name}")
         return made
 
-    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        """One completion per request, in their order. ``UserError`` if a prompt does not fit, or if vLLM expands
-        its pictures to other tokens than the trainer did."""
-        allowed = allowances(requests, settings, self.max_model_len)
-        drawn = [i for i, a in enumerate(allowed) if a.tokens]
-        bodies = [self._body(requests[i], sampling_parameters(allowed[i], settings)) for i in drawn]
-        answers = [nothing_left(r) for r in requests]
+    def _begin(self, request: Request, allowance: Allowance, settings: Settings) -> str:
+        name = uuid4().hex
+        body = self._body(request, sampling_parameters(allowance, settings)) | {"request_id": name}
         self._mode.ready()
-        for i, said in zip(drawn, self._client.post_all("/inference/v1/generate", bodies), strict=True):
-            request, made, seen = requests[i], said["choices"][0], said["prompt_token_ids"]
-            check_prompt(request, seen, "the vLLM server")
+        self._client.begin(name, "/inference/v1/generate", body)
+        return name
+
+    def _work(self, timeout: float | None) -> None:
+        for name, said in self._client.answers(self._asked, timeout):
+            made, seen = said["choices"][0], said["prompt_token_ids"]
+            check_prompt(self._asked[name].request, seen, self._engine)
             log_probs = [p["logprob"] for p in made["logprobs"]["content"]]
-            answers[i] = completion(
-                request, allowed[i], made["token_ids"], log_probs, made["finish_reason"], len(seen), "the vLLM server"
-            )
-        return answers
+            self._answer(name, made["token_ids"], log_probs, made["finish_reason"], len(seen))
+
+    def _end(self, handles: Sequence[str]) -> None:
+        self._client.end(handles, "/abort_requests", lambda name: {"request_ids": [f"generate-tokens-{name}"]})
 
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
@@ -165,6 +163,7 @@ class VllmServer:
         ``UserError`` if fewer values come than the model has; nothing is replaced then, except where a group of
         processes sends them, which replaces each as it comes.
         """
+        self._refuse("new weights come")
         if self._group is not None:
             self._group.send(Counted(weights), self._values, self._mode)
         else:
@@ -187,6 +186,7 @@ class VllmServer:
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
+        self._refuse("new weights come")
         check_rank(rank, self._lora_rank)
         folder = self._next("adapter")
         write_adapter(folder, tensors, rank, alpha, targets)
@@ -199,6 +199,7 @@ class VllmServer:
 
     def sleep(self) -> None:
         """Free the device's memory (``SleepMode``), where ``enable_sleep_mode`` is set."""
+        self._refuse("it sleeps")
         if self.sleeps:
             self._mode.sleep()
 
@@ -228,6 +229,7 @@ class VllmServer:
         for _ in range(_FORGET_TRIES):  # a request keeps its blocks for a moment after its client is gone
             if self._client.post("/reset_prefix_cache")["success"]:
                 break
+            self._client.post("/abort_requests")  # all: one may have come after it was cancelled
             time.sleep(0.25)
         else:
             raise UserError(
@@ -248,14 +250,9 @@ class VllmServer:
                 "frames: take vLLM in process, or transformers, for clips"
             )
         if not request.images:
-            return body | {"token_ids": [*request.prompt_ids, *request.partial]}
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            tokenizer: Encoder = AutoTokenizer.from_pretrained(self._model)
-            self._tokenizer = tokenizer
+            return body | {"token_ids": shown_ids(request)}
         parts = [{"type": "image_url", "url": png_url(image)} for image in request.images]
-        return body | {"token_ids": unexpanded(request, self._tokenizer), "content_parts": parts}
+        return body | {"token_ids": shown_ids(request), "content_parts": parts}
 
 
 def _cpu() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -253,27 +253,26 @@ def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tup
 def request(
     run_seed: int,
     sample: SampleId,
-    prompt_ids: Tensor,
     prompt: Prompt,
+    features: Mapping[str, Tensor],
     extra: JsonObject,
     text: str,
     unexpanded: Sequence[int],
-    images: Sequence[Image],
-    clips: Sequence[Clip],
+    media: Sequence[Image | Clip],
 ) -> Request:
     """One sample to draw, with a seed of its own; ``extra``: further parameters of the engine."""
     name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
-    seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens") % 2**31
+    seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens")
     return Request(
-        prompt_ids.tolist(),
+        features["input_ids"].tolist(),
         text,
         seed,
-        images,
-        clips,
+        media,
         name=name,
         max_new_tokens=prompt.max_new_tokens,
         extra=extra,
-        unexpanded=unexpanded,
+        unexpanded_ids=unexpanded,
+        features=features,
     )
 
 

@@ -6,6 +6,7 @@ own weights. Both pad prompts on the left, as training does, so that responses a
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from mmrl import finite, local_rows
@@ -21,8 +23,9 @@ from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import SplitRows
 from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
-from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
 from mmrl.errors import UserError
+from mmrl.media import Clip
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
 from mmrl.text import engine_sampling, export, generation, scoring
@@ -36,6 +39,7 @@ from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs
 from mmrl.text.responses import Responses
 from mmrl.text.shared_pictures import Shared
+from mmrl.text.slots import Slots
 from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
@@ -59,6 +63,7 @@ class LanguagePipeline:
         self.engine, self.given = engine, engine_sampling.Given()
         self._synced: object = None
         self._source: Policy | None = None
+        self._slots: Slots | None = None
         self.critic: Critic | None = None
         self.settings = recipe.decoding
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
@@ -143,7 +148,12 @@ class LanguagePipeline:
 
     def sync(self, policy: Policy) -> None:
         engine, self._source = self.engine, policy
-        if engine is None or policy.tag == self._synced:
+        if policy.tag == self._synced:
+            return
+        if self._slots is not None:
+            self._slots.renewed()
+        if engine is None:
+            self._synced = policy.tag
             return
         if policy.weights.in_shards:  # gathered by all ranks together: one rank cannot send them again
             self.given.push(engine, policy)
@@ -163,6 +173,16 @@ class LanguagePipeline:
         self.given.asked(len(requests))
         drawn = unfailing(engine, self._push, lambda: engine.generate(requests, settings))
         return [self.stops.ended(made, request) for made, request in zip(drawn, requests, strict=True)]
+
+    def answering(self) -> AnswersAsItGoes | None:
+        """Who answers ``requests`` as they come: the engine, or this process; None where that one cannot."""
+        if self.engine is not None:
+            engine = self.engine.ready() if isinstance(self.engine, LazyEngine) else self.engine
+            return engine if isinstance(engine, AnswersAsItGoes) else None
+        if self._slots is None and self._cut is None and self._vocabulary is None:
+            most = self.recipe.sampling.batch_size or self.recipe.train.micro_batch_size
+            self._slots = Slots(self, self._inputs, self._autocast, self.context or sys.maxsize, most)
+        return self._slots
 
     def updates(self) -> dict[str, float]:
         return self.given.row() | (self.engine.metrics() if isinstance(self.engine, LazyEngine) else {})
@@ -233,7 +253,7 @@ class LanguagePipeline:
                 drawn = generation.generate(self, inputs, ids, limits, seed, temperature, until)
         else:
             settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
-            made = self._ask(self._requests(slots, ids, seed), replace(settings, cut_after=until))
+            made = self._ask(self.requests(slots, ids, seed), replace(settings, cut_after=until))
             drawn = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
         return self._checked(slots, ids, drawn)
 
@@ -262,7 +282,7 @@ class LanguagePipeline:
     @torch.no_grad()
     def continue_generation(self, rows: TextRows, most: int, seed: int) -> TextRows:
         before = engine_sampling.unstack(rows)
-        asked = self._requests(rows.slots, rows.ids, seed)
+        asked = self.requests(rows.slots, rows.ids, seed)
         settings = engine_sampling.settings_of(self.recipe, self.settings.temperature, self.conditioner.stop_tokens)
         drawn = self._ask(
             [replace(r, partial=done.token_ids) for r, done in zip(asked, before, strict=True)],
@@ -276,17 +296,23 @@ class LanguagePipeline:
         cut = [c.finish == "cut" and n == len(c.token_ids) for c, n in zip(made, kept, strict=True)]
         return replace(grown, under_way=torch.tensor(cut, device=self.device))
 
-    def _requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
+    def requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
         """The engine's requests; the media of a prompt are opened once for all its samples."""
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
         extra = self.recipe.rollout.sampling
         chat = self.conditioner
-        opened = {k: (chat.render(p), chat.unexpanded(p) if p.media else (), *chat.media(p)) for k, p in shown.items()}
+        opened = {k: (chat.render(p), chat.unexpanded(p) if p.media else (), self._media(p)) for k, p in shown.items()}
+        features = {key: self.features.get(key) for key in prompts}
         return [
-            engine_sampling.request(seed, sample, self.features.get(key)["input_ids"], slot.prompt, extra, *opened[key])
+            engine_sampling.request(seed, sample, slot.prompt, features[key], extra, *opened[key])
             for key, slot, sample in zip((key_of(s.prompt) for s in slots), slots, ids, strict=True)
         ]
+
+    def _media(self, prompt: Prompt) -> list[Image | Clip]:
+        """The prompt's decoded pictures and clips, in order."""
+        images, clips = map(iter, self.conditioner.media(prompt))
+        return [next(images) if medium.kind == "image" else next(clips) for medium in prompt.media]
 
     def samples(self, rows: TextRows, inputs: frozenset[str]) -> list[Sample]:
         texts, cut = [self.stops.text(row) for row in rows.spoken()], rows.truncated.tolist()
