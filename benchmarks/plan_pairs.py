@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from mmrl.config.loader import LoadedRecipe, load_recipe
+from mmrl.planner.estimate import Estimate
 from mmrl.planner.plan import plan
 from mmrl.quiet import be_quiet
 from mmrl.report.environment import environment
@@ -98,8 +99,10 @@ class Result:
     low: float
     high: float
     seconds: float
-    phases: Mapping[str, tuple[float, float]]
-    """By phase: planned and measured wall seconds."""
+    measured: Mapping[str, float]
+    """What ``measured`` returned."""
+    planned: Mapping[str, float]
+    """The planned seconds by phase."""
 
     @property
     def inside(self) -> bool:
@@ -111,12 +114,18 @@ class Result:
         return self.seconds / math.sqrt(self.low * self.high)
 
 
-def measured(pair: Pair, scratch: Path, clock: str) -> Result:
-    """Plan a pair, train it for six steps in a process of its own, and take the median of the last five. ``clock``:
-    ``wall``, or ``cpu`` for the process's own seconds, which neighbours disturb less (with one thread)."""
-    made, out = plan(pair.loaded(scratch)), scratch / "run"
+def planned(pair: Pair, scratch: Path) -> Estimate:
+    """The plan's estimate of a step."""
+    made = plan(pair.loaded(scratch))
     if made.time is None:
         raise SystemExit(f"{pair}: no time is planned: {made.problems or made.notes}")
+    return made.time
+
+
+def measured(pair: Pair, scratch: Path) -> dict[str, float]:
+    """Train a pair for six steps in a process of its own. The medians of the last five steps: ``wall`` seconds, ``cpu``
+    seconds of the process, which neighbours disturb less (with one thread), and the wall seconds of each phase."""
+    out = scratch / "run"
     more = ["train.steps=6", "eval.every=null", "checkpoint.every=1000"]
     words = [sys.executable, "-m", "mmrl", "train", pair.recipe, *pair.overrides(scratch), *more]
     done = subprocess.run([*words, "--overwrite", "--out", str(out)], capture_output=True, text=True)
@@ -124,10 +133,8 @@ def measured(pair: Pair, scratch: Path, clock: str) -> Result:
         raise SystemExit(f"{pair} failed:\n{done.stderr[-2000:]}")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     spent = [b["perf/cpu_seconds"] - a["perf/cpu_seconds"] for a, b in itertools.pairwise(rows)]
-    seconds = statistics.median(spent if clock == "cpu" else [row["time/step"] for row in rows[1:]])
-    took = {k: statistics.median(row.get(f"time/{k}", 0.0) for row in rows[1:]) for k in _PHASES}
-    phases = {name: (made.time.seconds.get(name, 0.0), n) for name, n in took.items()}
-    return Result(str(pair), *made.time.interval, seconds, phases)
+    found = {"wall": statistics.median(row["time/step"] for row in rows[1:]), "cpu": statistics.median(spent)}
+    return found | {k: statistics.median(row.get(f"time/{k}", 0.0) for row in rows[1:]) for k in _PHASES}
 
 
 _PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
@@ -137,15 +144,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what a step's seconds are of")
     parser.add_argument("--only", nargs="*", type=int, help="numbers of pairs, from 1")
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--json", type=Path, help="write every figure here, after each pair")
+    parser.add_argument("--measured", type=Path, help="take what was measured from such a file, and plan anew")
     arguments = parser.parse_args()
     be_quiet()
+    known = {}
+    if arguments.measured:
+        known = {one["pair"]: one["measured"] for one in json.loads(arguments.measured.read_text())["pairs"]}
     found: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         for number, pair in enumerate(pairs(), 1):
             if arguments.only and number not in arguments.only:
                 continue
-            one = measured(pair, Path(scratch), arguments.clock)
+            took = known[str(pair)] if known else measured(pair, Path(scratch))
+            estimate = planned(pair, Path(scratch))
+            one = Result(str(pair), *estimate.interval, took[arguments.clock], took, estimate.seconds)
             found.append(one)
             mark = "inside" if one.inside else "OUTSIDE"
             print(
@@ -153,12 +166,17 @@ def main() -> None:
                 f"({one.ratio:.2f})  {one.pair}",
                 flush=True,
             )
+            if arguments.json:
+                write(found, arguments)
     print(f"{sum(one.inside for one in found)} of {len(found)} inside")
-    if arguments.json:
-        rows = [{**asdict(one), "inside": one.inside, "ratio": one.ratio} for one in found]
-        result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "clock": arguments.clock}
-        result |= {"environment": environment(), "inside": sum(one.inside for one in found), "pairs": rows}
-        arguments.json.write_text(json.dumps(result, indent=1))
+
+
+def write(found: Sequence[Result], arguments: argparse.Namespace) -> None:
+    rows = [{**asdict(one), "inside": one.inside, "ratio": one.ratio} for one in found]
+    result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "clock": arguments.clock}
+    result |= {"measured": str(arguments.measured or "here, now"), "environment": environment()}
+    result |= {"inside": sum(one.inside for one in found), "pairs": rows}
+    arguments.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
