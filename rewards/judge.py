@@ -25,7 +25,7 @@ from mmrl.judge.rubric import Rubric
 from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
 from mmrl.judge.usage import note, parse_budget
-from mmrl.rewards.contract import Context, Declaration, Input, Parts, Spans, Value, Weights
+from mmrl.rewards.contract import Asks, Context, Declaration, Input, Parts, Spans, Value, Weights
 from mmrl.trajectory import Sample, SampleId
 
 if TYPE_CHECKING:
@@ -59,7 +59,18 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     if not _is_local(model):
         return [_served(model)] if "vllm" in model else []
     given = {"path": model} if isinstance(model, str) else dict(model or {})
-    return [Weights(str(given["path"]), str(given.get("dtype", "auto")))]
+    return [Weights(str(given["path"]), str(given.get("dtype", "auto")), asks=_asks(options, given))]
+
+
+def _asks(options: Mapping[str, Any], model: Mapping[str, Any]) -> Asks:
+    mode = Mode.of(str(options.get("mode", "pointwise")), 1, None, None, 0).name
+    rubric = Rubric(str(options["rubric"]), mode, options.get("meta", ()))
+    one = isinstance(parse_kind(mode, options.get("answer")), Words)
+    template = dict(model.get("template") or {})
+    if "chat_template" in model:
+        template["chat_template"] = model["chat_template"]
+    tokens = 1 if one else int(options.get("max_tokens", 256))
+    return Asks(lambda sample: rubric.render([sample]), tokens, int(model.get("batch", 16)), template)
 
 
 def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:

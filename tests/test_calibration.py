@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,15 +10,19 @@ import torch
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.planner import calibration, calibration_file
-from mmrl.planner.calibration import Calibration, Launches, Timing
+from mmrl.planner.calibration import Calibration, Launches, Over, Timing
 from mmrl.planner.calibration_file import find, keep, key_of
+from mmrl.planner.judge_work import answering
 from mmrl.planner.operations import Call, Tally, Work
 from mmrl.planner.plan import plan
 from mmrl.planner.rates import ALIKE, Calibrated, place, rate_at, seconds
+from mmrl.rewards.contract import Asks, Weights
+from mmrl.trajectory import Prompt, Sample, SampleId
 from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()
 
+CRITIC = Path(__file__).resolve().parents[1] / "pipelines" / "llm" / "models" / "sums-critic"
 EVEN = Calibration(
     "a CPU",
     "cpu",
@@ -187,3 +192,27 @@ def test_what_cannot_be_read_raises_nothing_else(cache):
     found, why = find(key_of("cpu", 1), "float32")
     assert found is None
     assert "is not used" in why
+
+
+def test_whole_models_and_the_code_around_a_token_take_what_was_measured():
+    over = Over(forward=1.5, train=2.0, token=3e-4)
+    plain, whole = Calibrated(EVEN), Calibrated(replace(EVEN, over=over))
+    moved = Call("add", "float32", (), 0, 10**6, "forward")
+    for mode, times in (("forward", 1.5), ("graph", 2.0), ("backward", 2.0)):
+        work = Work({moved._replace(mode=mode): 3})
+        assert seconds(work, whole) == pytest.approx(times * seconds(work, plain))
+    assert whole.token == 3e-4
+
+
+def test_a_judge_in_the_process_is_counted():
+    model = Weights(
+        str(CRITIC), "float32", asks=Asks(lambda sample: [f"Which steps of {sample.text} are wrong?"], 5, 16, {})
+    )
+    sample = Sample(Prompt("p", "Compute 1+2"), SampleId(0, 0, 0, 0), text="3")
+    few, many = (answering(model, sample, rows) for rows in (2, 40))
+    assert (few.rows, many.rows, many.tokens) == (2, 16, 5)
+    assert many.question.flops == pytest.approx(8 * few.question.flops, rel=0.01)
+    assert 0 < many.token.flops < many.question.flops
+    rates = Calibrated(EVEN)
+    one = many.seconds(lambda work: seconds(work, rates), 1e-3)
+    assert one == pytest.approx(many.reading + seconds(many.question, rates) + 4 * seconds(many.token, rates) + 5e-3)

@@ -249,7 +249,7 @@ def test_a_batch_is_sampled_until_its_longest_response_ends(text):
     made = planned(*overrides, "train.group_size=4", "sampling.batch_size=4", name="sums")
     assert made.problems == []
     o, rates = made.measured.operations, Assumed(H100)
-    of_batch = seconds(o.sample, rates) + 6 * seconds(o.token, rates)
+    of_batch = seconds(o.sample, rates) + 6 * seconds(o.token, rates) + 8 * rates.token
     assert made.time.seconds["sample"] == pytest.approx(2 * of_batch)
     assert 0 < o.token.flops < o.sample.flops
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.chat_template import checked
+from mmrl.config.dtype import has_bfloat16
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
 from mmrl.installing import install
@@ -42,7 +43,8 @@ _WHOLE = 64 << 20
 class LocalModel(Sleeping):
     """A judge model at ``path``, a directory or a hub name. Loaded when built, on the CPU; raises ``UserError``.
 
-    ``batch``: questions answered at once. ``dtype``: ``auto`` takes the checkpoint's. ``template``: arguments for the
+    ``batch``: questions answered at once. ``dtype``: ``auto`` takes the checkpoint's, and float32 on a processor that
+    cannot multiply half precision, where that takes several times as long. ``template``: arguments for the
     chat template, such as ``{enable_thinking: false}``. ``chat_template``: a Jinja template in place of the model's;
     ``{{ messages[-1].content }}`` lets a base model continue a rubric with worked examples.
     """
@@ -55,20 +57,20 @@ class LocalModel(Sleeping):
         template: JsonObject | None = None,
         chat_template: str | None = None,
     ):
-        self.path, self.batch, self.dtype, self.template = path, batch, dtype, dict(template or {})
+        self.path, self.batch, self.dtype, self.template = path, batch, dtype_here(dtype), dict(template or {})
         if chat_template is not None:
             self.template["chat_template"] = _checked(chat_template)
         before_loading()
-        model, self.processor, self.tokenizer = _load(path, dtype)
-        self.model = self.frozen(model, lambda: _load_model(path, dtype)[0])
-        self.sees = self.processor is not None
+        model, self.sees = _load_model(path, self.dtype)
+        self.processor, self.tokenizer = _readers(path, sees=self.sees)
+        self.model = self.frozen(model, lambda: _load_model(path, self.dtype)[0])
         self.tokenizer.padding_side = "left"
         if chat_template is None and getattr(self.processor or self.tokenizer, "chat_template", None) is None:
             raise UserError(
                 f"options.model: {path} has no chat template, which a judge needs; write one as "
                 "options.model.chat_template ('{{ messages[-1].content }}' for a base model)"
             )
-        self.identity = f"transformers {fingerprint(path)} {dtype} {sorted(self.template.items())}"
+        self.identity = f"transformers {fingerprint(path)} {self.dtype} {sorted(self.template.items())}"
         self._words: dict[Words, tuple[list[int], list[int]]] = {}
 
     @property
@@ -128,8 +130,8 @@ class LocalModel(Sleeping):
         from transformers import GenerationConfig
 
         room = 1 if isinstance(kind, Words) else settings.max_tokens
-        texts = self._texts(asks, kind)
-        inputs = self._encode(texts, asks).to(self.model.device)
+        texts = question_texts(self.processor or self.tokenizer, self.template, asks, kind)
+        inputs = encoded(self.processor, self.tokenizer, texts, asks, self.model.dtype).to(self.model.device)
         self._fits(asks, inputs, room)
         config = GenerationConfig(
             do_sample=False,
@@ -181,28 +183,67 @@ class LocalModel(Sleeping):
             said = ", ".join(f"{self.tokenizer.decode([token])!r} {log_prob:.4f}" for log_prob, token in found)
             return Outcome(raw=[said], reason=str(error))
 
-    def _texts(self, asks: Sequence[Ask], kind: Kind) -> list[str]:
-        """The questions, written with the chat template. Where the first token is the answer, no thought is left open
-        before it."""
-        template = {"tokenize": False, "add_generation_prompt": True, **self.template}
-        if isinstance(kind, Words):
-            template = {"enable_thinking": False, **template}
-        of = self.processor or self.tokenizer
-        texts = [of.apply_chat_template(_messages(ask, plain=self.processor is None), **template) for ask in asks]
-        return [with_thought_closed(text) for text in texts] if isinstance(kind, Words) else texts
-
-    def _encode(self, texts: list[str], asks: Sequence[Ask]) -> BatchEncoding | BatchFeature:
-        if self.processor is None:
-            return self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        pictures = {"images": [ask.pictures for ask in asks]} if asks[0].pictures else {}
-        made = self.processor(text=texts, return_tensors="pt", padding=True, add_special_tokens=False, **pictures)
-        pixels = {name: of.to(self.model.dtype) for name, of in made.items() if name.startswith("pixel_values")}
-        made.update(pixels)  # some processors make them in bfloat16, whatever the weights are in
-        return made
-
     def _stop(self) -> list[int]:
         given = self.model.generation_config.eos_token_id
         return sorted({*(given if isinstance(given, list) else [given]), self.tokenizer.eos_token_id} - {None})
+
+
+def question_texts(of: Any, template: JsonObject, asks: Sequence[Ask], kind: Kind | None) -> list[str]:
+    """The questions, written with the chat ``template`` of a processor or tokenizer. Where the first token is the
+    answer (``Words``), no thought is left open before it."""
+    settings = {"tokenize": False, "add_generation_prompt": True, **template}
+    if isinstance(kind, Words):
+        settings = {"enable_thinking": False, **settings}
+    plain = not hasattr(of, "image_processor")
+    texts = [of.apply_chat_template(_messages(ask, plain=plain), **settings) for ask in asks]
+    return [with_thought_closed(text) for text in texts] if isinstance(kind, Words) else texts
+
+
+def encoded(
+    processor: Any, tokenizer: Any, texts: list[str], asks: Sequence[Ask], dtype: torch.dtype
+) -> BatchEncoding | BatchFeature:
+    """The questions as a model with weights of this ``dtype`` takes them; ``processor`` is None for one that reads text
+    only."""
+    if processor is None:
+        return tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    pictures = {"images": [ask.pictures for ask in asks]} if asks[0].pictures else {}
+    made = processor(text=texts, return_tensors="pt", padding=True, add_special_tokens=False, **pictures)
+    pixels = {name: of.to(dtype) for name, of in made.items() if name.startswith("pixel_values")}
+    made.update(pixels)  # some processors make them in bfloat16, whatever the weights are in
+    return made
+
+
+def empty(
+    path: str, dtype: str, template: JsonObject, ask: Ask, rows: int
+) -> tuple[Any, Callable[[], BatchEncoding | BatchFeature]]:
+    """A judge without weights, on the meta device, and what makes the inputs of so many ``rows`` with one question.
+    Raises ``UserError``."""
+    import torch
+    from transformers import AutoConfig
+
+    allow_cpu_only()
+    with _refused(path):
+        auto, sees = _class_of(config := AutoConfig.from_pretrained(path))
+        kind = getattr(config, "dtype", None) if dtype_here(dtype) == "auto" else getattr(torch, dtype_here(dtype))
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=kind or torch.float32).eval().requires_grad_(False)
+    processor, tokenizer = _readers(path, sees=sees)
+    tokenizer.padding_side = "left"
+    asks = [ask] * rows
+
+    def inputs() -> BatchEncoding | BatchFeature:
+        texts = question_texts(processor or tokenizer, template, asks, None)
+        return encoded(processor, tokenizer, texts, asks, model.dtype)
+
+    return model, inputs
+
+
+def dtype_here(dtype: str) -> str:
+    """The dtype that a judge is loaded in."""
+    import torch
+
+    slow = not torch.cuda.is_available() and not has_bfloat16("cpu")
+    return "float32" if dtype == "auto" and slow else dtype
 
 
 def _checked(chat_template: str) -> str:
@@ -235,16 +276,15 @@ def _messages(ask: Ask, plain: bool) -> list[JsonObject]:
     return [*head, {"role": "user", "content": content}]
 
 
-def _load(path: str, dtype: str) -> tuple[Any, Any, Any]:
-    """The model, its processor (None where it reads text only) and its tokenizer."""
-    model, sees = _load_model(path, dtype)
+def _readers(path: str, *, sees: bool) -> tuple[Any, Any]:
+    """A model's processor (None where it reads text only) and its tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
     with _refused(path):
         if not sees:
-            return model, None, AutoTokenizer.from_pretrained(path)
+            return None, AutoTokenizer.from_pretrained(path)
         processor = AutoProcessor.from_pretrained(path)
-        return model, processor, processor.tokenizer
+        return processor, processor.tokenizer
 
 
 def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
@@ -252,18 +292,25 @@ def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
     allow_cpu_only()
     import torch
     import transformers.utils.logging
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers import AutoConfig
 
     transformers.utils.logging.disable_progress_bar()
     check_files(path)
     with _refused(path):
         config = AutoConfig.from_pretrained(path)
-        sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        auto, sees = _class_of(config)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         with whole_weights(path):
             return auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False), sees
+
+
+def _class_of(config: Any) -> tuple[Any, bool]:
+    """The class of a judge's model, and whether it sees."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM, sees
 
 
 @contextmanager

@@ -50,6 +50,8 @@ class Longest(NamedTuple):
     prompt: Prompt
     tokens: int
     notes: Sequence[str] = ()
+    seconds: float = 0.0
+    """In which this machine's processor encodes a prompt: the median of those looked at."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,16 @@ class Launches:
 
 
 @dataclass(frozen=True)
+class Over:
+    """Whole models beside the sum of their operators: how often it they take in a ``forward`` and in ``train`` (forward
+    and backward), and the seconds of the code that writes a ``token`` around its forward."""
+
+    forward: Seconds = 1.0
+    train: Seconds = 1.0
+    token: Seconds = 1e-9
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What was measured on ``device`` (its name; ``kind`` is cpu or cuda)."""
 
@@ -66,6 +76,7 @@ class Calibration:
     dtypes: tuple[Text, ...]
     launches: Launches
     timings: Annotated[tuple[Timing, ...], Field(min_length=1, max_length=10_000)]
+    over: Over = Over()
 
 
 def measure(device: torch.device | str = "cpu", dtypes: Sequence[torch.dtype] = (torch.float32,)) -> Calibration:
@@ -78,8 +89,9 @@ def measure(device: torch.device | str = "cpu", dtypes: Sequence[torch.dtype] = 
     return Calibration(name, kind, named, launches(of), timings)
 
 
-def timed(work: Callable[[], object], device: torch.device | str = "cpu") -> float:
-    """Seconds of one call. With one thread on a CPU it is the processor's time: neighbours do not count."""
+def timed(work: Callable[[], object], device: torch.device | str = "cpu", times: int = 1) -> float:
+    """Seconds of one call. With one thread on a CPU it is the processor's time: neighbours do not count. ``times``: how
+    often as long as else it is measured."""
     cuda = torch.device(device).type == "cuda"
     now = time.process_time if not cuda and torch.get_num_threads() == 1 else time.perf_counter
 
@@ -92,7 +104,7 @@ def timed(work: Callable[[], object], device: torch.device | str = "cpu") -> flo
         return now() - began
 
     run(1)
-    n = max(1, math.ceil(LEAST / max(run(2) / 2, 1e-7)))
+    n = max(1, math.ceil(times * LEAST / max(run(2) / 2, 1e-7)))
     return statistics.median(run(n) / n for _ in range(ROUNDS))
 
 

@@ -19,6 +19,7 @@ from mmrl.config.dtype import has_bfloat16
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.planner.calibration import Calibration, measure
+from mmrl.planner.whole_models import with_whole_models
 from mmrl.report.environment import cpu_name
 from mmrl.stored import Text, read_as
 
@@ -102,6 +103,7 @@ def calibrated() -> str:
     """Measure the device that ``device: auto`` takes and keep the result in the user's cache; returns what to print."""
     device, began = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
     made = measure(device, [torch.float32, *([torch.bfloat16] if has_bfloat16(device) else [])])
+    made = with_whole_models(made, device)
     key = key_of(device)
     threads = f", {key.threads} thread{'s' * (key.threads > 1)}" if device == "cpu" else ""
     lines = [f"{made.device}{threads}, torch {key.torch}, in {time.perf_counter() - began:.0f} s"]

@@ -4,6 +4,7 @@ vendor's peak rate; for memory-bound work (tokens, the optimizer, judges), bytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
     from mmrl.pipelines.description import Description
     from mmrl.planner.counts import Counts
+    from mmrl.planner.judge_work import Answering
     from mmrl.planner.operations import Operations
 
 FUSED = 4
@@ -68,6 +70,10 @@ class Step:
     samplers: int
     models: int
     judged: int
+    answering: Sequence[tuple[Answering, float]] = ()
+    """The judges whose operators are known, and how many of its batches each answers."""
+    encoding: float = 0.0
+    """Seconds of this machine's processor to encode a prompt, beside its operators."""
 
 
 def estimated(step: Step, rates: Rates, description: Description, objective: Objective) -> Estimate | None:
@@ -80,7 +86,7 @@ def estimated(step: Step, rates: Rates, description: Description, objective: Obj
     def lasts(work: Work, times: float = 1.0) -> float:
         return times * seconds(work, rates)
 
-    found = {"encode": lasts(o.encode, c.prompts)}
+    found = {"encode": lasts(o.encode, c.prompts) + c.prompts * step.encoding}
     if c.micro_batches and recipe.sampling.type == "text":
         found["sample"] = _tokens(step, description, rates)
     elif c.micro_batches:
@@ -89,6 +95,7 @@ def estimated(step: Step, rates: Rates, description: Description, objective: Obj
         found["sample"] = lasts(policy(o.sample, recipe), turns * computed)
         found["decode"] = lasts(o.decode, turns * (1 + c.begun / c.samples))
     found["judge"] = step.judged / bandwidth
+    found["judge"] += sum(n * one.seconds(lasts, rates.token) for one, n in step.answering)
     slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models) / recipe.train.width
     if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first or recipe.algorithm.attempts:
         times = slices * len(_prepared(objective, c.optimizer_steps))
@@ -129,7 +136,7 @@ def _tokens(step: Step, description: Description, rates: Rates) -> float:
     c, o, recipe = step.counts, step.operations, step.recipe
     mine, new = ceil(c.samples / step.samplers), recipe.decoding.max_new_tokens
     if o.token:
-        whole = seconds(o.sample, rates) + max(0, new - 2) * seconds(o.token, rates)
+        whole = seconds(o.sample, rates) + max(0, new - 2) * seconds(o.token, rates) + new * rates.token
         return mine / min(c.batch, mine) * whole
     rows = min(_AT_ONCE, mine)
     each = seconds(o.forward, rates) / (c.slice_rows * c.row_tokens)

@@ -44,6 +44,7 @@ class Asked:
     weights: int = 0
     """Bytes of the weights; a server may take more of the device."""
     can_sleep: bool = True
+    models: Sequence[Weights] = ()
 
     @property
     def sleeps(self) -> bool:
@@ -151,7 +152,8 @@ def _sized(
         except (OSError, ValueError, UserError) as error:
             notes.append(f"{key} ({label}): {model.path} is not counted, its weights cannot be read here ({error})")
     names = ", ".join(Path(model.path).name for model in models)
-    return Asked(label, key == "rewards", config.batch_size, ", ".join([names, *dtypes]), parameters, size, size)
+    what = ", ".join([names, *dtypes])
+    return Asked(label, key == "rewards", config.batch_size, what, parameters, size, size, models=models)
 
 
 def _stored(model: Weights) -> Iterator[tuple[str, int]]:

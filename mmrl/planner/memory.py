@@ -28,11 +28,12 @@ from mmrl.engines.context import imagined
 from mmrl.engines.optimizers import bytes_in_8_bits
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.description import Description
-from mmrl.pipelines.protocol import Pipeline, of_pictures, pairs_of, recorded_steps
+from mmrl.pipelines.protocol import Pipeline, of_pictures, recorded_steps
 from mmrl.planner.counts import Counts, with_steps
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
 from mmrl.planner.operations import Operations, Work, mean_of
-from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows, denoised
+from mmrl.training.update import recompute
+from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows
 
 
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:
@@ -317,29 +318,24 @@ def _slice(
     with LiveBytes() as live, counted(pipeline.policy, live) as (calls, spent), known_masks(pipeline, live), cut:
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
         at_once = range(recipe.train.at_once)
-        match objective.kind:
-            case "policy_gradient":
-                new = pipeline.replay(rows, at_once, objective.needs, policy.using)
-                old |= pipeline.recorded(rows, at_once)
-                if pipeline.makes == "text":  # prepared tensors have the shape of the computed ones
-                    old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
-                    old |= {"values": new["values"].detach()} if "values" in new else {}
-            case "forward_process":
-                new = of_pictures(pipeline).renoise(denoised(rows), 0, recipe.seed, objective.needs, policy.using)
-            case "offline":
-                new = pairs_of(pipeline).compare(rows, objective.needs, policy.using)
-                old |= pipeline.recorded(rows, [0])
-                if compares_batch(objective):
-                    none = {name: torch.zeros(n) for name in objective.prepares}
-                    old |= objective.of_batch(none, torch.ones(n), alone)
-            case _:
-                with once(pipeline, live):
-                    path = objective.graph_steps(recipe.denoising.steps, 0.0)
-                    sampler = of_pictures(pipeline)
-                    new = sampler.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
-                del new["latents"]
-                rewards = new.pop("images").flatten(1).mean(1).view(-1, n)
-                new["rewards"] = rewards.repeat(max(1, len(objective.phrases(0))), 1)
+        if objective.kind == "pathwise":
+            with once(pipeline, live):
+                path = objective.graph_steps(recipe.denoising.steps, 0.0)
+                sampler = of_pictures(pipeline)
+                new = sampler.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
+            del new["latents"]
+            rewards = new.pop("images").flatten(1).mean(1).view(-1, n)
+            new["rewards"] = rewards.repeat(max(1, len(objective.phrases(0))), 1)
+        else:
+            new = recompute(pipeline, objective, rows, at_once, objective.needs, recipe.seed, policy.using)
+        if objective.kind == "policy_gradient" or objective.kind == "offline":
+            old |= pipeline.recorded(rows, at_once)
+        if objective.kind == "policy_gradient" and pipeline.makes == "text":  # prepared as computed
+            old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
+            old |= {"values": new["values"].detach()} if "values" in new else {}
+        if compares_batch(objective):
+            none = {name: torch.zeros(n) for name in objective.prepares}
+            old |= objective.of_batch(none, torch.ones(n), alone)
         policy.backward(objective.loss(new, old, float(n)).value)
     return _Slice(live.peak, calls, live.work, spent[0].forward if spent else Work())
 

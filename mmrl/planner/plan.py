@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 import mmrl
@@ -36,7 +37,8 @@ from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, r
 from mmrl.planner.estimate import Estimate, Step, estimated
 from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.gpus import Gpu, cpu, like
-from mmrl.planner.judges import on_devices
+from mmrl.planner.judge_work import Answering, answering, sample_like
+from mmrl.planner.judges import Asked, on_devices
 from mmrl.planner.memory import measure
 from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
@@ -99,7 +101,7 @@ def plan(
         return made
     _account(made, description, objective, prompts, inputs)
     settle(made)
-    if (time := _time(made, description, objective)) is not None:
+    if (time := _time(made, description, objective, prompts)) is not None:
         made.lasts = recipe.train.steps * time.step
         made.time = time
     made.problems += does_not_fit(made)
@@ -124,16 +126,35 @@ def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
     return replace(one, recipe=planned.recipe)
 
 
-def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
+def _time(
+    made: Plan, description: Description, objective: Objective, prompts: Sequence[Sequence[Prompt]]
+) -> Estimate | None:
     """The estimated time of a step on the planned GPU, or on this machine's device."""
     c, m, split = made.counts, made.measured, servers_of(made)
     rates = _rates(made)
     if rates is None or c is None or m is None:
         return None
     asked = [one for one in made.asked if one.trained_on and c.micro_batches]
-    judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked)
+    first = prompts[0][0] if prompts and len(prompts[0]) else None
+    known = {one.label: found for one in asked if first and (found := _answering(made, one, first)) is not None}
+    judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked if one.label not in known)
+    answers = [(found, ceil(c.samples / found.rows / split.judging)) for found in known.values()]
     step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
+    step = replace(step, answering=answers, encoding=made.encoding if made.gpu is None else 0.0)
     return estimated(step, rates, description, objective)
+
+
+def _answering(made: Plan, judge: Asked, prompt: Prompt) -> Answering | None:
+    """The operators of a judge that answers in the process; None where they are not known."""
+    c, recipe = made.counts, made.recipe
+    if c is None or not judge.weights or len(judge.models) != 1 or judge.models[0].asks is None:
+        return None
+    try:
+        shown = sample_like(recipe, prompt)
+        return answering(judge.models[0], shown, min(judge.batch_size or c.batch, c.batch, c.samples))
+    except (UserError, ValueError, RuntimeError) as error:
+        made.notes.append(f"reward {judge.label}: its answers are not timed: {str(error).splitlines()[0]}")
+        return None
 
 
 def _rates(made: Plan) -> Rates | None:
@@ -383,7 +404,7 @@ def _rows(
     if description.longest is not None:
         every = recipe.overlong == "error"  # any overlong prompt must stop the run before it starts
         looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
-        prompt, row_tokens, said = description.longest(looked_at)
+        prompt, row_tokens, said, made.encoding = description.longest(looked_at)
         made.notes += said
         if isinstance(description.pipeline, LanguagePipeline):
             problems, notes = unreadable(description.pipeline, looked_at)

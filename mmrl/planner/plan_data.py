@@ -72,6 +72,8 @@ class Plan:
     gpus: int | None = None
     time: Estimate | None = None
     """The estimated time of a step on that GPU or on this machine's device."""
+    encoding: float = 0.0
+    """Seconds in which this machine's processor encodes a prompt of text."""
     uncalibrated: str = ""
     """Why the estimate is not of this machine's calibration, and what to do; empty where it is, or for another GPU."""
     lasts: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from mmrl.planner.device_roles import rows
@@ -35,7 +35,7 @@ def as_json(plan: Plan) -> JsonObject:
         "loading": _phase(plan.load) if plan.load else None,
         "peak": None if peak is None else {**_phase(peak), "share": _share(peak, plan.device_memory)},
         "host_bytes": plan.host,
-        "rewards_on_devices": [asdict(one) for one in plan.asked],
+        "rewards_on_devices": [asdict(replace(one, models=())) for one in plan.asked],
         "placement": {"type": recipe.placement.type, "devices": _devices(plan)},
         "between_devices_bytes": plan.inside,
         "seconds": None

@@ -12,13 +12,15 @@ from mmrl.planner.calibration import Calibration
 from mmrl.planner.gpus import Gpu
 from mmrl.planner.operations import Call, Work
 
-CALIBRATED = 1.2
+CALIBRATED = 1.22
 """An estimate on a calibrated machine is its middle, divided and multiplied by this."""
 UNCALIBRATED = 1.7
 """The same by a data sheet."""
 OF_PEAK = {"product": 0.78, "attention": 0.4, "convolution": 0.4}
 """Shares of a GPU's peak operations: of large products as an H100 reached them, of the others assumed."""
 OF_BANDWIDTH = 0.85
+TOKEN = 6e-4
+"""Seconds of the host for a token of text beside the model's forward: assumed, as on a server's CPU."""
 LAUNCH = {"forward": 24e-6, "graph": 28e-6, "backward": 20e-6}
 """Seconds of host time to start an operator on a GPU, by what it is part of: as the host of an H100 took (23 to 36)."""
 VIEW = 1.5e-6
@@ -44,6 +46,11 @@ class Rates(Protocol):
     @property
     def bandwidth(self) -> float:
         """Bytes a second that large tensors move with."""
+        ...
+
+    @property
+    def token(self) -> float:
+        """Seconds of the host to write a token of text, beside the model's forward."""
         ...
 
     def host(self, call: Call) -> float: ...
@@ -82,6 +89,10 @@ class Assumed:
     def bandwidth(self) -> float:
         return OF_BANDWIDTH * 1e9 * self.gpu.bandwidth
 
+    @property
+    def token(self) -> float:
+        return TOKEN
+
     def host(self, call: Call) -> float:
         return VIEW if call.kind == "view" else LAUNCH[call.mode]
 
@@ -119,15 +130,22 @@ class Calibrated:
     def bandwidth(self) -> float:
         return max((one.work, one.work / one.seconds) for one in self.of.timings if one.kind == "add")[1]
 
+    @property
+    def token(self) -> float:
+        return self.of.over.token
+
+    def _over(self, call: Call) -> float:
+        return self.of.over.forward if call.mode == "forward" else self.of.over.train
+
     def host(self, call: Call) -> float:
         of = self.of.launches
-        return of.view if call.kind == "view" else getattr(of, call.mode)
+        return self._over(call) * (of.view if call.kind == "view" else getattr(of, call.mode))
 
     def device(self, call: Call) -> float:
         if call.kind == "view":
             return 0.0
         if call not in self._known:
-            self._known[call] = self._seconds(call)
+            self._known[call] = self._over(call) * self._seconds(call)
         return self._known[call]
 
     def _seconds(self, call: Call) -> float:

@@ -70,16 +70,30 @@ class Spans:
 
 
 @dataclass(frozen=True)
+class Asks:
+    """How a judge is asked, for the plan's estimate of its time: ``question`` makes text and pictures of a sample, in
+    the order in which the judge reads them; an answer has at most ``tokens`` tokens; it answers ``batch`` questions at
+    once. ``template``: the arguments of its chat template."""
+
+    question: Callable[[Sample], Sequence[object]]
+    tokens: int
+    batch: int
+    template: JsonObject
+
+
+@dataclass(frozen=True)
 class Weights:
     """A model that a reward computes with: a directory or hub name, and the dtype it is loaded in (``auto``: as it is
     stored). ``share``: of a GPU's memory that its server takes, weights among it; ``beside``: bytes it takes beside the
-    weights without a GPU; ``devices``: over how many it is spread."""
+    weights without a GPU; ``devices``: over how many it is spread; ``asks``: of a judge in the process, its
+    questions."""
 
     path: str
     dtype: str = "auto"
     share: float = 0.0
     beside: int = 0
     devices: int = 1
+    asks: Asks | None = None
 
 
 Value: TypeAlias = float | Failed | None

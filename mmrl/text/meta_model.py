@@ -7,8 +7,10 @@ prompt, and the last token with a full cache. Each is followed by the real sampl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
@@ -142,12 +144,15 @@ def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Long
     def longest(prompts: Sequence[Prompt]) -> Longest:
         """The usable prompt with the most tokens, and a note about those that are too long."""
         overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
+        took = list[float]()
         error = pipeline.recipe.overlong == "error"
         for prompt in _by_length(pipeline, prompts):
             if len(good) == LOOKED_AT and not (error and prompt.media):  # its tokens are unknown until it is encoded
                 break
+            began = time.process_time()
             try:
                 good.append((prompt, _tokens(pipeline, prompt)))
+                took.append(time.process_time() - began)
             except OverlongError as found:
                 overlong.append(found)
             except BadPromptError as found:
@@ -162,7 +167,7 @@ def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Long
             raise UserError(f"data: none of {len(prompts)} prompts can be used; {first}")
         notes = [f"{_named(overlong, len(prompts))}: they are left out (data.overlong)"] if overlong else []
         notes += _of_clips(pipeline, [prompt for prompt, _ in good])
-        return Longest(*max(good, key=lambda found: found[1]), notes)
+        return Longest(*max(good, key=lambda found: found[1]), notes, median(took))
 
     return longest
 

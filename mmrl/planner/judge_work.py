@@ -1,0 +1,71 @@
+"""The operators of a judge that answers in this process: its model's, counted on tensors without data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from torch.nn.functional import pad
+
+from mmrl.config.schema import Recipe
+from mmrl.judge.asking import Ask
+from mmrl.judge.local import empty
+from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake
+from mmrl.planner.operations import Work
+from mmrl.rewards.contract import Weights
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The operators of a batch of questions: of their forward, and of a further token of every answer. ``tokens``: of
+    an answer at most; ``rows``: the questions; ``reading``: the seconds in which this machine makes their inputs."""
+
+    rows: int
+    tokens: int = 1
+    reading: float = 0.0
+    question: Work = field(default_factory=Work)
+    token: Work = field(default_factory=Work)
+
+    def seconds(self, lasts: Callable[[Work], float], token: float) -> float:
+        """Seconds of one batch; ``token``: of the code around a token's forward."""
+        return self.reading + lasts(self.question) + (self.tokens - 1) * lasts(self.token) + self.tokens * token
+
+
+def answering(model: Weights, sample: Sample, rows: int) -> Answering:
+    """The operators of a judge that is asked about ``rows`` samples like this one. Raises ``UserError`` and
+    ``ValueError``."""
+    asks = model.asks
+    assert asks is not None
+    rows = min(rows, asks.batch)
+    ask = Ask(cast("tuple[str | Image.Image, ...]", tuple(asks.question(sample))))
+    module, read = empty(model.path, model.dtype, asks.template, ask, rows)
+    read()
+    began = time.process_time()
+    inputs = read()
+    reading = time.process_time() - began
+    fake([module])
+    given: dict[str, Any] = dict(inputs)
+    with torch.no_grad(), LiveBytes() as live, KnownMasks(live):
+        out = module(**given, use_cache=True, logits_to_keep=1)
+        question = Work(live.work)
+        if asks.tokens > 1:
+            mask = pad(given["attention_mask"], (0, 1), value=1)
+            places = mask.sum(1, keepdim=True) - 1
+            last = {"input_ids": given["input_ids"][:, -1:], "attention_mask": mask, "position_ids": places}
+            module(**last, use_cache=True, past_key_values=out.past_key_values)
+    return Answering(rows, asks.tokens, reading, question, Work(live.work.since(question)))
+
+
+def sample_like(recipe: Recipe, prompt: Prompt) -> Sample:
+    """A sample of the recipe's size, empty of content: what a judge is shown."""
+    name = SampleId(0, 0, 0, 0)
+    if recipe.sampling.type == "text":
+        return Sample(prompt, name, text="1 " * (recipe.decoding.max_new_tokens // 2))
+    how = recipe.denoising
+    picture = Image.new("RGB", (how.width, how.height))
+    return Sample(prompt, name, image=picture, video=(picture,) * how.frames if how.frames else None)
