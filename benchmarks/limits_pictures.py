@@ -13,7 +13,7 @@ from smoke_models import peak_gib, tf32, timed
 from smoke_place import Place, SkippedError
 from true_shapes import built
 
-from mmrl.training.loop import importance_weights, recompute
+from mmrl.training.loop import computed, importance_weights
 from mmrl.training.step_context import StepContext
 from mmrl.training.step_metrics import StepMetrics
 
@@ -76,7 +76,7 @@ def compiled(place: Place) -> dict[str, Any]:
 def without_metrics(slices: Slices) -> None:
     """As ``loop.backward``, but nothing is brought to the host, which a graph cannot hold."""
     context, micro_batch, metrics = slices.context, slices.micro_batches[0], StepMetrics()
-    new, old = recompute(context, micro_batch, 0, metrics), micro_batch.old
+    new, old = computed(context, micro_batch, 0, metrics), micro_batch.old
     if "rollout_log_probs" in old:
         old = importance_weights(context, old, new, metrics)
     context.policy.backward(context.objective.loss(new, old, slices.denominator).value)

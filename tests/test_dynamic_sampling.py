@@ -64,7 +64,7 @@ def outcome(attempts, differs, slots, rank=0, size=1):
     metrics = StepMetrics()
     rounds = [sample(controller.slots(0, PROMPTS, slots))]
     standing = resample(run, attempts, rounds, sample, metrics)
-    chosen = [rounds[r].slots[n] for r, n in standing]
+    chosen = [rounds[r].slots[n] for r, n in standing.chosen]
     asked = [(s.index, s.attempt) for r in rounds for s in r.slots]
     return [(s.index, s.attempt, s.prompt.id) for s in chosen], asked, metrics
 

@@ -444,8 +444,7 @@ def test_a_server_that_is_stopped_while_it_starts_is_not_waited_for(tmp_path):
 
 def test_who_watches_hears_of_a_server_that_dies_while_nobody_asks(tmp_path):
     heard = []
-    listener = Listening(heard)
-    listen(listener)
+    listen(heard.append)
     try:
         process = started(TREE, tmp_path / "private")
         os.kill(process.members()[2].pid, signal.SIGKILL)
@@ -454,14 +453,3 @@ def test_who_watches_hears_of_a_server_that_dies_while_nobody_asks(tmp_path):
         listen(None)
     assert "it is lost: it ended with status -9" in heard[0]
     process.close()
-
-
-class Listening:
-    def __init__(self, heard):
-        self.heard = heard
-
-    def tell(self, line):
-        self.heard.append(line)
-
-    def starting(self):
-        return contextlib.nullcontext()

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-from contextlib import nullcontext
 from threading import Thread
 
 import psutil
@@ -75,14 +74,11 @@ class Told:
         self.lines.append(line)
         self.at.append(time.monotonic())
 
-    def starting(self):
-        return nullcontext()
-
 
 @pytest.fixture
 def told():
     listener = Told()
-    listen(listener)
+    listen(listener.tell)
     yield listener
     listen(None)
 

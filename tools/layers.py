@@ -59,7 +59,7 @@ LAYERS = {
     "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring "
     "text.slots",
     "rewards, judge": "distill knowledge labels readers rewards judge",
-    "step context": "training.batch training.micro_batches training.step_context training.step_metrics",
+    "step context": "training.batch training.micro_batches training.step_context training.step_metrics training.update",
     "placement": "placement",
     "checkpoint": "checkpoint",
     "rollout": "controller.workload rollout",

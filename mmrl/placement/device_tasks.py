@@ -17,12 +17,13 @@ from mmrl.algorithms.objective import copies_of
 from mmrl.engines.policy import Version
 from mmrl.errors import NotFiniteError
 from mmrl.out_of_memory import in_parts, in_phase
-from mmrl.pipelines.protocol import of_text, pairs_of
+from mmrl.pipelines.protocol import of_text
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.returned import Answer
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
+from mmrl.training.update import recompute
 from mmrl.trajectory import R, Rows, Sample, TextRows
 
 
@@ -169,11 +170,10 @@ def prepare(
             def made(
                 micro_batch: MicroBatch, names: frozenset[str] = names
             ) -> tuple[list[int], list[int], dict[str, Tensor]]:
-                rows, using = micro_batch.rows, context.policy.using
-                if context.objective.kind == "offline":
-                    new = pairs_of(context.pipeline).compare(rows, names, using)
-                else:
-                    new = context.pipeline.replay(rows, micro_batch.entries, names, using)
+                seed, using = context.recipe.seed, context.policy.using
+                new = recompute(
+                    context.pipeline, context.objective, micro_batch.rows, micro_batch.entries, names, seed, using
+                )
                 kept = torch.stack([new[name].detach() for name in names]).cpu()  # wait for the device once
                 return micro_batch.index, micro_batch.entries, dict(zip(names, kept, strict=True))
 

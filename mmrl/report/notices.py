@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from mmrl.secrets import hidden
 
 
-class Listener(Protocol):
-    """Receives notices of this process. Called from any thread."""
-
-    def tell(self, line: str) -> None:
-        """Pass on what was printed."""
-        ...
+class Pulse(Protocol):
+    """Learns from any thread that this process works."""
 
     def starting(self) -> AbstractContextManager[None]:
         """Entered while something is started that has a deadline of its own."""
@@ -26,31 +22,33 @@ class Listener(Protocol):
         ...
 
 
-_listener: Listener | None = None
+_tell: Callable[[str], object] | None = None
+_pulse: Pulse | None = None
 
 
-def listen(listener: Listener | None) -> None:
-    """Set the ``listener`` of this process's notices; None removes it."""
-    global _listener
-    _listener = listener
+def listen(tell: Callable[[str], object] | None, pulse: Pulse | None = None) -> None:
+    """Pass the lines that this process prints to ``tell``, from any thread, and its signs of life to ``pulse``. None
+    ends that."""
+    global _tell, _pulse
+    _tell, _pulse = tell, pulse
 
 
 def tell(line: str) -> None:
-    """Print ``line`` on stderr, and pass it to the listener."""
+    """Print ``line`` on stderr, and pass it on (``listen``)."""
     line = hidden(line)
     print(line, file=sys.stderr, flush=True)
-    if _listener is not None:
-        _listener.tell(line)
+    if _tell is not None:
+        _tell(line)
 
 
 @contextmanager
 def starting() -> Generator[None]:
     """Something is started, and that is no time of the phase that waits for it."""
-    with nullcontext() if _listener is None else _listener.starting():
+    with nullcontext() if _pulse is None else _pulse.starting():
         yield
 
 
 def alive() -> None:
     """A part of the work is finished: a process that says so now and then is not taken for one that hangs."""
-    if _listener is not None:
-        _listener.alive()
+    if _pulse is not None:
+        _pulse.alive()

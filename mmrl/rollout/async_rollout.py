@@ -36,7 +36,6 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject, as_integer, as_number, as_object
 from mmrl.report.clock import Clock
-from mmrl.rollout.collect import groups_of
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
 from mmrl.rollout.partial_rollout import PartialRollout, PartialRound
 from mmrl.rollout.rounds import Sampling, sample_and_score
@@ -47,8 +46,8 @@ from mmrl.trajectory import Slot
 
 _FILE = "ahead"
 """The name of its file in a checkpoint."""
-Replaced = tuple[list[Round], Groups, Sums]
-"""The rounds of dynamic sampling, and what they add to the metrics."""
+Replaced = tuple[Groups, Sums]
+"""The groups of dynamic sampling, and what they add to the metrics."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,7 @@ class AsyncRollout(StepPart):
         """``DynamicSampling.valid`` at the time of each version."""
         self._begun: dict[int, Begun] = {}
 
-    def groups(
-        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
-    ) -> tuple[list[Round], Groups]:
+    def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
         """Begin the steps that the present weights sample for, and wait for the samples of ``step``.
 
         Raises ``UserError``.
@@ -97,26 +94,23 @@ class AsyncRollout(StepPart):
         with context.compute.devices.lending(context, step):
             return self._finished(context, begun, step, clock, metrics)
 
-    def _finished(
-        self, context: StepContext, begun: Begun, step: int, clock: Clock, metrics: StepMetrics
-    ) -> tuple[list[Round], Groups]:
+    def _finished(self, context: StepContext, begun: Begun, step: int, clock: Clock, metrics: StepMetrics) -> Groups:
         """Wait for the samples of ``step`` and their rewards."""
+        size = context.recipe.train.group_size
         with clock("sample"):
             sampled = begun.drawn.result()
         if self.partial is not None and sampled is not None:
-            whole = self.partial.collect(context, sampled, step, clock, metrics)
-            return [whole], groups_of(whole)
+            return Groups.of_round(self.partial.collect(context, sampled, step, clock, metrics), size)
         assert begun.first is not None
         metrics.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
         if self.dynamic is None:
-            whole = begun.first.finish(clock)
-            return [whole], groups_of(whole)
+            return Groups.of_round(begun.first.finish(clock), size)
         with clock("reward"):  # replacements wait for the rewards of the first round
             replaced = begun.ended.result()
         assert replaced is not None
-        rounds, groups, counted = replaced
+        groups, counted = replaced
         metrics.merge([counted])
-        return rounds, groups
+        return groups
 
     def state_dict(self) -> PartState:
         """The weights of every version, as ``step.name``, with its number of updates and its fraction of valid
@@ -161,8 +155,7 @@ class AsyncRollout(StepPart):
             def again(slots: list[Slot]) -> Round:
                 return sample_and_score(context, slots, step, inside, version, len(rounds))
 
-            groups = resample(context, self.dynamic.at(valid), rounds, again, metrics)
-            return rounds, groups, metrics.sums()
+            return resample(context, self.dynamic.at(valid), rounds, again, metrics), metrics.sums()
 
         before = [earlier.ended for earlier in self._begun.values()]
         Thread(target=_collect, args=(begun, before, replaced), name=f"mmrl-ahead-{step}", daemon=True).start()

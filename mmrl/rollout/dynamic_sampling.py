@@ -45,15 +45,13 @@ class DynamicSampling(StepPart):
     def __init__(self, most: int) -> None:
         self.most, self.valid = most, 1.0
 
-    def groups(
-        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
-    ) -> tuple[list[Round], Groups]:
+    def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
         rounds = [sample_and_score(context, slots, step, clock)]
 
         def again(slots: list[Slot]) -> Round:
             return sample_and_score(context, slots, step, clock, number=len(rounds))
 
-        return rounds, resample(context, self, rounds, again, metrics)
+        return resample(context, self, rounds, again, metrics)
 
     def ahead(self, rounds: int, tried: int) -> int:
         """The number of attempts in the next round for a slot that is flat after ``rounds`` rounds and ``tried``
@@ -99,7 +97,7 @@ def resample(
     """Sample more attempts (``sample``) for the flat slots of ``rounds[0]``, until every slot is valid or has no
     attempts left.
 
-    Appends to ``rounds``; returns for each slot the (round, group in it) that it trains on.
+    Appends to ``rounds``.
     """
     tried = [[group] for group in _groups(context, rounds[0], 0)]
     while True:
@@ -122,7 +120,7 @@ def resample(
     metrics.gather({"sampling/valid": valid}, {"sampling/rounds": torch.tensor(float(len(rounds)))}, len(everything))
     unused = sum(g.attempt > one.attempt for one, groups in zip(chosen, tried, strict=True) for g in groups)
     metrics.count({"sampling/groups": len(everything), "sampling/ahead_unused": unused})
-    return [(group.round, group.place) for group in chosen]
+    return Groups(rounds, [(group.round, group.place) for group in chosen], context.recipe.train.group_size)
 
 
 def _groups(context: StepContext, of: Round, number: int) -> list[_Group]:

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
-import torch
-from torch import Tensor
-
-from mmrl.algorithms.objective import ComparesBatch
 from mmrl.pipelines.protocol import ResponseUpdates, pairs_of
-from mmrl.placement import device_tasks
-from mmrl.training.batch import Batch
-from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Prompt, Slot
 
@@ -43,17 +35,3 @@ def prompt_of_step(context: StepContext, step: int) -> Callable[[Place], Prompt]
         return context.controller.replacement(slot, attempt, context.prompts).prompt if attempt else slot.prompt
 
     return prompt_at
-
-
-def of_batch(context: StepContext, objective: ComparesBatch, batch: Batch) -> dict[str, Tensor]:
-    """The objective's statistics of the whole batch of all controllers, ``[B]`` each, from tensors that are recomputed
-    without a graph, in slices."""
-    columns = {name: torch.zeros(len(batch.places)) for name in objective.prepares}
-    devices = context.compute.devices
-    rows, lockstep_count = list(range(len(batch.places))), partial(devices.lockstep_count, context)
-    micro_batches = split_micro_batches(context, batch, rows, lockstep_count)
-    for made in devices.map_micro_batches(context, device_tasks.prepare, micro_batches, objective.prepares):
-        for index, _, new in made:
-            for name in new:
-                columns[name][index] = new[name]
-    return objective.of_batch(columns, batch.weights, context.controller.total)

@@ -129,13 +129,13 @@ def portions(share: Sequence[int], size: int, costs: Sequence[float] | None) -> 
     return [*short, *found]
 
 
-def whole_first(context: StepContext, whole: Round) -> Groups:
+def whole_first(recipe: Recipe, whole: Round) -> Groups:
     """The groups of a round, last those whose micro-batch has fewer rows than others: an update then has the
     micro-batches of sampling."""
-    most, size = _most(context.recipe), [len(whole.micro_batches[m]) for m, _ in whole.places(0)]
+    most, size = _most(recipe), [len(whole.micro_batches[m]) for m, _ in whole.places(0)]
     rows = len(size) // len(whole.slots)
     groups = [(min(size[n * rows : (n + 1) * rows]) < most, n) for n in range(len(whole.slots))]
-    return [(0, n) for _, n in sorted(groups)]
+    return Groups([whole], [(0, n) for _, n in sorted(groups)], recipe.train.group_size)
 
 
 def _most(recipe: Recipe) -> int:

@@ -39,7 +39,6 @@ from mmrl.json_types import Json, JsonObject, as_integer, as_list, as_text
 from mmrl.pipelines.protocol import of_text
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scoring
-from mmrl.rollout.collect import groups_of
 from mmrl.rollout.encoding import encode
 from mmrl.training.batch import Groups, Round, chunks, samples_of
 from mmrl.training.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
@@ -105,12 +104,11 @@ class PartialRollout(StepPart):
         self._landed: tuple[list[Group], dict[int, int]] = ([], {})
         self._settled: tuple[list[Group], JsonObject] = ([], {"taken": [0] * settings.pools, "slots": []})
 
-    def groups(
-        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
-    ) -> tuple[list[Round], Groups]:
-        """As ``RolloutStrategy.groups``. ``slots`` is not used: the stream gives the slots, some from earlier steps."""
+    def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
+        """Sample and score the groups of ``step``. ``slots`` is not used: the stream gives the slots, some from earlier
+        steps."""
         whole = self.collect(context, self.draw(context, step, step, clock), step, clock, metrics)
-        return [whole], groups_of(whole)
+        return Groups.of_round(whole, context.recipe.train.group_size)
 
     def draw(
         self, context: StepContext, step: int, of: int, clock: Clock, version: Version | None = None

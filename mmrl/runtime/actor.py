@@ -9,7 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,15 +124,6 @@ class Actor:
         """Send ``line``, which is already in this process's log, to the launcher."""
         self._lines.append(line)
 
-    def starting(self) -> AbstractContextManager[None]:
-        """Entered while something starts that has its own deadline."""
-        return self._pulse.starting() if self._pulse else nullcontext()
-
-    def alive(self) -> None:
-        """A part of the work is finished."""
-        if self._pulse:
-            self._pulse.alive()
-
     def settle(self) -> None:
         """Wait until no checkpoint is being written."""
         if self._session is not None:
@@ -151,7 +142,7 @@ class Actor:
         whole, loaded = RunDir(path), self._with_files(loaded)
         log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
         self._pulse = watchdog(loaded.recipe)
-        notices.listen(self)
+        notices.listen(self.tell, self._pulse)
         meeting = Meeting(host, port, self._socket)
         with self._pulse(BETWEEN):
             try:
@@ -192,5 +183,5 @@ class Actor:
         if self._listener is None:
             return None
         connections = self._listener.accept(loaded.recipe.devices_per_controller - 1)
-        workers = [RemoteWorker(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
-        return MultiDevice(workers, loaded.recipe.placement, self.starting, leaders(loaded.recipe))
+        workers = [RemoteWorker(n, one, notices.tell, notices.starting) for n, one in enumerate(connections, 1)]
+        return MultiDevice(workers, loaded.recipe.placement, notices.starting, leaders(loaded.recipe))

@@ -291,7 +291,7 @@ class _Work:
         if missing := self._board.lacking([f"beat/{rank}" for rank in self._others], recipe.runtime.patience):
             return self._lost(f"{vigil.name(int(missing[0].partition('/')[2]))} ended before the run began")
         vigil.watch()
-        notices.listen(vigil)
+        notices.listen(vigil.tell, self._pulse)
         try:
             hosts = {rank: str(its["host"]) for rank, its in self._others.items()}
             meeting = Meeting(found.host, found.port, store=self._board.store, hosts=hosts)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 
 import psutil
@@ -111,12 +111,6 @@ class Vigil:
         if self._rank:
             self._lines.append(line)
             self._said += 1
-
-    def starting(self) -> AbstractContextManager[None]:
-        return self._pulse.starting()
-
-    def alive(self) -> None:
-        self._pulse.alive()
 
     def broken(self, seconds: float) -> str:
         """After a connection between the processes broke: who was lost, as soon as it is known; empty if nobody is."""

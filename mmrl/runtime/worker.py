@@ -119,7 +119,7 @@ class RemoteWorker:
 class ControllerLink:
     """Final class: sends a device's messages to its controller: log lines, and an answer to each task.
 
-    A ``mmrl.report.notices.Listener``; safe to call from any thread. ``pulse``: the device's own.
+    A ``mmrl.report.notices.Pulse``; safe to call from any thread. ``pulse``: the device's own.
     """
 
     def __init__(self, connection: Connection, pulse: StallWatchdog) -> None:
@@ -166,7 +166,7 @@ def serve(context: StepContext, connection: Connection, saver: Saver | None, pul
     if saver is not None:
         context.compute.local.save = lambda step: saver.begin(of_run(context, step))
     link = ControllerLink(connection, pulse)
-    notices.listen(link)
+    notices.listen(link.tell, link)
     while True:
         try:
             call, arguments, features = receive(connection)

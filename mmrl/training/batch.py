@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
@@ -18,9 +18,6 @@ from mmrl.training.step_metrics import Sums
 from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows
 
 T = TypeVar("T")
-
-Groups = list[tuple[int, int]]
-"""For each slot the (round, group in it) whose samples it trains on."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,38 @@ class Round:
         if self.order is None:
             return found
         return [place for _, place in sorted(zip(self.order, found, strict=True))]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What was sampled and scored for a step, and which of it the step trains on.
+
+    ``rounds``: all of them, with groups that were replaced. ``chosen``: for each slot the (round, group in it).
+    ``size``: the samples of a group.
+    """
+
+    rounds: Sequence[Round]
+    chosen: Sequence[tuple[int, int]]
+    size: int
+
+    @classmethod
+    def of_round(cls, whole: Round, size: int) -> Groups:
+        """Each slot trains on its own group of a single round."""
+        return cls([whole], [(0, n) for n in range(len(whole.slots))], size)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """The (round, sample in it) of each of the ``B`` rows; the rows of a group are contiguous."""
+        return [(r, n * self.size + k) for r, n in self.chosen for k in range(self.size)]
+
+    @property
+    def of_row(self) -> Tensor:
+        """The number of each row's group, ``[B]`` int64."""
+        return torch.arange(len(self.chosen)).repeat_interleave(self.size)
+
+    def column(self, values: Callable[[Scores], Tensor]) -> Tensor:
+        """The rows ``[B]`` of what ``values`` takes from the scores of a round, a value per sample."""
+        return torch.cat([values(self.rounds[r].scores)[n * self.size : (n + 1) * self.size] for r, n in self.chosen])
 
 
 @dataclass

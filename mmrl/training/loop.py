@@ -22,18 +22,18 @@ from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.controller.randomness import generator
 from mmrl.datasets.mixture import SOURCE, by_source
 from mmrl.engines.policy import snapshot_name
-from mmrl.pipelines.protocol import of_pictures, pairs_of
+from mmrl.pipelines.protocol import of_pictures
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
-from mmrl.rollout.collect import collect_batch, unsampled_batch
+from mmrl.rollout.collect import collect_batch, slices, unsampled_batch
 from mmrl.rollout.importance import SCALE, correction_of
 from mmrl.samples import make_samples
-from mmrl.training.batch import Batch, MicroBatch, rows_of_update, rows_with_weight, with_group_noise
-from mmrl.training.micro_batches import split_micro_batches
+from mmrl.training.batch import Batch, MicroBatch, rows_of_update, rows_with_weight
 from mmrl.training.step_context import FinishedStep, StepContext
 from mmrl.training.step_metrics import StepMetrics, Sums
-from mmrl.trajectory import Rows, denoised
+from mmrl.training.update import recompute
+from mmrl.trajectory import Rows
 
 
 def train_step(
@@ -76,8 +76,7 @@ def optimizer_step(
     # Over all controllers: each slice's loss is divided by it, so that the slices' gradients add up.
     total = context.controller.count(context.objective.loss_denominator(batch.weights[rows], batch.lengths[rows]))
     with clock("train"):
-        lockstep_count = partial(devices.lockstep_count, context)
-        micro_batches = split_micro_batches(context, batch, rows, lockstep_count) if total else ()
+        micro_batches = slices(context, batch, rows) if total else ()
         sums = devices.map_micro_batches(context, backward, micro_batches, total, step, update == 0)
         metrics.merge(sums)
         metrics.check_finite()
@@ -105,7 +104,7 @@ def backward(context: StepContext, micro_batches: Iterable[MicroBatch], total: f
     metrics = StepMetrics()
 
     def loss_of(micro_batch: MicroBatch) -> Tensor:
-        new = recompute(context, micro_batch, step, metrics)
+        new = computed(context, micro_batch, step, metrics)
         old = micro_batch.old
         if "rollout_log_probs" in old:
             old = importance_weights(context, old, new, metrics)
@@ -120,24 +119,16 @@ def backward(context: StepContext, micro_batches: Iterable[MicroBatch], total: f
     return metrics.sums()
 
 
-def recompute(context: StepContext, micro_batch: MicroBatch, step: int, metrics: StepMetrics) -> dict[str, Tensor]:
+def computed(context: StepContext, micro_batch: MicroBatch, step: int, metrics: StepMetrics) -> dict[str, Tensor]:
     """Compute what the objective ``needs`` of this slice with the current weights and an autograd graph: log-probs
     (policy gradient), velocities (forward process), log-probs of given pairs (offline), or rewards (pathwise)."""
-    objective = context.objective
-    needs = objective.needs
-    rows, entries, old = micro_batch.rows, micro_batch.entries, micro_batch.old
-    match objective.kind:
-        case "policy_gradient":
-            known = {name: old[name] for name in needs & {"reference_log_probs"} & old.keys()}
-            return context.pipeline.replay(rows, entries, needs - known.keys(), context.policy.using) | known
-        case "forward_process":
-            rows = with_group_noise(rows) if objective.shares_noise else rows
-            pipeline, weights = of_pictures(context.pipeline), partial(sampling_weights, context)
-            return pipeline.renoise(denoised(rows), entries[0], context.recipe.seed, needs, weights)
-        case "offline":
-            return pairs_of(context.pipeline).compare(rows, needs, context.policy.using)
-        case "pathwise":
-            return pathwise_rollout(context, objective, rows, step, metrics)
+    objective, rows = context.objective, micro_batch.rows
+    if objective.kind == "pathwise":
+        return pathwise_rollout(context, objective, rows, step, metrics)
+    known = {name: micro_batch.old[name] for name in objective.needs & {"reference_log_probs"} & micro_batch.old.keys()}
+    needs, weights = objective.needs - known.keys(), partial(sampling_weights, context)
+    seed, entries = context.recipe.seed, micro_batch.entries
+    return recompute(context.pipeline, objective, rows, entries, needs, seed, weights) | known
 
 
 def sampling_weights(context: StepContext, name: str) -> AbstractContextManager[None]:

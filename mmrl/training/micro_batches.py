@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,26 +17,33 @@ from mmrl.trajectory import Rows, TextRows
 from mmrl.transfer import to_device
 
 
-def split_micro_batches(
-    context: StepContext, batch: Batch, mine: list[int], lockstep_count: Callable[[int], int] = int
-) -> Iterator[MicroBatch]:
-    """The slices of one optimizer step over the rows ``mine``: micro-batches of rows, pictures of one size in each, and
-    of each the denoising steps one by one or a few at once (``train.steps_per_forward``); all tokens of text.
-
-    ``lockstep_count`` maps this rank's number of micro-batches to the number that all ranks run
-    (``Devices.lockstep_count``): the last micro-batch is repeated with weight 0 until there are as many.
-    """
-    device = context.compute.device
-    train = context.recipe.train
-    found = [parts(context.pipeline, t) for t in batch.micro_batches]
-    sizes = [found[m][i] for m, i in batch.places]
+def packed_rows(context: StepContext, batch: Batch, mine: list[int]) -> list[list[int]]:
+    """The rows ``mine`` of an optimizer step, divided into micro-batches of similar length, pictures of one size in
+    each."""
+    train, sizes = context.recipe.train, sizes_of(context.pipeline, batch)
     prompts = [batch.micro_batches[m].slots[i].prompt for m, i in (batch.places[n] for n in mine)]
     alike = [[mine[k] for k in of] for of in by_size(prompts, context.recipe.sampling)]
-    own = [index for of in alike for index in packed(of, sizes, train.micro_batch_size, train.micro_batch_tokens)]
-    for n, index in enumerate(own + own[-1:] * (lockstep_count(len(own)) - len(own))):
+    return [index for of in alike for index in packed(of, sizes, train.micro_batch_size, train.micro_batch_tokens)]
+
+
+def split_micro_batches(context: StepContext, batch: Batch, mine: list[int]) -> Iterator[MicroBatch]:
+    """The slices of the rows ``mine`` where no other rank has to run as many."""
+    own = packed_rows(context, batch, mine)
+    return micro_batches_of(context, batch, own, len(own))
+
+
+def micro_batches_of(context: StepContext, batch: Batch, own: list[list[int]], count: int) -> Iterator[MicroBatch]:
+    """The slices of one optimizer step: its micro-batches of rows ``own``, and of each the denoising steps one by one
+    or a few at once (``train.steps_per_forward``); all tokens of text.
+
+    ``count``: the number of micro-batches that all ranks run (``Devices.lockstep_count``): the last one is repeated
+    with weight 0 until there are as many.
+    """
+    device, sizes = context.compute.device, sizes_of(context.pipeline, batch)
+    for n, index in enumerate(own + own[-1:] * (count - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         groups = to_device(groups_of(rows), device)
-        for entries in chunks(chosen(context, rows), train.at_once):
+        for entries in chunks(chosen(context, rows), context.recipe.train.at_once):
             columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
             of = slice(rows.width) if isinstance(rows, TextRows) else entries
             cut = {k: v[index] if v.ndim == 1 else v[index][:, of] for k, v in columns.items()}
@@ -48,6 +55,12 @@ def split_micro_batches(
             yield MicroBatch(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
 
 
+def sizes_of(pipeline: Pipeline, batch: Batch) -> list[tuple[int, ...]]:
+    """``parts`` of each row of the batch."""
+    found = [parts(pipeline, rows) for rows in batch.micro_batches]
+    return [found[m][i] for m, i in batch.places]
+
+
 def parts(pipeline: Pipeline, rows: Rows) -> list[tuple[int, ...]]:
     """Tokens of each row, by the parts that a micro-batch pads separately: the prompt, and what is behind it."""
     if isinstance(rows, TextRows):
@@ -55,19 +68,15 @@ def parts(pipeline: Pipeline, rows: Rows) -> list[tuple[int, ...]]:
     return [(n,) for n in pipeline.lengths(rows)]
 
 
-def number_of_entries(context: StepContext) -> int:
-    """How many denoising steps or noise levels of each sample an update trains on."""
-    return context.objective.entries or entries_of(context.pipeline, context.objective.kind)
-
-
 def chosen(context: StepContext, rows: Rows) -> list[int]:
-    """The numbers of these entries: all of them or, if the objective trains on fewer steps than were recorded, a random
-    choice per training step, the same for all rows."""
-    n = number_of_entries(context)
-    if context.objective.kind != "policy_gradient" or n == entries_of(context.pipeline, context.objective.kind):
+    """The numbers of the denoising steps or noise levels that an update trains on: all of them or, if the objective
+    trains on fewer steps than were recorded, a random choice per training step, the same for all rows."""
+    all_of = entries_of(context.pipeline, context.objective.kind)
+    n = context.objective.entries or all_of
+    if context.objective.kind != "policy_gradient" or n == all_of:
         return list(range(n))
     drawn = generator(context.recipe.seed, rows.ids[0].step, "trained steps")
-    return sorted(torch.randperm(entries_of(context.pipeline, context.objective.kind), generator=drawn)[:n].tolist())
+    return sorted(torch.randperm(all_of, generator=drawn)[:n].tolist())
 
 
 def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from mmrl.json_types import JsonObject
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import RewardSet
-from mmrl.training.batch import Batch, Groups, MicroBatch, Round
+from mmrl.training.batch import Batch, Groups, MicroBatch
 from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, TextRows
 
@@ -197,14 +197,8 @@ class RolloutStrategy(Protocol):
         """Whether groups may be replaced (dynamic sampling); rewards are then normalised over the remaining groups."""
         ...
 
-    def groups(
-        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
-    ) -> tuple[list[Round], Groups]:
-        """Sample and score the groups of ``step``. Returns the rounds, and for each slot the (round, group in it) that
-        it trains on.
-
-        Raises ``RewardError`` and ``UserError``.
-        """
+    def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
+        """Sample and score the groups of ``step``. Raises ``RewardError`` and ``UserError``."""
         ...
 
 
