@@ -46,7 +46,7 @@ class Pair:
         changes = {k: v for k, v in self.size.items() if k != "width"}
         if "width" in self.size:
             shipped = load_recipe([self.recipe])
-            folder = Path(shipped.resolve(shipped.recipe.model.path))
+            folder = Path(shipped.recipe.model.path)
             changes["model.path"] = wider(folder, self.size["width"], scratch / f"{folder.name}-{self.size['width']}")
         return [f"{key}={value}" for key, value in changes.items()]
 

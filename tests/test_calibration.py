@@ -215,4 +215,4 @@ def test_a_judge_in_the_process_is_counted():
     assert 0 < many.token.flops < many.question.flops
     rates = Calibrated(EVEN)
     one = many.seconds(lambda work: seconds(work, rates), 1e-3)
-    assert one == pytest.approx(many.reading + seconds(many.question, rates) + 4 * seconds(many.token, rates) + 5e-3)
+    assert one == pytest.approx(many.reading + seconds(many.question, rates) + 2 * seconds(many.token, rates) + 3e-3)

@@ -19,6 +19,9 @@ from mmrl.planner.operations import Work
 from mmrl.rewards.contract import Weights
 from mmrl.trajectory import Prompt, Sample, SampleId
 
+OF_ANSWER = 0.5
+"""The share of its limit that a judge's answer is assumed to need: verdicts end themselves."""
+
 
 @dataclass(frozen=True)
 class Answering:
@@ -33,7 +36,8 @@ class Answering:
 
     def seconds(self, lasts: Callable[[Work], float], token: float) -> float:
         """Seconds of one batch; ``token``: of the code around a token's forward."""
-        return self.reading + lasts(self.question) + (self.tokens - 1) * lasts(self.token) + self.tokens * token
+        further = (self.tokens - 1) * OF_ANSWER
+        return self.reading + lasts(self.question) + further * lasts(self.token) + (1 + further) * token
 
 
 def answering(model: Weights, sample: Sample, rows: int) -> Answering:
