@@ -301,9 +301,8 @@ def test_engines_are_asked_for_the_same():
 def test_further_parameters_go_to_the_engine_and_to_no_other(folder):
     made = loaded(folder, "rollout={engine: vllm_server, sampling: {presence_penalty: 0.5, logit_bias: {'3': -1.0}}}")
     settings = settings_of(made.recipe, 1.0, [4])
-    asked = request(
-        0, SampleId(0, 0, 0, 0), torch.tensor([1]), Prompt("p", "p"), made.recipe.rollout.sampling, "p", [], [], []
-    )
+    features = {"input_ids": torch.tensor([1])}
+    asked = request(0, SampleId(0, 0, 0, 0), Prompt("p", "p"), features, made.recipe.rollout.sampling, "p", [], [])
     said = sampling_parameters(*allowances([asked], settings, 6), settings)
     assert (said["presence_penalty"], said["logit_bias"], said["max_tokens"]) == (0.5, {"3": -1.0}, 5)
     assert sampling_options.problems(made.recipe) == []

@@ -60,7 +60,7 @@ def run_of(folder, monkeypatch, *words):
         monkeypatch.setattr(run.pipeline, name, noted)
     begins = awake(run)
     rows = [step(run)[0]]
-    rows.append(Evaluator(run, load_prompts(run.recipe, folder, "heldout")).score(4)[0])
+    rows.append(Evaluator(run, load_prompts(run.recipe, "heldout")).score(4)[0])
     seen.append(("judged", *awake(run)))
     rows.append(step(run, 1)[0])
     run.pipeline.close()
@@ -108,7 +108,7 @@ def test_a_round_is_one_call_of_an_engine_and_its_micro_batches_are_as_before(fo
 
 def test_an_evaluation_asks_an_engine_for_as_many_as_a_step_has(folder):
     run = make(folder, *WORDS, ENGINE)
-    Evaluator(run, load_prompts(run.recipe, folder, "heldout")).score(10)
+    Evaluator(run, load_prompts(run.recipe, "heldout")).score(10)
     assert [n for _, n in run.pipeline.engine.calls] == [4, 4, 2]
 
 

@@ -88,7 +88,7 @@ DRAWS = {
     "noise of a picture": lambda i: noise(5, [i], "initial", (4,)),
     "choice of tokens": lambda i: uniforms(5, [i], 4),
     "seed of an engine": lambda i: torch.tensor(
-        [request(5, i, torch.tensor([1]), Prompt("p", "p"), {}, "text", (), (), ()).seed]
+        [request(5, i, Prompt("p", "p"), {"input_ids": torch.tensor([1])}, {}, "text", (), ()).seed]
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -137,7 +138,8 @@ def located(root: Path, values: JsonObject) -> JsonObject:
         if kind == "file":
             section[key] = str(_look_up(root, text) or text)
         elif kind in ("model", "path"):
-            section[key] = resolve(root, text)
+            with suppress(UserError):  # of a package that does not exist: ``missing_names`` says it, with its key
+                section[key] = resolve(root, text)
         elif kind != "class" or split_file(text)[1]:
             section[key] = resolve_drop_in(root, text)
     for path in _rewards(values):

@@ -152,18 +152,18 @@ def find(name: str) -> Found:
     if in_this_process(name):
         target = _load.load("rewards", name)
         return Found(name, target, _file_of(target))
-    module, name = _module(module_name), _called(name)
+    module = _module(module_name)
     attribute = attribute or "score"
     if not hasattr(module, attribute):
         public = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         offered = [n for n in public if not n.startswith("_")]
         raise UserError(
-            f"{_called(module_name)} has no {attribute!r}; it has: {', '.join(offered) or 'no functions or classes'}"
+            f"{called(module_name)} has no {attribute!r}; it has: {', '.join(offered) or 'no functions or classes'}"
         )
     return Found(name, getattr(module, attribute), getattr(module, "__file__", None))
 
 
-def _called(name: str) -> str:
+def called(name: str) -> str:
     """The name of a reward in messages; for a file that a recipe names without the folder."""
     return Path(name).name if name.startswith("/") else name
 
@@ -273,7 +273,7 @@ def _module(name: str) -> ModuleType:
     except Exception as error:
         place = place_of(error, str(file) if file else None)
         raise UserError(
-            f"importing the reward {_called(name)} raised {describe(error)} at {place}; mend that line"
+            f"importing the reward {called(name)} raised {describe(error)} at {place}; mend that line"
         ) from error
 
 

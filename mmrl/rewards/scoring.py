@@ -34,7 +34,7 @@ from mmrl.rewards.async_scoring import (
 from mmrl.rewards.calling import Caller, Calls
 from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.last_words import watched
-from mmrl.rewards.loading import Found, Loaded, build, find, problems, refused
+from mmrl.rewards.loading import Found, Loaded, build, called, find, problems, refused
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.returned import Answer
 from mmrl.rewards.views import views
@@ -56,6 +56,7 @@ def check(rewards: Sequence[schema.Reward], makes: schema.Makes | None = None, k
         label = label_of(reward.name, reward.label)
         try:
             one = find(reward.name)
+            one = replace(one, name=called(one.name))
             found.append(one)
             wrong = problems(one, reward.options)
             if makes is not None and not wrong:
