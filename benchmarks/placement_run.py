@@ -40,6 +40,7 @@ from mmrl.placement.adaptive import Split, starting
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.runtime.program import watchdog
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
 from mmrl.simulator.trace import Trace
@@ -116,7 +117,7 @@ def work(address: str, key: str, port: str, load: str) -> None:
     loaded = recipe(load)
     controller = joined(loaded, 1, int(port))
     connection = call(1, address, bytes.fromhex(key))
-    serve(build(loaded.recipe, controller), connection)
+    serve(build(loaded.recipe, controller), connection, None, watchdog(loaded.recipe))
 
 
 class Arms:

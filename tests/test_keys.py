@@ -71,7 +71,7 @@ def _several_devices(folder):
         ["shapes-lora"], ["device=cpu", "devices_per_controller=2", "placement={type: partial, log: true}"]
     )
     devices = MultiDevice([], loaded.recipe.placement)
-    devices.open(build(loaded.recipe, loaded.root))
+    devices.open(build(loaded.recipe))
     devices.close()
 
 

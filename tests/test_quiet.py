@@ -97,7 +97,7 @@ LOCAL = [name for name in shipped_recipes() if "architecture:" not in content(na
 def test_a_shipped_recipe_is_loaded_without_a_warning(sweep, heard, capsys):
     for name in LOCAL[: sweep.size(8, len(LOCAL))]:
         loaded = load_recipe([name], ["device=cpu"])
-        build(loaded.recipe, loaded.root)
+        build(loaded.recipe)
         said = [line for line in capsys.readouterr().err.splitlines() if re.match(r"(warning|error): \w+: ", line)]
         sweep.check(not said, f"{name}: {said}")
     sweep.done()
