@@ -331,4 +331,4 @@ def test_the_reward_in_whose_call_a_process_ends_is_named(victim, tmp_path):
     both = [ended(task) for task in tasks("sums", tmp_path / "run", *words)]
     said = both[1 - victim][1]
     assert f"controller {victim} of 2" in said
-    assert f"has died, in a call of the reward {file}:score" in said
+    assert "has died, in a call of the reward kills.py:score" in said
