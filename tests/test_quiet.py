@@ -10,6 +10,7 @@ import pytest
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.errors import UserError
 from mmrl.quiet import Plain
 from mmrl.run import build
 from tests.messages import content
@@ -97,7 +98,12 @@ LOCAL = [name for name in shipped_recipes() if "architecture:" not in content(na
 def test_a_shipped_recipe_is_loaded_without_a_warning(sweep, heard, capsys):
     for name in LOCAL[: sweep.size(8, len(LOCAL))]:
         loaded = load_recipe([name], ["device=cpu"])
-        build(loaded.recipe)
+        try:
+            build(loaded.recipe)
+        except UserError as error:
+            if not re.search("needs? torchvision|is not installed", str(error)):  # of an extra that is not here
+                raise
+            continue
         said = [line for line in capsys.readouterr().err.splitlines() if re.match(r"(warning|error): \w+: ", line)]
         sweep.check(not said, f"{name}: {said}")
     sweep.done()
