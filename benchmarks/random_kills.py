@@ -66,7 +66,7 @@ RECIPES = {
     ),
 }
 """Small forms of them, with a reward that every sample has another of: weights move in every step."""
-NOT_LEARNED = ("time/", "perf/", "features/", "placement/", "sent/", "balance/load", "balance/residual")
+NOT_LEARNED = ("time/", "perf/", "plan/", "features/", "placement/", "sent/", "balance/load", "balance/residual")
 LOG = "log.txt"
 LEFT_S = 30.0
 """Seconds in which the processes of a launcher that was killed must have ended."""

@@ -158,7 +158,7 @@ def killed_and_resumed(place: Place) -> dict[str, Any]:
         done = len(rows_of(out)) if (out / "metrics.jsonl").exists() else 0
         subprocess.run([*command, "--resume"], stdout=said, stderr=said, check=True, env=os.environ)
     rows = rows_of(out)
-    clocks = ("time/", "perf/", "sent/", "features/")
+    clocks = ("time/", "perf/", "plan/", "sent/", "features/")
     same = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in whole]
     figures = {"steps before the kill": done, "steps": len(rows)}
     if same != [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]:

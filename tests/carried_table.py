@@ -116,7 +116,6 @@ OPEN: frozenset[str] = frozenset(
         "pipelines/diffusion/negative.py: sampling.negative_prompt: …; remove sampling.negative_prompt",
         "pipelines/diffusion/prompt_lengths.py: shorten such prompts or take them out of the data, raise sampling.max_",
         "pipelines/llm/chat.py: the prompt … has … pictures or clips, and pipeline llm/chat reads only",
-        "pipelines/vlm/chat.py: model.…_pixels: pictures would have at least … pixels and at most …; s",
         "rewards/geneval.py: the prompt's meta is not GenEval's (…); read evaluation_metadata.jsonl",
     ]
 )

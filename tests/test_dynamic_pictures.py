@@ -111,7 +111,7 @@ def test_a_resumed_run_draws_as_if_it_had_not_stopped(asked, tmp_path):
             directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
             assert Session(loaded, directory).begin(Stop(), resume=resume).error is None
         lines = (out / "metrics.jsonl").read_text().splitlines()
-        timed = ("time/", "perf/", "features/")  # a fresh process has not encoded the first step's prompts
+        timed = ("time/", "perf/", "plan/", "features/")  # a fresh process has not encoded the first step's prompts
         return [{k: v for k, v in json.loads(x).items() if not k.startswith(timed)} for x in lines]
 
     train(tmp_path / "parts", "train.steps=1")

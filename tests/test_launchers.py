@@ -123,7 +123,7 @@ def same(out, other):
             {
                 k: v
                 for k, v in row.items()
-                if not k.startswith(("time/", "perf/", "memory/", "sent/", "balance/", "features/"))
+                if not k.startswith(("time/", "perf/", "plan/", "memory/", "sent/", "balance/", "features/"))
             }
             for row in rows(o)
         ]

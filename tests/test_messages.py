@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -48,12 +49,13 @@ PLANS = [
     ("sd15", {"sampling.shift": 3.0}),
     ("sd15", {"sampling.schedule": "checkpoint"}),
     ("flux-dev", {"sampling.negative_prompt": "x"}),
-    ("shapes-nft", {"algorithm.guidance": 3.0}),
     ("scenes", {"model.min_pixels": 1_000_000}),
     ("shapes-draft", {"rewards": [{"name": "shapes"}], "eval.rewards": []}),
     ("clips", {"pipeline": "llm/chat"}),
 ]
 """Recipes with a mistake that the plan names."""
+SEE = ("scenes", "clips")
+"""Those of them whose models need the extra ``vlm``."""
 
 
 @pytest.mark.sweep("what texts of the code tell to do")
@@ -98,6 +100,8 @@ def complaints(recipe, root, file):
 def test_the_edit_of_a_plan_takes_its_message_away(sweep, tmp_path):
     done = set()
     for name, changes in PLANS:
+        if name in SEE and not find_spec("torchvision"):
+            continue
         file, changed = content(name)
         for key, value in changes.items():
             changed = put(changed, key, value)

@@ -415,7 +415,10 @@ def remote(port):
 def learned(out):
     """The rows of a run without what is of the machine, and its last weights."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/", "sent/", "features/"))} for r in rows]
+    rows = [
+        {k: v for k, v in r.items() if not k.startswith(("time/", "perf/", "plan/", "sent/", "features/"))}
+        for r in rows
+    ]
     found, _ = reader.load_latest(out / "checkpoints")
     return rows, {part: {k: t.tolist() for k, t in of.items()} for part, of in found.tensors.items()}
 

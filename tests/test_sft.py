@@ -222,7 +222,7 @@ def trained(folder):
 
 
 def lines(run, name="heldout.jsonl"):
-    clocks = ("time/", "perf/", "features/")
+    clocks = ("time/", "perf/", "plan/", "features/")
     rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith(clocks)} for row in rows]
 

@@ -121,7 +121,7 @@ def test_numbers_evaluation_samples_and_weights_are_the_same_and_nothing_is_chan
     assert "samples after step 6: 1 of 1 files" in out
     assert "step 6 is the same to the bit" in " ".join(out.split())
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[5])
-    names = {name for name in row if not name.startswith(("time/", "perf/", "features/", "step"))}
+    names = {name for name in row if not name.startswith(("time/", "perf/", "plan/", "features/", "step"))}
     listed = out[out.index("step 6: ") : out.index("evaluation after")]
     assert {line.split()[0] for line in listed.splitlines()[1:]} == names
     assert json.dumps(row["policy/loss"]) in listed

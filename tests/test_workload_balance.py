@@ -396,7 +396,7 @@ def test_two_equal_runs_on_two_controllers_are_equal_to_the_bit(folder, tmp_path
 
 def numbers(row):
     """All of a row but what clocks say."""
-    clocked = ("time/", "perf/", "placement/", "balance/load", "balance/residual")
+    clocked = ("time/", "perf/", "plan/", "placement/", "balance/load", "balance/residual")
     return {key: value for key, value in row.items() if not key.startswith(clocked) or key.endswith("_predicted")}
 
 

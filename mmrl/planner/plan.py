@@ -311,7 +311,7 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]
     if objective.kind == "pathwise":
         made.problems += [
             f"rewards: {recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none "
-            "(@mmrl.reward(differentiable=True)); use colour:target, or algorithm.type=flow_grpo"
+            "(@mmrl.reward(differentiable=True)); set algorithm.type=flow_grpo, or use colour:target"
             for one in found
             if not inspect.isclass(one.target) and not one.declaration.differentiable
         ]

@@ -233,7 +233,12 @@ def _limit_pixels(images: ImageProcessor, settings: Model) -> None:
     if least > most:  # one of them is the checkpoint's
         raise UserError(
             f"model.{'min' if settings.min_pixels else 'max'}_pixels: pictures would have at least "
-            f"{least} pixels and at most {most}; set model.min_pixels and model.max_pixels, both"
+            f"{least} pixels and at most {most}; "
+            + (
+                f"set model.max_pixels to {least} or more"
+                if settings.min_pixels
+                else f"set model.min_pixels to {most} or less"
+            )
         )
     images.size = type(images.size)(shortest_edge=least, longest_edge=most)
 
