@@ -50,6 +50,7 @@ PLANS = [
     ("sd15", {"sampling.schedule": "checkpoint"}),
     ("flux-dev", {"sampling.negative_prompt": "x"}),
     ("scenes", {"model.min_pixels": 1_000_000}),
+    ("scenes", {"model.max_pixels": 100}),
     ("shapes-draft", {"rewards": [{"name": "shapes"}], "eval.rewards": []}),
     ("clips", {"pipeline": "llm/chat"}),
 ]
@@ -121,4 +122,7 @@ def test_the_edit_of_a_plan_takes_its_message_away(sweep, tmp_path):
         sweep.check(bool(told), f"{name} {changes}: no message names an edit: {[*first.values()]}")
     sweep.done()
     note(f"{one}\t{PLANNED}\tcarried out\tplan\n" for one in done)
-    assert {name for name, where in CARRIED.items() if where == PLANNED} <= done
+    here = {name for name, where in CARRIED.items() if where == PLANNED}
+    if not find_spec("torchvision"):
+        here = {name for name in here if not name.startswith("pipelines/vlm")}
+    assert here <= done

@@ -231,15 +231,10 @@ def _limit_pixels(images: ImageProcessor, settings: Model) -> None:
         )
     least, most = settings.min_pixels or int(size.shortest_edge), settings.max_pixels or int(size.longest_edge)
     if least > most:  # one of them is the checkpoint's
-        raise UserError(
-            f"model.{'min' if settings.min_pixels else 'max'}_pixels: pictures would have at least "
-            f"{least} pixels and at most {most}; "
-            + (
-                f"set model.max_pixels to {least} or more"
-                if settings.min_pixels
-                else f"set model.min_pixels to {most} or less"
-            )
-        )
+        said = f"pictures would have at least {least} pixels and at most {most}"
+        if settings.min_pixels:
+            raise UserError(f"model.min_pixels: {said}; set model.max_pixels to {least} or more")
+        raise UserError(f"model.max_pixels: {said}; set model.min_pixels to {most} or less")
     images.size = type(images.size)(shortest_edge=least, longest_edge=most)
 
 
