@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
 
-Kind = Literal["pipelines", "rewards", "datasets", "algorithms"]
+Kind = Literal["pipelines", "rewards", "datasets", "algorithms", "environments"]
 _LOCK = threading.RLock()
 PYTHON = "python"
 """In place of a module's name: an object of this process (``mmrl.python_objects``), as in ``python:my_reward``."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
+from mmrl.episodes.contract import Episode
 from mmrl.json_types import Cell
 from mmrl.media import Media
 from mmrl.transfer import picked, to_device
@@ -106,7 +107,8 @@ class Sample:
     is the same as float32 ``[3, H, W]`` or ``[F, 3, H, W]`` in [0, 1], and carries a graph when the reward was declared
     differentiable. ``text`` is a language model's response,
     ``truncated`` where it was cut at the length limit; ``begun``, what the chat template wrote of it: the mark of a
-    thought, ``<think>`` and a line break.
+    thought, ``<think>`` and a line break. ``episode`` is what happened where the recipe has an environment; ``text`` is
+    then the last turn.
     """
 
     prompt: Prompt
@@ -117,6 +119,7 @@ class Sample:
     truncated: bool = False
     video: tuple[Image, ...] | None = None
     begun: str = ""
+    episode: Episode | None = None
 
 
 R = TypeVar("R", bound="Rows")
@@ -211,6 +214,8 @@ class TextRows(Rows):
     log_probs: torch.Tensor | None = None
     under_way: torch.Tensor | None = None
     drawn_at: torch.Tensor | None = None
+    episodes: list[Episode] | None = None
+    """What happened in each row, where the recipe has an environment."""
 
     @classmethod
     def answers(
@@ -222,13 +227,16 @@ class TextRows(Rows):
         truncated: torch.Tensor,
         log_probs: Sequence[torch.Tensor] | None = None,
         drawn_at: Sequence[torch.Tensor] | None = None,
+        behind: Sequence[Sequence[Segment]] | None = None,
     ) -> TextRows:
-        """Rows of one turn: ``tokens`` ``[T_i]`` of each behind its prompt. ``prompts``: the key of each one's features
-        and its tokens."""
+        """``tokens`` ``[T_i]`` of each behind its prompt. ``prompts``: the key of each one's features and its tokens.
+        ``behind``: the segments behind each prompt; None: all of it was written in one turn."""
         segments = [
             (Segment(0, len(asked), "prompt", key), Segment(len(asked), len(asked) + len(row), "written"))
             for (key, asked), row in zip(prompts, tokens, strict=True)
         ]
+        if behind is not None:
+            segments = [(of[0], *more) for of, more in zip(segments, behind, strict=True)]
         made = cls(list(slots), list(ids), segments, _behind([p for _, p in prompts], tokens), truncated, truncated)
         made.action_mask = to_device(made._marked("written"), made.tokens.device)
         made.log_probs, made.drawn_at = made._column(log_probs), made._column(drawn_at)
@@ -321,13 +329,17 @@ class TextRows(Rows):
         spans = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in index]
         at = to_device(torch.cat(spans), self.tokens.device)
         columns = {n: c[at] if per_token else picked(c, index) for n, c, per_token in self._columns()}
-        return replace(super().rows(index), segments=[self.segments[i] for i in index], **columns)
+        played = None if self.episodes is None else [self.episodes[i] for i in index]
+        chosen = replace(super().rows(index), segments=[self.segments[i] for i in index], **columns)
+        return replace(chosen, episodes=played)
 
     def _joined(self, parts: Sequence[Any]) -> Self:
         import torch
 
         columns = {n: torch.cat([getattr(p, n) for p in parts]) for n, _, _ in self._columns()}
-        return replace(super()._joined(parts), segments=[of for p in parts for of in p.segments], **columns)
+        played = None if self.episodes is None else [one for p in parts for one in p.episodes]
+        joined = replace(super()._joined(parts), segments=[of for p in parts for of in p.segments], **columns)
+        return replace(joined, episodes=played)
 
     def _columns(self) -> list[tuple[str, torch.Tensor, bool]]:
         """Its tensors, and whether each has an entry per token, or one per row."""

@@ -25,7 +25,7 @@ from mmrl.config.algorithms import shipped_algorithms
 from mmrl.config.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("mmrl", "pipelines", "rewards", "datasets")
+FOLDERS = ("mmrl", "pipelines", "rewards", "datasets", "environments")
 GAP = "…"
 """Stands in a text of the code for what is only known when it is said."""
 PROSE_FOLLOWS = re.compile(r" (?!or\b|and\b|with\b|on\b|if\b|in\b|to\b)[a-z]")

@@ -149,7 +149,7 @@ def test_what_mmrl_logs_reaches_stderr_from_the_level_on(folder: Path) -> None:
 def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mmrl("ls") == 0
     everything = capsys.readouterr().out
-    titles = ("recipes", "pipelines", "rewards", "datasets", "algorithms")
+    titles = ("recipes", "pipelines", "rewards", "datasets", "environments", "algorithms")
     assert [title for title in titles if f"\n{title} " in f"\n{everything}"] == [*titles]
     assert all(f" {name} " in everything for name in (*shipped_recipes(), *algorithm_names()))
     assert mmrl("ls", "algorithms") == 0

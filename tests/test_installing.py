@@ -18,7 +18,7 @@ from mmrl.doctor import examine
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-FOLDERS = ("mmrl", "pipelines", "rewards", "datasets", "benchmarks", "tools")
+FOLDERS = ("mmrl", "pipelines", "rewards", "datasets", "environments", "benchmarks", "tools")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += [path for folder in ("docs", "examples") for path in sorted((ROOT / folder).rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").rglob("*.ipynb"))

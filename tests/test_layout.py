@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DROP_INS = ("pipelines", "rewards", "datasets")
+DROP_INS = ("pipelines", "rewards", "datasets", "environments")
 
 
 def imports(path: Path) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ("mmrl", "pipelines", "rewards", "datasets")
+SHIPPED = ("mmrl", "pipelines", "rewards", "datasets", "environments")
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npy", ".npz", ".pkl"}
 PAGE = (ROOT / "docs" / "weights.md").read_text()
 LOGS = sorted(ROOT.glob("pipelines/*/models/*/log.jsonl"))

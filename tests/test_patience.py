@@ -67,6 +67,9 @@ class Step:
     def failed(self):
         return [("far", self.why)] * (self.bad if self.asked < self.heals else 0)
 
+    def lost(self):
+        return {}
+
     def again(self):
         self.asked += 1
 

@@ -12,7 +12,7 @@ MOST = 10
 LINES_OF_A_FUNCTION = 60
 MOST_ANY = 10
 """Uses of ``Any`` in 1,000 lines of mmrl/, imports and comments counted."""
-FOLDERS = ("mmrl", "pipelines", "rewards", "datasets")
+FOLDERS = ("mmrl", "pipelines", "rewards", "datasets", "environments")
 BY_PLACE = {
     "mmrl/placement/device_tasks.py": "arguments of a task travel in their order to the device's process",
     "mmrl/training/loop.py": "so do those of the task `backward`",

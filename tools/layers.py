@@ -34,13 +34,14 @@ FOLDERS = {
     "pipelines": "mmrl.pipelines",
     "rewards": "mmrl.rewards",
     "datasets": "mmrl.datasets",
+    "environments": "mmrl.environments",
 }
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
-    "engines.rollout errors files finite frozen_modules garbage hub_files installing json_types local_rows media "
-    "media_limits out_of_memory packages "
+    "engines.rollout episodes.contract errors files finite frozen_modules garbage hub_files installing json_types "
+    "local_rows media media_limits out_of_memory packages "
     "report.clock "
     "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
     "script_process secret_forms secrets stored tensor_files torch_state trajectory transfer "
@@ -56,6 +57,7 @@ LAYERS = {
     "pipelines.lora pipelines.protocol",
     "text": "text",
     "engines": "engines",
+    "episodes": "episodes environments",
     "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring "
     "text.slots",
     "rewards, judge": "distill knowledge labels readers rewards judge",

@@ -19,6 +19,7 @@ class Shelf(StrEnum):
     pipelines = "pipelines"
     rewards = "rewards"
     datasets = "datasets"
+    environments = "environments"
     algorithms = "algorithms"
 
 
@@ -26,7 +27,7 @@ _CAPTIONS = {Shelf.algorithms: "formulas and settings: docs/algorithms.md"}
 
 
 def ls(what: Annotated[Shelf | None, typer.Argument(help="List only this kind.", show_default="all")] = None) -> None:
-    """List recipes, pipelines, rewards, data sets and algorithms by name."""
+    """List recipes, pipelines, rewards, data sets, environments and algorithms by name."""
     from rich.table import Table
 
     for shelf in [what] if what else list(Shelf):

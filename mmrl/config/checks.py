@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from mmrl.algorithms.settings import ResponseSettings
+from mmrl.config.environment_checks import of_environment
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
 from mmrl.config.moving_checks import of_moving
@@ -79,7 +80,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
             "(sampling.max_new_tokens); use grpo, or a diffusion pipeline and its sampling section"
         )
     if recipe.train.micro_batch_tokens is not None:
-        needed = recipe.decoding.max_new_tokens
+        needed = recipe.response_tokens
         if recipe.train.micro_batch_tokens < needed:
             yield (
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
@@ -339,6 +340,6 @@ def _weights(recipe: Recipe) -> Iterator[str]:
 
 _RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     *(_device, _sampler, _groups, _batches, _performance, _pairs, _unused, _normalize),
-    *(of_midway, of_placement, of_moving, _labels, _weights, of_evaluation),
+    *(of_midway, of_environment, of_placement, of_moving, _labels, _weights, of_evaluation),
 )
 """What is checked of several sections together, whatever is sampled."""

@@ -19,7 +19,13 @@ from mmrl.config.layers import shown
 from mmrl.python_objects import in_this_process
 from mmrl.rewards.contract import declaration_of
 
-DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts", "algorithms": ""}
+DEFAULT: dict[Kind, str] = {
+    "pipelines": "build",
+    "rewards": "score",
+    "datasets": "prompts",
+    "algorithms": "",
+    "environments": "Environment",
+}
 """The attribute that a name without ``:attribute`` means; the only algorithm of a file needs no name."""
 _FIRST: dict[Kind, str] = {"pipelines": "recipe", "datasets": "split"}
 NOUN: dict[Kind, str] = {
@@ -27,6 +33,7 @@ NOUN: dict[Kind, str] = {
     "rewards": "reward",
     "datasets": "data set",
     "algorithms": "algorithm",
+    "environments": "environment",
 }
 
 
@@ -206,6 +213,9 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
     except (SyntaxError, OSError, ValueError):
         return
     about_module = _first_line(tree)
+    if kind == "environments":
+        yield from _environments(module, file, tree)
+        return
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
@@ -213,6 +223,15 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
         if _takes(node, "context") if kind == "rewards" else is_default and _takes(node, _FIRST[kind]):
             name = module if is_default else f"{module}:{node.name}"
             yield Entry(name, file, about_module if is_default else _first_line(node) or about_module)
+
+
+def _environments(module: str, file: Path, tree: ast.Module) -> Iterator[Entry]:
+    """The class ``Environment`` of a module, which its name alone means, and the functions that a model can call."""
+    if DEFAULT["environments"] in (_defined(tree.body) or ()):
+        yield Entry(module, file, _first_line(tree))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield Entry(f"{module}:{node.name}", file, _first_line(node))
 
 
 def _takes(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, parameter: str) -> bool:

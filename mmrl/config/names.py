@@ -9,7 +9,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mmrl._load import Kind, folders
 from mmrl.config.data import MOST_SOURCES
@@ -109,7 +109,11 @@ _Named = Kind | Literal["class", "model", "path", "file"]
 must be here."""
 
 
-def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, str]]:
+_TOOLS = ("environment", "options", "tools")
+"""The names of the functions that a model can call."""
+
+
+def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
     """What a recipe may name: the kind, the path of the section, and the key there."""
     yield "model", ("model",), "path"
     yield "file", ("model", "lora"), "path"
@@ -123,6 +127,9 @@ def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, str]]:
         yield "datasets", source, "name"
         yield "path", (*source, "train"), "path"
         yield "path", (*source, "heldout"), "path"
+    yield "environments", ("environment",), "name"
+    for *path, last in _items(values, _TOOLS, MOST_REWARDS):
+        yield "environments", tuple(path), last
     for reward in _rewards(values):
         yield "rewards", reward, "name"
 
@@ -133,7 +140,7 @@ def located(root: Path, values: JsonObject) -> JsonObject:
     found = deepcopy(dict(values))
     for kind, path, key in _named(values):
         text, section = _text(values, (*path, key)), _value(found, path)
-        if not text or not isinstance(section, dict):
+        if not text or not isinstance(section, dict | list):
             continue
         if kind == "file":
             section[key] = str(_look_up(root, text) or text)

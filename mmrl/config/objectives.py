@@ -13,7 +13,7 @@ from mmrl.user_code import place_of
 def load_objective(recipe: Recipe) -> Objective:
     """Construct the objective of the recipe's algorithm. Raises ``UserError`` if it does not follow its protocol."""
     text = recipe.sampling.type == "text"
-    settings = with_length_limit(recipe.algorithm, recipe.decoding.max_new_tokens) if text else recipe.algorithm
+    settings = with_length_limit(recipe.algorithm, recipe.response_tokens) if text else recipe.algorithm
     try:
         objective: Objective = find_algorithm(settings.type).objective(settings)
     except UserError:

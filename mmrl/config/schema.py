@@ -25,6 +25,7 @@ from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.algorithms import as_settings, samples_nothing
 from mmrl.config.data import Data, without_name
 from mmrl.config.dtype import with_choice
+from mmrl.config.environment import Environment
 from mmrl.config.midway import Midway
 from mmrl.config.model import Lora, Model
 from mmrl.config.older_keys import renamed
@@ -319,6 +320,8 @@ class Recipe(Section):
     scoring: Scoring = Scoring()
     midway: Midway | None = None
     """Rewards of predicted results, or of partial responses, decide during sampling which samples are finished."""
+    environment: Environment | None = None
+    """What the policy acts in over several turns: tools, or a world. None: a response is one turn."""
     algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(as_settings)]
     """``type`` names the algorithm, a file of mmrl/algorithms or path/to/file.py:Class; other keys are its settings."""
     train: Train
@@ -363,6 +366,11 @@ class Recipe(Section):
         return self.data.overlong or ("skip" if self.sampling.type == "text" else "cut")
 
     @property
+    def response_tokens(self) -> int:
+        """Text: the most tokens behind a prompt, those that an environment tells among them."""
+        return self.decoding.max_new_tokens if self.environment is None else self.environment.max_tokens
+
+    @property
     def begun_per_prompt(self) -> int:
         """Samples of a prompt that are begun; train.group_size of them are finished."""
         return self.train.group_size if self.midway is None else self.midway.group_size
@@ -397,6 +405,13 @@ class Recipe(Section):
             and samples_nothing(values.get("algorithm"))
         ):
             return {**values, "rewards": _NO_REWARDS}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_have_a_reward(cls, values: object) -> object:
+        if isinstance(values, Mapping) and values.get("environment") and values.get("rewards") in (None, []):
+            return {**values, "rewards": [{"name": "environment"}]}
         return values
 
     @model_validator(mode="before")

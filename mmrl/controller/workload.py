@@ -41,7 +41,7 @@ class Balance(StepPart):
     """Final class. Text: predicts the work of each prompt's group."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.lengths = Lengths(recipe.decoding.max_new_tokens)
+        self.lengths = Lengths(recipe.response_tokens)
         self.workload = Workload()
         """Fitted to measurements: the costs of ``train.balance: measured``, and the seconds in the metrics."""
         self._costs = self.workload if recipe.train.balance == "measured" else Workload()

@@ -134,7 +134,7 @@ def _tokens(step: Step, description: Description, rates: Rates) -> float:
     longest. Of the pipeline's own sampling the operators are counted; an engine takes for every token the operations of
     the active rows, or reading the weights and the rows' caches, whichever takes longer. Its devices divide both."""
     c, o, recipe = step.counts, step.operations, step.recipe
-    mine, new = ceil(c.samples / step.samplers), recipe.decoding.max_new_tokens
+    mine, new = ceil(c.samples / step.samplers), recipe.response_tokens
     if o.token:
         whole = seconds(o.sample, rates) + max(0, new - 2) * seconds(o.token, rates) + new * rates.token
         return mine / min(c.batch, mine) * whole

@@ -14,6 +14,7 @@ import torch
 
 from mmrl.algorithms.advantages import AllSum, alone, batch_statistics
 from mmrl.config import schema
+from mmrl.episodes.contract import REWARD
 from mmrl.errors import UserError
 from mmrl.rewards.calling import Calls
 from mmrl.rewards.contract import Context, Span
@@ -164,10 +165,19 @@ class Scoring:
             pieces = self._gather(entry, scores)
             if entry.loaded.declaration.spans:
                 scores.spans[entry.label] = pieces
-        return replace(scores, total=total_of(self._entries, scores.parts, groups, self._all_sum))
+        scores = replace(scores, total=total_of(self._entries, scores.parts, groups, self._all_sum))
+        for row, why in self.lost().items():
+            scores.total[row] = math.nan
+            scores.failures.append(Failure(self.samples[row].id, self.samples[row].prompt.text, REWARD, why))
+        return scores
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def lost(self) -> dict[int, str]:
+        """The samples whose episode failed, and why: no reward can mend them."""
+        episodes = {row: sample.episode for row, sample in self.samples.items()}
+        return {row: one.failure for row, one in episodes.items() if one is not None and one.end == "failed"}
 
     def failed(self) -> list[tuple[str, str]]:
         """The reward that counts and its reason, for each sample that has no score. All calls have returned."""
@@ -175,7 +185,7 @@ class Scoring:
         for call in self._calls:
             if call.entry.config.weight != 0:
                 found |= {row: (call.entry.label, why) for row, why in self._failures(call).items()}
-        return list(found.values())
+        return [why for row, why in found.items() if row not in self.lost()]
 
     def again(self) -> None:
         """Ask once more for what has failed, in the batches that failed where they failed whole, and wait."""

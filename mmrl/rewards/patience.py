@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mmrl.config.schema import Scoring as Settings
+from mmrl.episodes.contract import REWARD
 from mmrl.errors import UnscoredError
 from mmrl.report import notices
 from mmrl.report.durations import duration
@@ -32,6 +33,10 @@ class Asked(Protocol):
 
     def failed(self) -> list[tuple[str, str]]:
         """The reward and its reason for each sample that has no score."""
+        ...
+
+    def lost(self) -> Mapping[int, str]:
+        """The samples that no reward can mend, and why."""
         ...
 
     def again(self) -> None:
@@ -56,12 +61,19 @@ class Patience:
         """
         began, pause = time.monotonic(), FIRST_PAUSE_S
         while True:
-            mine = asked.failed()
-            found = [float(len(asked)), float(len(mine)), time.monotonic() - began]
+            mine, lost = asked.failed(), list(asked.lost().values())
+            found = [float(len(asked)), float(len(mine) + len(lost)), time.monotonic() - began, float(len(lost))]
             everyone = self._gather(found) if together else [found]
-            n, bad = (int(sum(one[i] for one in everyone)) for i in (0, 1))
+            n, bad, gone = (int(sum(one[i] for one in everyone)) for i in (0, 1, 3))
             if not too_many(bad, n, self.settings.max_failed):
                 return
+            if too_many(gone, n, self.settings.max_failed):
+                raise UnscoredError(
+                    f"step {step + 1} was not trained: {summary([(REWARD, why) for why in lost], gone, n)}. Mend the "
+                    f"environment, or set scoring.max_failed above {self.settings.max_failed:g} to train on the other "
+                    "samples",
+                    everywhere=together,
+                )
             left = self.settings.patience - everyone[0][2]
             if left <= 0:
                 raise self._refusal(mine, bad, n, step, together)

@@ -26,6 +26,7 @@ from mmrl.algorithms.objective import (
 from mmrl.algorithms.settings import AlgorithmSettings, PictureSettings, TokenSettings
 from mmrl.config.evaluation_checks import label_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
+from mmrl.episodes.contract import of_episodes
 from mmrl.pipelines.protocol import Pipeline, entries_of, of_text
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
@@ -313,7 +314,9 @@ def reward_metrics(
 def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
     """Mean length of the responses in tokens, and the share that was cut at the length limit."""
     cut = truncated_rows(batch)
-    return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut)}
+    played = [texts.episodes[i] for m, i in batch.places if (texts := batch.texts[m]).episodes is not None]
+    episodes = of_episodes(played) if played else {}
+    return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut), **episodes}
 
 
 def truncated_rows(batch: Batch) -> list[bool]:

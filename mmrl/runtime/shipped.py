@@ -145,4 +145,4 @@ def _leaves(value: Json, key: str = "") -> Iterator[tuple[str, str]]:
 def _ours() -> list[Path]:
     """Where mmrl itself lies: the same on every node that has the same version, perhaps under another path."""
     package = Path(mmrl.__file__).resolve().parent
-    return [package, *(package.parent / name for name in ("pipelines", "rewards", "datasets"))]
+    return [package, *(package.parent / name for name in ("pipelines", "rewards", "datasets", "environments"))]

@@ -139,6 +139,11 @@ class Conditioner(Protocol):
         """The control tokens that the prompt's own text spells, and how often: they are read as text."""
         ...
 
+    def told(self, role: Literal["user", "tool"], contents: Sequence[str]) -> list[int]:
+        """The tokens behind an answer: what ends it, a message for each of ``contents``, and what begins the next
+        answer. Raises ``TemplateFaultError`` where the chat template does not show such messages."""
+        ...
+
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips."""
         ...

@@ -21,13 +21,15 @@ _KEY = "model.chat_template:"
 _MEND = "set model.chat_template to a template that does, or change those messages"
 
 
-def messages_of(prompt: Prompt) -> list[Message]:
-    """The system message, the turns and the message to answer, their contents as text."""
-    system: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
+def messages_of(prompt: Prompt, tools: str = "") -> list[Message]:
+    """The system message, the turns and the message to answer, their contents as text. ``tools``: what the system
+    message says of tools, behind its own text."""
+    said = _system(prompt, tools)
+    system: list[Message] = [{"role": "system", "content": said}] if said else []
     return [*system, *({"role": role, "content": text, **dict(more)} for role, text, more in _said(prompt))]
 
 
-def messages_with_media(prompt: Prompt) -> list[Message]:
+def messages_with_media(prompt: Prompt, tools: str = "") -> list[Message]:
     """As ``messages_of``, with contents as lists of parts and a part for each picture and clip.
 
     Raises ``BadPromptError`` where placeholders and media do not match; of a prompt without media ``<image>`` is text.
@@ -42,8 +44,8 @@ def messages_with_media(prompt: Prompt) -> list[Message]:
             "placeholder, in their order, or no placeholder at all",
         )
     system: list[Message] = []
-    if prompt.system:
-        system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}]
+    if said := _system(prompt, tools):
+        system = [{"role": "system", "content": [{"type": "text", "text": said}]}]
     before = [] if asked else [{"type": kind} for kind in given]  # the first message of the user takes them
     turns: list[Message] = []
     for role, text, more in _said(prompt):
@@ -97,6 +99,10 @@ def check_template(conditioner: Conditioner, recipe: Recipe) -> None:
             conditioner.render(Prompt("p", "Hi", system=recipe.decoding.system))
         except BadPromptError as error:
             raise UserError(f"sampling.system: {error.reason}, or remove sampling.system") from error
+
+
+def _system(prompt: Prompt, tools: str) -> str:
+    return "\n\n".join(text for text in (prompt.system, tools) if text)
 
 
 def _said(prompt: Prompt) -> list[Turn]:

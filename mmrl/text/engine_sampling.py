@@ -129,7 +129,7 @@ def engine_context(recipe: Recipe, context: int | None) -> int | None:
     if recipe.rollout.engine == "transformers":
         return None
     prompt = recipe.decoding.max_prompt_tokens
-    length = prompt + recipe.decoding.max_new_tokens if prompt else min(context or 4096, 4096)
+    length = prompt + recipe.response_tokens if prompt else min(context or 4096, 4096)
     given = recipe.rollout.options.get("max_model_len")
     return given if isinstance(given, int) else length
 

@@ -87,11 +87,15 @@ def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
 def describe(pipeline: LanguagePipeline, files: Files) -> Description:
     """Describe a ``pipeline`` whose policy is on the meta device. Raises ``UserError`` if no response would fit."""
     recipe, context = pipeline.recipe, pipeline.context
-    if pipeline.pairs is None and context is not None and pipeline.settings.max_new_tokens >= context:
+    if pipeline.pairs is None and context is not None and recipe.response_tokens >= context:
+        key = "sampling.max_new_tokens" if recipe.environment is None else "environment.max_tokens"
         raise UserError(
-            f"sampling.max_new_tokens: {pipeline.settings.max_new_tokens} tokens leave no room for a prompt in the "
+            f"{key}: {recipe.response_tokens} tokens leave no room for a prompt in the "
             f"model's context of {context}; set it to less than {context}"
         )
+    if pipeline.world is not None:  # the longest episode, as one turn
+        pipeline.settings = pipeline.settings.model_copy(update={"max_new_tokens": recipe.response_tokens})
+        pipeline.world = None
     if files.recorded:
         _take_the_limit(pipeline)
     policy = pipeline.policy
@@ -210,7 +214,7 @@ def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
     prompt, features = pipeline.fitter.encode(prompt, pipeline.limit, overlong)
     length = len(features["input_ids"])
     if pipeline.pairs is None:
-        return length + pipeline.settings.max_new_tokens
+        return length + pipeline.recipe.response_tokens
     made, names = pipeline.pairs.encoded(prompt, length), pipeline.pairs.columns
     return len(names) * (length + max(len(made[name]) for name in names))
 

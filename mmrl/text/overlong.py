@@ -48,10 +48,12 @@ class Encoder(Protocol):
     def count(self, texts: Sequence[str]) -> list[int]: ...
 
 
-def limit_of(most: int | None, new: int, context: int | None, engine: int | None) -> Limit | None:
+def limit_of(
+    most: int | None, new: int, context: int | None, engine: int | None, key: str = "sampling.max_new_tokens"
+) -> Limit | None:
     """The lowest of the limits; None if there is no limit.
 
-    ``most``: ``sampling.max_prompt_tokens``; ``new``: tokens that the model's ``context`` must also hold;
+    ``most``: ``sampling.max_prompt_tokens``; ``new``: tokens that the model's ``context`` must also hold, by ``key``;
     ``engine``: the most tokens of an engine, prompt and response.
     """
     limits = []
@@ -59,7 +61,7 @@ def limit_of(most: int | None, new: int, context: int | None, engine: int | None
         limits.append(Limit(most, f", and sampling.max_prompt_tokens is {most}"))
     if context is not None:
         why = (
-            f"; with {new} new ones (sampling.max_new_tokens) it does not fit into the model's context of {context}"
+            f"; with {new} new ones ({key}) it does not fit into the model's context of {context}"
             if new
             else f", and the model's context is {context}"
         )

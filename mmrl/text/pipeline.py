@@ -24,6 +24,8 @@ from mmrl.engines.context import SplitRows
 from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
+from mmrl.episodes.play import InStep
+from mmrl.episodes.world import World
 from mmrl.errors import UserError
 from mmrl.media import Clip
 from mmrl.pipelines.protocol import Weights
@@ -74,6 +76,7 @@ class LanguagePipeline:
         self.fitter = Fitter(conditioner, recipe.overlong)
         self.shared = Shared(policy)
         self.stops = stops_of(self.settings.stop, self.settings.min_new_tokens, conditioner)
+        self.world = None if recipe.environment is None else World(recipe, conditioner)
         self.pairs: GivenTexts | None = None
         if recipe.algorithm.trains_on in ("pairs", "responses"):
             self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else Responses(self)
@@ -86,7 +89,11 @@ class LanguagePipeline:
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         with self._encoding:  # asynchronous rollouts encode prompts while another step is trained
-            return self._encode(slots)
+            return self._encode(self._begun(slots))
+
+    def _begun(self, slots: Sequence[Slot]) -> Sequence[Slot]:
+        """``slots`` with what an environment shows first in their prompts. Raises ``BadPromptError``."""
+        return slots if self.world is None else [self.world.begun(slot) for slot in slots]
 
     def unused_negative(self, prompt: Prompt) -> str | None:
         if prompt.negative_prompt is None:
@@ -126,7 +133,8 @@ class LanguagePipeline:
         """The most tokens of a prompt."""
         settings, samples = self.settings, self.pairs is None or self.recipe.eval.rewards
         context = self.context if samples else None  # Pairs checks the context with the responses
-        return limit_of(settings.max_prompt_tokens, settings.max_new_tokens, context, self.engine_context)
+        key = "sampling.max_new_tokens" if self.recipe.environment is None else "environment.max_tokens"
+        return limit_of(settings.max_prompt_tokens, self.recipe.response_tokens, context, self.engine_context, key)
 
     def _asked(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """The model's arguments for prompts alone, padded on the left."""
@@ -246,6 +254,8 @@ class LanguagePipeline:
         self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, temperature: float, until: int | None = None
     ) -> TextRows:
         """Responses from their first token on; ``until``: only so many tokens of each."""
+        if self.world is not None:
+            return self._played(self.world, self.world.begun_all(slots), ids, seed, temperature)
         if self.engine is None:
             inputs = self._asked([key_of(slot.prompt) for slot in slots])
             limits = [slot.prompt.max_new_tokens for slot in slots]
@@ -256,6 +266,22 @@ class LanguagePipeline:
             made = self._ask(self.requests(slots, ids, seed), replace(settings, cut_after=until))
             drawn = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
         return self._checked(slots, ids, drawn)
+
+    def _played(
+        self, world: World, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, temperature: float
+    ) -> TextRows:
+        """An episode of each sample."""
+        settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
+        answers = self.answering() or InStep(self._ask)
+        room = self.context if self.engine is None else self.engine.max_model_len
+        played = world.play(answers, slots, ids, self.requests(slots, ids, seed), settings, self.stops, room)
+        tokens = [torch.tensor(one.tokens, dtype=torch.long, device=self.device) for one in played]
+        log_probs = [torch.tensor(one.log_probs, dtype=torch.float32, device=self.device) for one in played]
+        cut = torch.tensor([one.cut for one in played], device=self.device)
+        behind = [one.segments for one in played]
+        made = TextRows.answers(slots, ids, self._prompts(slots), tokens, cut, log_probs, behind=behind)
+        finite.check_tokens(made.padded("log_probs"), made.padded("action_mask").float(), ids)
+        return replace(made, episodes=[one.episode for one in played])
 
     def _checked(
         self, slots: Sequence[Slot], ids: Sequence[SampleId], drawn: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -315,11 +341,13 @@ class LanguagePipeline:
         return [next(images) if medium.kind == "image" else next(clips) for medium in prompt.media]
 
     def samples(self, rows: TextRows, inputs: frozenset[str]) -> list[Sample]:
-        texts, cut = [self.stops.text(row) for row in rows.spoken()], rows.truncated.tolist()
+        episodes, cut = rows.episodes or [None] * len(rows), rows.truncated.tolist()
+        spoken = zip(rows.spoken(), episodes, strict=True)
+        texts = [self.stops.text(row) if one is None else one.answer for row, one in spoken]
         begun = left_open(self.conditioner.render(rows.slots[0].prompt)) if len(rows) else ""
         return [
-            Sample(slot.prompt, sample, text=text, truncated=was_cut, begun=begun)
-            for slot, sample, text, was_cut in zip(rows.slots, rows.ids, texts, cut, strict=True)
+            Sample(slot.prompt, sample, text=text, truncated=was_cut, begun=begun, episode=one)
+            for slot, sample, text, was_cut, one in zip(rows.slots, rows.ids, texts, cut, episodes, strict=True)
         ]
 
     def token_values(self, row: TextRows, spans: Sequence[tuple[int, int, float]]) -> list[float]:

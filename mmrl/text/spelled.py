@@ -84,6 +84,18 @@ class Spelled(Generic[Saved]):
         kept = ids != self._seam
         return {name: value[kept] if name in PER_TOKEN else value for name, value in features.items()}
 
+    def plain(self, text: str) -> str:
+        """``text`` with a seam in each control token that it spells; ``ids`` reads it."""
+        seam = SHOWN if self._shown else SEAM
+        return self.tokens.broken(text, seam) if self.tokens.found(text) else text
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text of the chat template, whose contents went through ``plain``."""
+        if SEAM not in text:
+            return tokenizer_of(self._saved)(text, add_special_tokens=False).input_ids
+        made = tokenizer_of(self._reader)(text, add_special_tokens=False).input_ids
+        return [token for token in made if token != self._seam]
+
     @cached_property
     def _reader(self) -> Saved:
         """``saved`` with the seam as a token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from PIL.Image import Image
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Model, Recipe
+from mmrl.episodes.showing import tools_shown
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.media import Clip
@@ -23,6 +24,7 @@ from mmrl.text.conversation import messages_of, rendered
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.spelled import Spelled
+from mmrl.text.told import behind_an_answer
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -37,8 +39,9 @@ class Chat:
 
     own_positions = False
 
-    def __init__(self, tokenizer: Tokenizer, stop: list[int], variables: JsonObject) -> None:
-        self.saved, self.stop_tokens, self.variables = tokenizer, stop, variables
+    def __init__(self, tokenizer: Tokenizer, stop: list[int], variables: JsonObject, tools: str = "") -> None:
+        """``tools``: what the system message says of tools, where the chat template has no place for them."""
+        self.saved, self.stop_tokens, self.variables, self._tools = tokenizer, stop, variables, tools
         self.forbidden: list[int] = []
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._spelled = Spelled[Tokenizer](tokenizer, self._rendered)
@@ -63,7 +66,11 @@ class Chat:
         return self._spelled.found(prompt)
 
     def _rendered(self, prompt: Prompt, answer: JsonObject | None = None, *, asks: bool = True) -> str:
-        return rendered(prompt, messages_of(prompt), self.saved, self.variables, answer=answer, asks=asks)
+        return rendered(prompt, messages_of(prompt, self._tools), self.saved, self.variables, answer=answer, asks=asks)
+
+    def told(self, role: Literal["user", "tool"], contents: Sequence[str]) -> list[int]:
+        messages = [{"role": role, "content": self._spelled.plain(text)} for text in contents]
+        return self._spelled.ids(behind_an_answer(self.saved, self.variables, messages))
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         return [], []
@@ -92,7 +99,7 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel
 
     tokenizer = load_tokenizer(AutoTokenizer, path, recipe.model)
     model = load(AutoModelForCausalLM, recipe, path, TESTED, OTHERWISE)
-    return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template_kwargs), model
+    return Chat(tokenizer, stop_tokens(model, tokenizer), *tools_shown(tokenizer, recipe)), model
 
 
 class AutoTokenizerClass(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.data import Data
 from mmrl.config.schema import Model, Recipe
+from mmrl.episodes.showing import tools_shown
 from mmrl.errors import BadPromptError, UserError
 from mmrl.installing import install
 from mmrl.json_types import JsonObject
@@ -35,6 +36,7 @@ from mmrl.text.loading import stop_tokens
 from mmrl.text.own_pixels import own_pixels, resized
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.spelled import Spelled
+from mmrl.text.told import behind_an_answer
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -56,11 +58,13 @@ class Chat:
         stop: list[int],
         forbidden: list[int],
         variables: JsonObject,
+        tools: str = "",
         *,
         by_engine: bool = False,
     ) -> None:
         """``by_engine``: the engine that samples makes tokens of prompts with pictures itself, from their text."""
         self.saved, self.stop_tokens, self.forbidden, self.variables = processor, stop, forbidden, variables
+        self._tools = tools
         tokenizer = processor.tokenizer
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._spelled = Spelled[Processor](processor, self._rendered, shown=by_engine)
@@ -105,7 +109,13 @@ class Chat:
         return {"add_special_tokens": False} if first is not None and text.startswith(first) else {}
 
     def _rendered(self, prompt: Prompt, answer: JsonObject | None = None, *, asks: bool = True) -> str:
-        return rendered(prompt, messages_with_media(prompt), self.saved, self.variables, answer=answer, asks=asks)
+        messages = messages_with_media(prompt, self._tools)
+        return rendered(prompt, messages, self.saved, self.variables, answer=answer, asks=asks)
+
+    def told(self, role: Literal["user", "tool"], contents: Sequence[str]) -> list[int]:
+        texts = [[{"type": "text", "text": self._spelled.plain(text)}] for text in contents]
+        messages = [{"role": role, "content": parts} for parts in texts]
+        return self._spelled.ids(behind_an_answer(self.saved, self.variables, messages))
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips. Raises ``BadPromptError``, which names the broken file."""
@@ -162,8 +172,8 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
     stop = stop_tokens(model, processor.tokenizer)
-    variables, by_engine = recipe.decoding.chat_template_kwargs, recipe.rollout.engine == "sglang"
-    return Chat(processor, stop, placeholders(model.config), variables, by_engine=by_engine), model
+    shown, by_engine = tools_shown(processor, recipe), recipe.rollout.engine == "sglang"
+    return Chat(processor, stop, placeholders(model.config), *shown, by_engine=by_engine), model
 
 
 def placeholders(config: PretrainedConfig) -> list[int]:

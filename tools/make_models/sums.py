@@ -125,11 +125,13 @@ def fit(
     every: int = 100,
     fall: float = 0.9,
     batch: int = 64,
+    half: bool = True,
 ) -> None:
     """Next-token prediction on the replies, ``batch`` of them a step.
 
-    The rate warms up over 100 steps and loses the share ``fall`` of itself in a line by the end. ``measure()`` gives
-    what is logged beside the loss after each ``every`` steps.
+    ``half``: in bfloat16, which is slow on a CPU without instructions for it. The rate warms up over 100 steps and
+    loses the share ``fall`` of itself in a line by the end. ``measure()`` gives what is logged beside the loss after
+    each ``every`` steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     generator, pad = torch.Generator().manual_seed(seed), model.config.pad_token_id
@@ -144,7 +146,7 @@ def fit(
         for i, (ids, given) in enumerate(rows):
             tokens[i, : len(ids)] = torch.tensor(ids)
             labels[i, given : len(ids)] = torch.tensor(ids[given:])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
             logits = model(input_ids=tokens).logits[:, :-1]
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
@@ -160,9 +162,16 @@ def fit(
 
 def replies(model: Any, tokenizer: Any, texts: Sequence[str], temperature: float, most: int = MOST_TOKENS) -> list[str]:
     """What the model answers to each of ``texts``, greedily at ``temperature`` 0; draws from the global generator."""
+    return replies_to(model, tokenizer, [asked(tokenizer, text) for text in texts], temperature, most)
+
+
+def replies_to(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], temperature: float, most: int = MOST_TOKENS
+) -> list[str]:
+    """As ``replies``, to prompts that are tokens."""
     found = []
-    for start in range(0, len(texts), 512):
-        rows = [asked(tokenizer, text) for text in texts[start : start + 512]]
+    for start in range(0, len(prompts), 512):
+        rows = prompts[start : start + 512]
         longest = max(map(len, rows))
         ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(r)) + r for r in rows])
         mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows])

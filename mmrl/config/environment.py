@@ -1,0 +1,27 @@
+"""The section ``environment``: what the policy acts in over several turns (docs/environments.md)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mmrl.config.section import Count, Duration, Few, Options, Section
+
+
+class Environment(Section):
+    name: str
+    """``tools``, a file of environments/, or path/to/file.py:NAME: a class, or a function that the model can call."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments of the class; of ``tools`` the list ``tools``, of functions as path/to/file.py:NAME."""
+    role: Literal["auto", "tool", "user"] = "auto"
+    """Whether answers are shown as results of tools or as messages of the user. ``auto``: as results of tools where the
+    chat template shows these."""
+    max_turns: Few = 6
+    """Turns of the policy in an episode at most."""
+    max_tokens: Count = 2048
+    """Tokens of an episode behind its prompt at most, written and told; ``sampling.max_new_tokens`` limits a turn."""
+    timeout: Duration = 30.0
+    """Seconds for one call (``30s``, ``2m``); then the episode has failed."""
+    workers: Few = 16
+    """Calls at the same time, for each device that samples."""

@@ -1,0 +1,1 @@
+"""Episodes: a policy that acts over several turns, with tools, in an environment."""

@@ -1,0 +1,91 @@
+"""What happens in an episode: actions of the policy, and observations. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mmrl.json_types import JsonObject
+
+REWARD = "environment"
+"""What recipes call the environment's own reward."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool that the model wrote. ``error``: why it cannot be made; the model is told."""
+
+    id: str
+    name: str
+    arguments: JsonObject = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A turn of the policy: its ``text``, and the ``calls`` in it. ``tokens``: the ids that were sampled. ``finish``:
+    ``length`` where the turn was cut."""
+
+    text: str
+    calls: tuple[Call, ...] = ()
+    tokens: tuple[int, ...] = ()
+    finish: Literal["stop", "length"] = "stop"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answers. ``content`` is shown to the policy; ``reward`` is added to the episode's; ``done``:
+    the episode is over; ``truncated``: so it is, before its end. ``call_id``: the call that it answers. ``info`` is
+    kept for rewards, JSON values only."""
+
+    content: str = ""
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    call_id: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A turn of the policy, and what it was told then; nothing after the last turn."""
+
+    action: Action
+    told: tuple[Observation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What happened, for rewards and reports. ``reward``: the sum of the observations' and, of tools with a method
+    ``get_reward``, of that. ``end``: why it is over: ``answer`` (a turn without a call), ``done``, ``turns`` or
+    ``tokens`` (the limits of the recipe), or ``failed``, with ``failure`` saying why; such a sample has no reward."""
+
+    turns: tuple[Exchange, ...] = ()
+    reward: float = 0.0
+    end: Literal["answer", "done", "turns", "tokens", "failed"] = "answer"
+    failure: str = ""
+
+    @property
+    def answer(self) -> str:
+        """What the policy wrote last."""
+        return self.turns[-1].action.text if self.turns else ""
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote and was told, in order."""
+        parts = [text for one in self.turns for text in (one.action.text, *(told.content for told in one.told))]
+        return "\n".join(part for part in parts if part)
+
+
+def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
+    """Numbers of the episodes of a step: means, and shares of all."""
+    n = max(1, len(played))
+    calls = [call for one in played for turn in one.turns for call in turn.action.calls]
+    return {
+        "episode/turns": sum(len(one.turns) for one in played) / n,
+        "episode/calls": len(calls) / n,
+        "episode/unusable_calls": sum(bool(call.error) for call in calls) / max(1, len(calls)),
+        "episode/reward": sum(one.reward for one in played) / n,
+        "episode/failed": sum(one.end == "failed" for one in played) / n,
+    }

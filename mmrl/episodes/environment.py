@@ -1,0 +1,49 @@
+"""The protocol of an environment, and what it may answer. Imports no torch.
+
+    class Guess:                                     # one instance per episode
+        def reset(self, prompt, seed):               # what is shown first: a text, an Observation, or None
+            self.secret = random.Random(seed).randint(1, 9)
+        def step(self, action):                      # an answer to what the policy wrote; may be async
+            right = action.text.strip() == str(self.secret)
+            return Observation("right" if right else "wrong", reward=float(right), done=right)
+
+A class without ``step`` is a set of tools: each of its public methods can be called by the model. So is a function
+with types and a docstring. Their answers go back to the model, and the episode ends with a turn that calls none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from mmrl.episodes.contract import Action, Observation
+from mmrl.trajectory import Prompt
+
+Answer: TypeAlias = "Observation | Sequence[Observation] | str | None"
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Abstract. Both methods may be ``async``. What they raise ends the episode, which is not trained on."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Answer | Awaitable[Answer]:
+        """Begin an episode. Equal ``seed`` and prompt must give an equal state: a group starts in one. What it returns
+        is added to the user's message."""
+        ...
+
+    def step(self, action: Action) -> Answer | Awaitable[Answer]:
+        """Answer what the policy wrote. None ends the episode."""
+        ...
+
+
+def observations(answer: object) -> tuple[Observation, ...]:
+    """What an environment returned, as observations. Raises ``TypeError`` for what is none."""
+    if answer is None:
+        return ()
+    if isinstance(answer, str):
+        return (Observation(answer),)
+    if isinstance(answer, Observation):
+        return (answer,)
+    if isinstance(answer, Sequence) and all(isinstance(one, Observation) for one in answer):
+        return tuple(answer)
+    raise TypeError(f"an environment answers with a text, an Observation, or a list of them, not {answer!r:.80}")

@@ -1,0 +1,213 @@
+"""Play episodes: the policy writes a turn, its environment answers, and so on, each episode at its own pace.
+
+Tokens in, tokens out: the ids that were sampled are the ids that train, and no text is tokenised again. An episode
+whose environment has answered goes on beside those that wait; what it draws depends on its sample and its turn alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from mmrl.config import environment
+from mmrl.controller.randomness import seed_of
+from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, Settings
+from mmrl.episodes.calls import calls_in
+from mmrl.episodes.contract import Action, Episode, Exchange, Observation
+from mmrl.episodes.environment import Environment, observations
+from mmrl.episodes.loading import Factory
+from mmrl.episodes.pool import Pool, Returned
+from mmrl.text.conditioner import Conditioner
+from mmrl.text.stop_strings import StopStrings
+from mmrl.text.told import without_repeated_end
+from mmrl.trajectory import Prompt, SampleId, Segment
+
+Role = Literal["user", "tool"]
+_POLL = 0.005
+"""Seconds that sampling may take between two looks at what environments answered."""
+
+
+class InStep:
+    """Final class, an ``AnswersAsItGoes`` of an engine that is none: what was submitted is answered together."""
+
+    def __init__(self, generate: Callable[[Sequence[Request], Settings], list[Completion]]) -> None:
+        self._generate = generate
+        self._asked: dict[int, tuple[Request, Settings]] = {}
+        self._next = 0
+
+    def submit(self, request: Request, settings: Settings) -> int:
+        self._next += 1
+        self._asked[self._next] = request, settings
+        return self._next
+
+    def ready(self, timeout: float | None) -> list[tuple[int, Completion]]:
+        asked, self._asked = self._asked, {}
+        if not asked:
+            return []
+        settings = next(iter(asked.values()))[1]
+        answers = self._generate([request for request, _ in asked.values()], settings)
+        return list(zip(asked, answers, strict=True))
+
+    def cancel(self, id: int) -> None:
+        del self._asked[id]
+
+
+@dataclass(frozen=True)
+class How:
+    """What episodes are played with. ``seed``: the run's, for ``reset``; ``settings``: of a turn; ``room``: tokens of
+    prompt and episode that the model and the engine take, None without a limit; ``begun``: what the chat template
+    writes of an answer."""
+
+    section: environment.Environment
+    factory: Factory
+    conditioner: Conditioner
+    stops: StopStrings
+    settings: Settings
+    seed: int
+    role: Role
+    room: int | None
+    begun: str = ""
+
+
+@dataclass(eq=False)
+class Played:
+    """An episode under way. ``tokens`` and ``log_probs`` are those behind the prompt, with 0 for what was told."""
+
+    id: SampleId
+    prompt: Prompt
+    request: Request
+    world: Environment
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    turns: list[Exchange] = field(default_factory=list)
+    end: Literal["answer", "done", "turns", "tokens", "failed"] | None = None
+    failure: str = ""
+
+    def append(self, kind: Literal["written", "told"], tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        first = len(self.request.prompt_ids) + len(self.tokens)
+        self.segments.append(Segment(first, first + len(tokens), kind, turn=len(self.turns)))
+        self.tokens += tokens
+        self.log_probs += log_probs
+
+    @property
+    def episode(self) -> Episode:
+        reward = sum(observation.reward for turn in self.turns for observation in turn.told)
+        return Episode(tuple(self.turns), reward, self.end or "answer", self.failure)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last turn was."""
+        return bool(self.turns) and self.turns[-1].action.finish == "length"
+
+
+def reset_seed(seed: int, id: SampleId) -> int:
+    """The seed of ``Environment.reset``: one for all samples of a group."""
+    return seed_of(seed, id.step, id.slot, id.attempt, "environment")
+
+
+def play(
+    how: How, answers: AnswersAsItGoes, ids: Sequence[SampleId], prompts: Sequence[Prompt], requests: Sequence[Request]
+) -> tuple[list[Played], dict[str, float]]:
+    """Play an episode of each request, whose prompt has what ``reset`` showed. Returns them in order, and the seconds
+    of the environments' calls. Raises ``UserError`` from the engine."""
+    played = [
+        Played(id, prompt, request, how.factory.make())
+        for id, prompt, request in zip(ids, prompts, requests, strict=True)
+    ]
+    stage = _Stage(how, answers)
+    for one in played:
+        stage.reset(one)
+    stage.run()
+    return played, {"seconds": stage.seconds}
+
+
+class _Stage:
+    """The episodes of one call of ``play``."""
+
+    def __init__(self, how: How, answers: AnswersAsItGoes) -> None:
+        self._how, self._answers = how, answers
+        self._pool: Pool[Played] = Pool(how.section.workers, how.section.timeout)
+        self._asked: dict[int, Played] = {}
+        self._resetting: set[int] = set()
+        self.seconds = 0.0
+
+    def reset(self, one: Played) -> None:
+        self._resetting.add(id(one))
+        seed = reset_seed(self._how.seed, one.id)
+        self._pool.submit(one, lambda: one.world.reset(one.prompt, seed))
+
+    def run(self) -> None:
+        try:
+            while self._asked or self._pool:
+                for one, returned in self._pool.ready(wait=not self._asked):
+                    self._returned(one, returned)
+                for id, completion in self._answers.ready(_POLL if self._pool else None) if self._asked else ():
+                    self._wrote(self._asked.pop(id), completion)
+        except BaseException:
+            for id in self._asked:
+                self._answers.cancel(id)
+            raise
+
+    def _returned(self, one: Played, returned: Returned) -> None:
+        self.seconds += returned.seconds
+        try:
+            told = () if returned.error else observations(returned.value)
+            why = returned.error
+        except TypeError as error:
+            told, why = (), str(error)
+        if why:
+            one.end, one.failure = "failed", why
+        elif id(one) in self._resetting:
+            self._resetting.discard(id(one))
+            self._ask(one)
+        else:
+            self._told(one, told)
+
+    def _told(self, one: Played, told: tuple[Observation, ...]) -> None:
+        how = self._how
+        one.turns[-1] = replace(one.turns[-1], told=told)
+        if not told or any(observation.done for observation in told):
+            one.end = "done" if one.turns[-1].action.calls or any(o.content for o in told) else "answer"
+        elif any(observation.truncated for observation in told) or len(one.turns) >= how.section.max_turns:
+            one.end = "turns"
+        else:
+            ids = how.conditioner.told(how.role, [observation.content for observation in told])
+            ids = without_repeated_end(ids, one.tokens, how.conditioner.stop_tokens)
+            if self._left(one) - len(ids) < 1:
+                one.end = "tokens"
+            else:
+                one.append("told", ids, [0.0] * len(ids))
+                self._ask(one)
+
+    def _left(self, one: Played) -> int:
+        """Tokens that the episode may still have."""
+        left = self._how.section.max_tokens - len(one.tokens)
+        if self._how.room is None:
+            return left
+        return min(left, self._how.room - len(one.request.prompt_ids) - len(one.tokens))
+
+    def _ask(self, one: Played) -> None:
+        how, turn = self._how, len(one.turns)
+        most = min(self._left(one), one.request.max_new_tokens or how.settings.max_new_tokens)
+        request = replace(one.request, max_new_tokens=most)
+        if turn:
+            seed = seed_of(request.seed, "turn", turn)
+            unexpanded = [*request.unexpanded_ids, *one.tokens] if request.media else ()
+            ids = [*request.prompt_ids, *one.tokens]
+            request = replace(request, prompt_ids=ids, unexpanded_ids=unexpanded, text="", seed=seed)
+        self._asked[self._answers.submit(request, how.settings)] = one
+
+    def _wrote(self, one: Played, completion: Completion) -> None:
+        how = self._how
+        made = how.stops.ended(completion, replace(one.request, partial=()))
+        tokens = list(made.token_ids)
+        n = next((n for n, token in enumerate(tokens) if token in how.conditioner.forbidden), len(tokens))
+        stopped = made.finish == "stop" and n == len(tokens)
+        one.append("written", tokens[:n], list(made.log_probs[:n]))
+        text = how.stops.text(tokens[:n])
+        calls = calls_in(text, len(one.turns), begun="" if one.turns else how.begun)
+        action = Action(text, calls, tuple(tokens[:n]), "stop" if stopped else "length")
+        one.turns.append(Exchange(action))
+        self._pool.submit(one, lambda: one.world.step(action))

@@ -1,0 +1,117 @@
+"""Functions and methods that a model can call, as an environment.
+
+Their types and docstrings become JSON schemas by transformers' own ``get_json_schema``. A class without ``step`` is
+taken as TRL takes one of its ``environment_factory``: each public method is a tool, ``reset`` gets the columns of the
+record, and ``get_reward`` adds a reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, validate_call
+
+from mmrl._load import load
+from mmrl.episodes.contract import Action, Call, Observation
+from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
+from mmrl.trajectory import Prompt
+from mmrl.user_code import describe
+
+Tool = Callable[..., Any]
+_NO_TOOLS = ("reset", "get_reward", "close")
+
+
+class Toolbox:
+    """Final class, an ``Environment`` of ``tools``: functions, or their names (``path/to/file.py:name``)."""
+
+    def __init__(self, tools: Sequence[str | Tool], world: Any = None) -> None:
+        self.tools = [load("environments", tool) if isinstance(tool, str) else tool for tool in tools]
+        self._by_name = {tool.__name__: tool for tool in self.tools}
+        self._world = world
+
+    async def reset(self, prompt: Prompt, seed: int) -> str | None:
+        if not hasattr(self._world, "reset"):
+            return None
+        said = await _awaited(self._world.reset(**{**prompt.meta, "prompt": prompt.text}))
+        return None if said is None else shown(said)
+
+    async def step(self, action: Action) -> list[Observation]:
+        """Make the calls, one after another. What a tool raises is told to the model. Without a call the episode is
+        over."""
+        if action.calls:
+            return [Observation(await self._made(call), call_id=call.id) for call in action.calls]
+        asks = getattr(self._world, "get_reward", None)
+        reward = 0.0 if asks is None else float(await _awaited(asks()))
+        return [Observation(reward=reward, done=True)]
+
+    async def _made(self, call: Call) -> str:
+        if call.error:
+            return _error(call.error)
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            return _error(f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}")
+        try:
+            checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
+            return shown(await _awaited(checked(**call.arguments)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            return _error(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        except Exception as error:
+            return _error(describe(error))
+
+
+def of_class(made: Any) -> Toolbox:
+    """The tools of an instance: its public methods."""
+    names = [name for name in dir(type(made)) if not name.startswith("_") and name not in _NO_TOOLS]
+    methods = [name for name in names if inspect.isfunction(inspect.getattr_static(type(made), name))]
+    return Toolbox([getattr(made, name) for name in methods], made)
+
+
+def schemas_of(tools: Sequence[Tool]) -> list[JsonObject]:
+    """The JSON schema of each tool. Raises ``UserError`` for a tool that has none."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    found = []
+    for tool in tools:
+        name = getattr(tool, "__name__", repr(tool))
+        open_ended = [
+            p.name for p in inspect.signature(tool).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if open_ended:
+            raise UserError(
+                f"environment: the tool {name} takes any arguments ({', '.join(open_ended)}), which a schema cannot "
+                "say; give each argument a name, a type and a line under Args:"
+            )
+        try:
+            found.append(get_json_schema(tool))
+        except Exception as error:  # its reader of docstrings raises errors of its own
+            raise UserError(
+                f"environment: the tool {name} has no schema: {describe(error)}; give every argument a type, and the "
+                "function a docstring with a line for each under Args:"
+            ) from error
+    return found
+
+
+def shown(result: object) -> str:
+    """The text of what a tool returned: text as it is, blocks of text joined, all else as ``str``. Raises
+    ``TypeError`` for pictures, which answers cannot hold yet."""
+    if isinstance(result, str):
+        return result
+    if isinstance(result, Sequence) and result and all(isinstance(part, Mapping) and "type" in part for part in result):
+        kinds = {str(part["type"]) for part in result} - {"text"}
+        if kinds:
+            raise TypeError(f"a tool returned {', '.join(sorted(kinds))}; answers of tools are text")
+        return "".join(str(part.get("text", "")) for part in result)
+    return str(result)
+
+
+def _error(why: str) -> str:
+    return json.dumps({"error": why}, ensure_ascii=False)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

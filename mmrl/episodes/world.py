@@ -1,0 +1,105 @@
+"""The environment of a recipe, as the pipeline of its model uses it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from mmrl.config.schema import Recipe
+from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
+from mmrl.episodes.environment import observations
+from mmrl.episodes.loading import opened
+from mmrl.episodes.play import How, Played, Role, play, reset_seed
+from mmrl.episodes.pool import Pool
+from mmrl.errors import BadPromptError, UserError
+from mmrl.text.conditioner import Conditioner
+from mmrl.text.stop_strings import StopStrings
+from mmrl.text.template_probe import TemplateFaultError
+from mmrl.text.thoughts import left_open
+from mmrl.trajectory import Prompt, SampleId, Slot
+
+_MOST_KEPT = 10_000
+"""Slots whose prompts are remembered with what the environment showed."""
+
+
+class World:
+    """Final class. Raises ``UserError`` where the recipe's environment cannot be made, or the chat template shows
+    neither results of tools nor a further message of the user."""
+
+    def __init__(self, recipe: Recipe, conditioner: Conditioner) -> None:
+        assert recipe.environment is not None
+        self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
+        self._factory = opened(recipe.environment)
+        self.role: Role = role_of(conditioner, recipe)
+        self._shown: OrderedDict[SampleId, tuple[Prompt, Prompt]] = OrderedDict()
+
+    def begun(self, slot: Slot) -> Slot:
+        """``slot`` with what ``reset`` showed at the end of its prompt. Raises ``BadPromptError``."""
+        key = SampleId(slot.step, slot.index, slot.attempt, 0)
+        known = self._shown.get(key)
+        if known is None or slot.prompt not in known:
+            known = self._shown[key] = slot.prompt, self._with_first(slot.prompt, key)
+            if len(self._shown) > _MOST_KEPT:
+                self._shown.popitem(last=False)
+        return replace(slot, prompt=known[1])
+
+    def begun_all(self, slots: Sequence[Slot]) -> list[Slot]:
+        """As ``begun``."""
+        return [self.begun(slot) for slot in slots]
+
+    def _with_first(self, prompt: Prompt, key: SampleId) -> Prompt:
+        pool: Pool[SampleId] = Pool(1, self._section.timeout)
+        seed = reset_seed(self._recipe.seed, key)
+        pool.submit(key, partial(self._factory.make().reset, prompt, seed))
+        ((_, returned),) = pool.ready(wait=True)
+        try:
+            told = () if returned.error else observations(returned.value)
+        except TypeError as error:
+            raise BadPromptError(prompt.id, f"environment: reset: {error}") from error
+        if returned.error:
+            raise BadPromptError(prompt.id, f"environment: reset failed: {returned.error}")
+        shown = [text for text in (prompt.text, *(one.content for one in told)) if text]
+        return replace(prompt, text="\n\n".join(shown))
+
+    def play(
+        self,
+        answers: AnswersAsItGoes,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        requests: Sequence[Request],
+        settings: Settings,
+        stops: StopStrings,
+        room: int | None,
+    ) -> list[Played]:
+        """An episode of each sample, in their order; ``slots`` have begun."""
+        begun = left_open(self._conditioner.render(slots[0].prompt)) if slots else ""
+        how = How(
+            self._section, self._factory, self._conditioner, stops, settings, self._recipe.seed, self.role, room, begun
+        )
+        first = [self._asked(slot) for slot in slots]
+        played, _ = play(how, answers, ids, first, requests)
+        return played
+
+    def _asked(self, slot: Slot) -> Prompt:
+        """The prompt as the data has it, which ``reset`` is given."""
+        known = self._shown.get(SampleId(slot.step, slot.index, slot.attempt, 0))
+        return slot.prompt if known is None else known[0]
+
+
+def role_of(conditioner: Conditioner, recipe: Recipe) -> Role:
+    """How answers are shown. Raises ``UserError`` where the chat template shows them in no such way."""
+    section = recipe.environment
+    roles: tuple[Role, ...] = ("tool", "user")
+    if section is not None and section.role != "auto":
+        roles = (section.role,)
+    why = ""
+    for role in roles:
+        try:
+            conditioner.told(role, ["x"])
+            return role
+        except TemplateFaultError as error:
+            why = str(error)
+    edit = "set environment.role to auto" if len(roles) == 1 else "set model.chat_template to one that shows them"
+    raise UserError(f"environment.role: {why}; {edit}")
