@@ -124,7 +124,7 @@ def _settled_device(recipe: Recipe) -> torch.device:
     device = choose_device(recipe.device)
     if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
         raise UserError("\n".join(refused))
-    performance.settle(recipe.performance, device)
+    performance.settle(recipe.performance, device, recipe.model.dtype)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     check_features(recipe)

@@ -14,7 +14,7 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
-from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 from mmrl.trajectory import Sample
 
 from .clip import load_clip, resized
@@ -27,14 +27,15 @@ HIDDEN = (1024, 128, 64, 16)
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("clip", CLIP))), Weights(str(options["path"]), "float32")]
+    return [Weights(str(options.get("clip", CLIP)), "float32"), Weights(str(options["path"]), "float32")]
 
 
 @mmrl.reward(device=True, paths=("path", "clip"), models=_models, checks=True)
 class Aesthetic(Sleeping):
     """The aesthetic score of each picture."""
 
-    def __init__(self, path: str, clip: str = CLIP) -> None:
+    def __init__(self, path: str, clip: str = CLIP, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.images = _load(path, clip)
         self.model = self.frozen(model, lambda: _load(path, clip)[0])
 
@@ -42,21 +43,23 @@ class Aesthetic(Sleeping):
         """``[B]``."""
         self.wake(context.device)
         pixels = self.images([s.image for s in samples], return_tensors="pt")["pixel_values"]
-        return _rate(self.model, pixels, context)
+        return _rate(self.model, pixels, context, self.dtype)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "clip"), checks=True)
 class PathwiseAesthetic(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
-    def __init__(self, path: str, clip: str = CLIP) -> None:
+    def __init__(self, path: str, clip: str = CLIP, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.images = _load(path, clip)
         self.model = self.frozen(model, lambda: _load(path, clip)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""
         self.wake(context.device)
-        return _rate(self.model, resized(samples, self.model["vision"].config.image_size, self.images), context)
+        pixels = resized(samples, self.model["vision"].config.image_size, self.images)
+        return _rate(self.model, pixels, context, self.dtype)
 
 
 score = Aesthetic
@@ -92,8 +95,11 @@ def _load(path: str, clip: str) -> tuple[Any, Any]:
     return nn.ModuleDict(parts), processor.image_processor
 
 
-def _rate(model: Any, pixels: torch.Tensor, context: Context) -> torch.Tensor:
+def _rate(model: Any, pixels: torch.Tensor, context: Context, dtype: str) -> torch.Tensor:
+    """The head, whose numbers are the scores, is float32 whatever ``dtype`` is."""
     import torch
 
-    seen = model["projection"](model["vision"](pixel_values=pixels.to(context.device)).pooler_output)
-    return model["head"](torch.nn.functional.normalize(seen, dim=-1))[:, 0]
+    with multiplying(dtype, context.device):
+        seen = model["projection"](model["vision"](pixel_values=pixels.to(context.device)).pooler_output)
+    with multiplying("float32", context.device):
+        return model["head"](torch.nn.functional.normalize(single(seen), dim=-1))[:, 0]

@@ -2,6 +2,8 @@
 
 ``score`` is CLIPScore (Hessel et al. 2021, arXiv 2104.08718): 2.5 * max(cosine, 0). ``pathwise`` is the same without
 the clamp, on tensors and with a gradient. ``path`` is a directory or a hub name; only safetensors weights are read.
+Weights are float32; ``dtype`` says in what they multiply: ``auto`` is bfloat16 where the device has it. So it is in
+the other rewards here that stand on CLIP.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
 from mmrl.rewards.contract import Context, Weights
-from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 from mmrl.trajectory import Sample
 from mmrl.whole_weights import whole_weights
 
@@ -25,14 +27,15 @@ WEIGHT = 2.5
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", DEFAULT)))]
+    return [Weights(str(options.get("path", DEFAULT)), "float32")]
 
 
 @mmrl.reward(device=True, paths=("path",), models=_models, checks=True)
 class ClipScore(Sleeping):
     """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
 
-    def __init__(self, path: str = DEFAULT) -> None:
+    def __init__(self, path: str = DEFAULT, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.processor = load_clip(path, path)
         self.model = self.frozen(model, lambda: load_clip(path, path)[0])
 
@@ -40,14 +43,15 @@ class ClipScore(Sleeping):
         """``[B]``."""
         self.wake(context.device)
         pixels = self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
-        return WEIGHT * cosine(self.model, self.processor, samples, pixels, context).clamp(min=0)
+        return WEIGHT * cosine(self.model, self.processor, samples, pixels, context, self.dtype).clamp(min=0)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path",), checks=True)
 class PathwiseClip(Sleeping):
     """2.5 * cosine, with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
-    def __init__(self, path: str = DEFAULT) -> None:
+    def __init__(self, path: str = DEFAULT, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.processor = load_clip(path, path)
         self.model = self.frozen(model, lambda: load_clip(path, path)[0])
 
@@ -55,7 +59,7 @@ class PathwiseClip(Sleeping):
         """``[B]``, with a graph."""
         self.wake(context.device)
         pixels = resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
-        return WEIGHT * cosine(self.model, self.processor, samples, pixels, context)
+        return WEIGHT * cosine(self.model, self.processor, samples, pixels, context, self.dtype)
 
 
 score = ClipScore
@@ -64,6 +68,7 @@ pathwise = PathwiseClip
 
 def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any]:
     """A CLIP model (frozen, float32, on the CPU) and its processor. Raises ``UserError``, which names ``option``."""
+    import torch
     from transformers import CLIPModel, CLIPProcessor
 
     for folder in (path, processor):
@@ -71,7 +76,7 @@ def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any
     mmrl.before_loading()
     try:
         with whole_weights(path):
-            model = CLIPModel.from_pretrained(path, use_safetensors=True)
+            model = CLIPModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
         return model.eval().requires_grad_(False), CLIPProcessor.from_pretrained(processor)
     except (OSError, ValueError, ImportError) as error:
         raise no_model(path if path == processor else f"{path} (processor {processor})", option, error) from error
@@ -109,10 +114,10 @@ def normalised(pictures: torch.Tensor, images: Any) -> torch.Tensor:
 
 
 def cosine(
-    model: Any, processor: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context
+    model: Any, processor: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context, dtype: str
 ) -> torch.Tensor:
-    """Cosine ``[B]`` of each picture (normalised ``pixels`` ``[B, 3, H, W]``) with its prompt, by a ``model`` that is
-    on the device.
+    """Cosine ``[B]``, float32, of each picture (normalised ``pixels`` ``[B, 3, H, W]``) with its prompt, by a ``model``
+    that is on the device and multiplies in ``dtype``.
 
     The prompts of a group are equal, so each different one is encoded once.
     """
@@ -120,8 +125,11 @@ def cosine(
 
     texts = list(dict.fromkeys(sample.prompt.text for sample in samples))
     tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(context.device)
-    found = model(
-        input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], pixel_values=pixels.to(context.device)
-    )
+    with multiplying(dtype, context.device):
+        found = model(
+            input_ids=tokens["input_ids"],
+            attention_mask=tokens["attention_mask"],
+            pixel_values=pixels.to(context.device),
+        )
     rows = torch.tensor([texts.index(sample.prompt.text) for sample in samples], device=context.device)
-    return (found.image_embeds * found.text_embeds[rows]).sum(-1)
+    return torch.nn.functional.cosine_similarity(single(found.image_embeds), single(found.text_embeds)[rows], dim=-1)

@@ -17,7 +17,7 @@ from mmrl.hub_files import check_files
 from mmrl.media.images import to_tensor
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
-from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.sleeping import Sleeping, check_dtype
 from mmrl.trajectory import Sample
 
 from .clip import cosine, no_model, normalised
@@ -63,7 +63,8 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 class HPSv2(Sleeping):
     """HPS v2.1 of each picture with its prompt. Prompts are cut at the text encoder's length."""
 
-    def __init__(self, path: str = DEFAULT, base: str = BASE) -> None:
+    def __init__(self, path: str = DEFAULT, base: str = BASE, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.processor = _load(path, base)
         self.model = self.frozen(model, lambda: _load(path, base)[0])
 
@@ -71,14 +72,16 @@ class HPSv2(Sleeping):
         """``[B]``."""
         self.wake(context.device)
         pictures = [to_tensor(sample.image) for sample in samples if sample.image is not None]
-        return cosine(self.model, self.processor, samples, _prepared(self.model, self.processor, pictures), context)
+        pixels = _prepared(self.model, self.processor, pictures)
+        return cosine(self.model, self.processor, samples, pixels, context, self.dtype)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "base"), checks=True)
 class PathwiseHPSv2(Sleeping):
     """The same with the gradient to ``sample.tensor``."""
 
-    def __init__(self, path: str = DEFAULT, base: str = BASE) -> None:
+    def __init__(self, path: str = DEFAULT, base: str = BASE, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.processor = _load(path, base)
         self.model = self.frozen(model, lambda: _load(path, base)[0])
 
@@ -86,7 +89,8 @@ class PathwiseHPSv2(Sleeping):
         """``[B]``, with a graph."""
         self.wake(context.device)
         pictures = [sample.tensor for sample in samples if sample.tensor is not None]
-        return cosine(self.model, self.processor, samples, _prepared(self.model, self.processor, pictures), context)
+        pixels = _prepared(self.model, self.processor, pictures)
+        return cosine(self.model, self.processor, samples, pixels, context, self.dtype)
 
 
 score = HPSv2

@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 from mmrl.hub_files import check_files
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
-from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 from mmrl.trajectory import Sample
 
 from .aesthetic import linear_head
@@ -56,7 +56,8 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 class ImageReward(Sleeping):
     """ImageReward of each picture with its prompt."""
 
-    def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER) -> None:
+    def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.tokenizer, self.images = _load(path, tokenizer)
         self.model = self.frozen(model, lambda: _load(path, tokenizer)[0])
 
@@ -64,14 +65,15 @@ class ImageReward(Sleeping):
         """``[B]``."""
         self.wake(context.device)
         pixels = self.images([s.image for s in samples], return_tensors="pt")["pixel_values"]
-        return _rate(self.model, self.tokenizer, samples, pixels, context)
+        return _rate(self.model, self.tokenizer, samples, pixels, context, self.dtype)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "tokenizer"), checks=True)
 class PathwiseImageReward(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
-    def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER) -> None:
+    def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.tokenizer, self.images = _load(path, tokenizer)
         self.model = self.frozen(model, lambda: _load(path, tokenizer)[0])
 
@@ -79,7 +81,7 @@ class PathwiseImageReward(Sleeping):
         """``[B]``, with a graph."""
         self.wake(context.device)
         pixels = resized(samples, self.model["vision"].config.image_size, self.images)
-        return _rate(self.model, self.tokenizer, samples, pixels, context)
+        return _rate(self.model, self.tokenizer, samples, pixels, context, self.dtype)
 
 
 score = ImageReward
@@ -169,14 +171,17 @@ def _build(vision: Any, text: Any) -> torch.nn.ModuleDict:
 
 
 def _rate(
-    model: Any, tokenizer: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context
+    model: Any, tokenizer: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context, dtype: str
 ) -> torch.Tensor:
+    """The head, whose numbers are the scores, is float32 whatever ``dtype`` is."""
     texts = [sample.prompt.text for sample in samples]
     tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
-    seen = model["vision"](pixel_values=pixels.to(context.device)).last_hidden_state
-    read = model["text"](
-        input_ids=tokens["input_ids"].to(context.device),
-        attention_mask=tokens["attention_mask"].to(context.device),
-        encoder_hidden_states=seen,
-    )
-    return (model["head"](read.last_hidden_state[:, 0])[:, 0] - MEAN) / STD
+    with multiplying(dtype, context.device):
+        seen = model["vision"](pixel_values=pixels.to(context.device)).last_hidden_state
+        read = model["text"](
+            input_ids=tokens["input_ids"].to(context.device),
+            attention_mask=tokens["attention_mask"].to(context.device),
+            encoder_hidden_states=seen,
+        )
+    with multiplying("float32", context.device):
+        return (model["head"](single(read.last_hidden_state[:, 0]))[:, 0] - MEAN) / STD

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.rewards.contract import Context, Weights
-from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.sleeping import Sleeping, check_dtype
 from mmrl.trajectory import Sample
 
 from .clip import cosine, load_clip, resized
@@ -25,14 +25,15 @@ PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", DEFAULT)))]
+    return [Weights(str(options.get("path", DEFAULT)), "float32")]
 
 
 @mmrl.reward(device=True, paths=("path", "processor"), models=_models, checks=True)
 class PickScore(Sleeping):
     """PickScore of each picture with its prompt."""
 
-    def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR) -> None:
+    def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.processor = load_clip(path, processor)
         self.model = self.frozen(model, lambda: load_clip(path, processor)[0])
 
@@ -40,14 +41,16 @@ class PickScore(Sleeping):
         """``[B]``."""
         self.wake(context.device)
         pixels = self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
-        return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
+        found = cosine(self.model, self.processor, samples, pixels, context, self.dtype)
+        return self.model.logit_scale.exp() * found / SCALE
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "processor"), checks=True)
 class PathwisePickScore(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
-    def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR) -> None:
+    def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR, dtype: str = "auto") -> None:
+        self.dtype = check_dtype(dtype)
         model, self.processor = load_clip(path, processor)
         self.model = self.frozen(model, lambda: load_clip(path, processor)[0])
 
@@ -55,7 +58,8 @@ class PathwisePickScore(Sleeping):
         """``[B]``, with a graph."""
         self.wake(context.device)
         pixels = resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
-        return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
+        found = cosine(self.model, self.processor, samples, pixels, context, self.dtype)
+        return self.model.logit_scale.exp() * found / SCALE
 
 
 score = PickScore

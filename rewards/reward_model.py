@@ -19,29 +19,30 @@ from typing import Any
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
-from mmrl.rewards.contract import Context, Failed, Weights
-from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.contract import HALF, Context, Failed, Weights
+from mmrl.rewards.sleeping import DTYPES, Sleeping, check_dtype, dtype_on
 from mmrl.text.scoring import settings_at
 from mmrl.trajectory import Sample
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options["path"]), str(options.get("dtype", "float32")))]
+    return [Weights(str(options["path"]), str(options.get("dtype", "auto")).replace("auto", HALF))]
 
 
 @mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models, checks=True)
 class RewardModel(Sleeping):
     """The reward model's number for each response.
 
-    ``batch_size``: responses in a forward. ``dtype``: of its weights. ``chat_template``: variables of the template, and
-    ``pipeline``: which of ``llm/score`` and ``vlm/score`` reads it; both are known of what was exported here.
+    ``batch_size``: responses in a forward. ``dtype``: of its weights, but for the head, which is float32; ``auto`` is
+    bfloat16 where the device has it. ``chat_template``: variables of the template, and ``pipeline``: which of
+    ``llm/score`` and ``vlm/score`` reads it; both are known of what was exported here.
     """
 
     def __init__(
         self,
         path: str,
         batch_size: int = 16,
-        dtype: str = "float32",
+        dtype: str = "auto",
         chat_template: Mapping[str, Any] | None = None,
         pipeline: str | None = None,
     ) -> None:
@@ -49,8 +50,7 @@ class RewardModel(Sleeping):
 
         if batch_size < 1:
             raise UserError(f"options.batch_size is {batch_size}; set it to 1 or more")
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise UserError(f"options.dtype is {dtype!r}; set it to float32, bfloat16 or float16")
+        dtype = dtype_on(check_dtype(dtype, (*DTYPES, "float16")), "auto")
         check_files(path)
         noted = settings_at(path)
         variables = noted.get("chat_template", {}) if chat_template is None else chat_template

@@ -380,7 +380,7 @@ def policy_scores(run, texts):
 @pytest.mark.parametrize("name", ["score", "score-lora"])
 def test_an_exported_reward_model_is_a_reward(trained, name, tmp_path):
     out = export(trained(name), tmp_path / "rm")
-    reward = mmrl.load("rewards", "reward_model:score")(str(out), batch_size=2)
+    reward = mmrl.load("rewards", "reward_model:score")(str(out), batch_size=2, dtype="float32")
     found = reward.score(samples_of(TEXTS), context=Context())
     run, _, _ = restored(trained(name), "latest")
     assert found == pytest.approx(policy_scores(run, TEXTS), abs=1e-4)
@@ -524,7 +524,9 @@ def test_a_reward_model_that_sees_learns_is_exported_and_scores(seen, tmp_path, 
         alone = [run.pipeline.pairs.compare(rows.rows([i]), run.objective.needs, run.policy.using) for i in range(5)]
     for name, values in whole.items():
         assert values.tolist() == pytest.approx([a[name].item() for a in alone], abs=1e-5)
-    reward = mmrl.load("rewards", "reward_model:score")(str(export(done, tmp_path / "rm")), batch_size=2)
+    reward = mmrl.load("rewards", "reward_model:score")(
+        str(export(done, tmp_path / "rm")), batch_size=2, dtype="float32"
+    )
     samples = [Sample(s.prompt, SampleId(0, i, 0, 0), text=s.prompt.meta["chosen"]) for i, s in enumerate(slots)]
     assert reward.score(samples, context=Context()) == pytest.approx(whole["chosen_scores"].tolist(), abs=1e-4)
     broken = Prompt("b", "Which colour?", media=(Media("image", data=b"no picture"),))

@@ -279,8 +279,14 @@ def test_tf32_is_set_and_set_back(monkeypatch):
     flags, cuda = (torch.backends.cuda.matmul, torch.backends.cudnn), torch.device("cuda")
     before = [f.allow_tf32 for f in flags]
     try:
-        for asked, expected in ((True, [True, True]), (False, [False, False]), (None, before)):
-            performance.settle(Performance(tf32=asked), cuda)
+        for asked, dtype, expected in (
+            (True, "float32", [True, True]),
+            (False, "bfloat16", [False, False]),
+            (None, "float32", before),
+            (None, "bfloat16", [True, True]),
+            (None, "float32", before),
+        ):
+            performance.settle(Performance(tf32=asked), cuda, dtype)
             assert [f.allow_tf32 for f in flags] == expected
         performance.settle(Performance(tf32=True), torch.device("cpu"))  # it has none
         assert [f.allow_tf32 for f in flags] == before

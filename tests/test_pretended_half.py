@@ -1,62 +1,21 @@
 """What a half-precision run multiplies in float32, counted as it runs on a CUDA device that is pretended, and how far
 its gradient is from float32's."""
 
+import dataclasses
 import json
-from collections import Counter
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
+
+from tests.products import attention_in_half, counter
 
 pytestmark = pytest.mark.pretend_cuda
 
 FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein"]
 OWN = {"wan": 2, "sana": 4}
 """Float32 products that diffusers' code asks for in a forward: Wan's time embedder, Sana's linear attention."""
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_grouped_mm")
-VIEWS = ("view", "t", "transpose", "_unsafe_view", "expand", "permute", "slice", "select", "unsqueeze", "squeeze")
-VIEWS += ("detach", "alias", "split", "unbind", "as_strided", "split_with_sizes")
 TEXTS = dict.fromkeys(("qwen2", "qwen3", "llama", "gemma2"), "cuda") | {"qwen3_moe": "cpu", "mixtral": "cpu"}
 """Kinds of text models, and where they run: experts count their tokens with a kernel that only CUDA itself has."""
-
-
-def counter():
-    """A mode that counts matrix products by dtype, launches, and the bytes that they read and write."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counting(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.products, self.launches, self.bytes = Counter(), 0, 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            name = func.overloadpacket.__name__
-            if name in VIEWS:
-                return out
-            given = [t for t in args if isinstance(t, torch.Tensor)]
-            made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
-            self.launches += 1
-            self.bytes += sum(t.nbytes for t in (*given, *made))
-            if name in PRODUCTS:
-                self.products[str(given[0].dtype).removeprefix("torch.")] += 1
-            return out
-
-    return Counting()
-
-
-@contextmanager
-def attention_in_half():
-    """Attention that is taken apart would multiply in float32; a kernel of CUDA does not."""
-    import torch
-
-    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 def recipe(family, folder, **model):
@@ -166,6 +125,61 @@ def test_pictures_multiply_in_half_precision_and_the_gradient_is_float32s(folder
     # two forwards, each with a backward of at most twice as many
     assert counted.products["float32"] <= 6 * OWN.get(family, 0) * lora
     assert counted.products["bfloat16"] > 0
+
+
+SCORERS = {"clip": 0, "pickscore": 0, "aesthetic": 5, "hpsv2": 0, "imagereward": 5}
+"""Rewards, and the float32 products of a call: the layers of the head whose numbers are the scores."""
+
+
+@pytest.fixture(scope="module")
+def scorers(tmp_path_factory):
+    from tests.test_reward_models import checkpoints
+
+    return checkpoints(tmp_path_factory.mktemp("scorers"))
+
+
+@pytest.mark.parametrize("form", ["score", "pathwise"])
+@pytest.mark.parametrize("name", SCORERS)
+def test_scorers_of_pictures_multiply_in_half_precision(scorers, name, form):
+    import torch
+
+    from mmrl.rewards.contract import Context
+    from mmrl.rewards.loading import build, find
+    from tests.test_reward_models import samples
+
+    reward = build(find(f"{name}:{form}"), scorers[name])
+    given = samples((32, 32))
+    given = [dataclasses.replace(one, tensor=one.tensor.to("cuda").requires_grad_()) for one in given]
+    with attention_in_half(), counter() as counted:
+        out = reward.call(given, context=Context(device="cuda"))
+    assert (out.dtype, out.device.type) == (torch.float32, "cuda")
+    assert counted.products["float32"] == SCORERS[name]
+    assert counted.products["bfloat16"] > 10
+    if form == "pathwise":
+        with attention_in_half(), counter() as backward:
+            out.sum().backward()
+        assert all(one.tensor.grad.dtype == torch.float32 for one in given)
+        assert backward.products["float32"] <= SCORERS[name]
+        assert backward.products["bfloat16"] > 10
+
+
+def test_a_reward_model_multiplies_in_half_precision_but_for_its_head(texts):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from mmrl.rewards.contract import Context
+    from mmrl.rewards.loading import build, find
+    from mmrl.trajectory import Prompt, Sample, SampleId
+
+    made = AutoModelForSequenceClassification.from_pretrained(texts / "qwen3", num_labels=1)
+    made.save_pretrained(texts / "scorer")
+    AutoTokenizer.from_pretrained(texts / "qwen3").save_pretrained(texts / "scorer")
+    reward = build(find("reward_model"), {"path": str(texts / "scorer")})
+    given = [Sample(Prompt(str(n), "Say one."), SampleId(0, n, 0, 0), text="one " * n) for n in range(1, 4)]
+    with attention_in_half(), counter() as counted:
+        out = reward.call(given, context=Context(device="cuda"))
+    assert len(set(out)) == 3
+    assert counted.products["float32"] == 1
+    assert counted.products["bfloat16"] > 10
 
 
 @pytest.fixture(scope="module")

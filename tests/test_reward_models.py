@@ -194,10 +194,15 @@ class Blip:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
+    """Options of every reward here, in float32 whatever this CPU multiplies."""
+    found = checkpoints(tmp_path_factory.mktemp("rewards"))
+    return {name: {**given, "dtype": "float32"} for name, given in found.items()}
+
+
+def checkpoints(folder):
     """Options of every reward here, with a tiny checkpoint of its own format."""
     from transformers import BertTokenizer
 
-    folder = tmp_path_factory.mktemp("rewards")
     torch.manual_seed(7)
     clip, base = str(tiny.clip(folder / "clip")), str(tiny.clip(folder / "base", "gelu"))
     torch.save(head(8), folder / "head.pth")
@@ -352,6 +357,29 @@ def test_the_gradient_is_that_of_finite_differences(name, made):
     along = torch.stack([(x.grad * way).sum() for x, way in zip(pictures, ways, strict=True)])
     assert along.abs().min() > 1e-6
     torch.testing.assert_close(along, (ahead - back) / 2e-6, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_bfloat16_the_scores_are_float32_and_near(name, made):
+    """Within a tenth of the scores' own deviation and one rounding of a score; the gradient has float32's direction."""
+    scores, gradients = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        given = samples((32, 32), gradient=True)
+        call = reward(f"{name}:pathwise", made[name] | {"dtype": dtype})
+        with torch.autocast("cpu", dtype=torch.float16):  # what is on outside does not count
+            out = call(given, context=Context())
+        assert out.dtype == torch.float32
+        out.sum().backward()
+        scores[dtype], gradients[dtype] = out.detach(), torch.cat([s.tensor.grad.flatten() for s in given])
+    off = (scores["bfloat16"] - scores["float32"]).abs().max()
+    assert 0 < off < 0.1 * scores["float32"].std() + scores["float32"].abs().max() / 2**9
+    assert torch.nn.functional.cosine_similarity(*gradients.values(), dim=0) > 0.99
+
+
+def test_a_dtype_that_there_is_not_is_refused_before_a_model_is_loaded():
+    for name in NAMES:
+        with pytest.raises(UserError, match="set it to auto, float32 or bfloat16"):
+            reward(name, {"path": "nowhere", "dtype": "float16"})
 
 
 class Harm:

@@ -23,8 +23,8 @@ class Performance(Section):
 
     tf32: bool | None = None
     """CUDA: ``true`` computes float32 matrix products and convolutions in TensorFloat-32 (10 bits of mantissa),
-    ``false`` neither. None keeps torch's default: convolutions only. Log-probs and SDE steps stay float32: they have no
-    matrix products."""
+    ``false`` neither. None is ``true`` beside ``model.dtype: bfloat16``, where the GPU has it; else it keeps torch's
+    default: convolutions only. Log-probs and SDE steps stay float32: they have no matrix products."""
     optimizer: Literal["adamw", "adamw_fused", "adamw_8bit"] = "adamw"
     """``adamw_fused``: torch's fused kernel. ``adamw_8bit``: moments in 8 bits (bitsandbytes), a quarter of the memory;
     the trained weights differ from those of ``adamw``."""
@@ -45,3 +45,7 @@ class Performance(Section):
     norms) is rounded too. Needs ``model.dtype: bfloat16``."""
     compile: bool = False
     """Pictures and clips: compile the repeated blocks of the denoiser (torch.compile), for sampling and training."""
+
+    def tf32_beside(self, dtype: str) -> bool | None:
+        """``tf32`` of a run with this ``model.dtype``; None keeps torch's default."""
+        return True if self.tf32 is None and dtype == "bfloat16" else self.tf32

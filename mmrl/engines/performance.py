@@ -104,8 +104,8 @@ _torch_chose: list[Any] = []
 """What torch computed with before a run of this process changed it: products of matrices, convolutions."""
 
 
-def settle(asked: Performance, device: torch.device) -> None:
-    """Have this process compute as ``asked``, whatever an earlier run of the process asked for."""
+def settle(asked: Performance, device: torch.device, dtype: str = "float32") -> None:
+    """Have this process compute as ``asked`` beside ``dtype``, whatever an earlier run of the process asked for."""
     import torch
 
     if device.type != "cuda":
@@ -114,8 +114,9 @@ def settle(asked: Performance, device: torch.device) -> None:
         _set_allocator(pinning)
     products: Any = torch.backends.cuda.matmul
     convolutions: Any = torch.backends.cudnn
-    if asked.tf32 is None and not _torch_chose:
+    tf32 = asked.tf32_beside(dtype)  # a GPU without it computes float32
+    if tf32 is None and not _torch_chose:
         return
     if not _torch_chose:
         _torch_chose.extend((products.allow_tf32, convolutions.allow_tf32))
-    products.allow_tf32, convolutions.allow_tf32 = _torch_chose if asked.tf32 is None else (asked.tf32, asked.tf32)
+    products.allow_tf32, convolutions.allow_tf32 = _torch_chose if tf32 is None else (tf32, tf32)

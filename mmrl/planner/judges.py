@@ -14,7 +14,7 @@ from mmrl.hub_files import json_of
 from mmrl.packages.places import lacking
 from mmrl.report.sizes import size
 from mmrl.rewards.checkpoints import read_tensors
-from mmrl.rewards.contract import Weights
+from mmrl.rewards.contract import HALF, Weights
 from mmrl.rewards.loading import asked_of_options, can_sleep
 
 if TYPE_CHECKING:
@@ -58,11 +58,13 @@ def on_devices(
     evaluated: Sequence[Found],
     device: str = "cpu",
     memory: int | None = None,
+    *,
+    half: bool = False,
 ) -> tuple[list[Asked], list[str], list[str]]:
     """The rewards of the recipe that run on a device, problems with their options, and notes on what is not counted.
 
     ``found`` and ``evaluated`` are those of ``rewards`` and of ``eval.rewards``, in the recipe's order; ``memory`` is
-    that of the device in bytes, None if it is not known.
+    that of the device in bytes, None if it is not known; ``half``: whether it multiplies bfloat16.
     """
     asked: list[Asked] = []
     problems: list[str] = []
@@ -72,7 +74,7 @@ def on_devices(
     for key, config, one in listed:
         label = label_of(config.name, config.label)
         try:
-            models = _models(one, config)
+            models = _models(one, config, "bfloat16" if half else "float32")
         except UserError as error:
             problems.append(f"{key} ({label}): {error}")
             continue
@@ -122,12 +124,14 @@ def _served(one: Asked, models: Sequence[Weights], device: str, memory: int | No
     return replace(one, what=f"{what}: {share:.0%} of the device's memory", bytes=int(share * (memory or 0)))
 
 
-def _models(one: Found, config: Reward) -> Sequence[Weights] | None:
-    """The models of a reward; None if it runs on a device and does not declare its model."""
+def _models(one: Found, config: Reward, half: str) -> Sequence[Weights] | None:
+    """The models of a reward, with the dtype ``half`` for ``HALF``; None if it runs on a device and does not declare
+    its model."""
     declared = one.declaration
     if declared.models is not None:
         models = declared.models
-        return asked_of_options(one, lambda: models(config.options))
+        found = asked_of_options(one, lambda: models(config.options))
+        return [replace(model, dtype=half) if model.dtype == HALF else model for model in found]
     return None if declared.device else []
 
 

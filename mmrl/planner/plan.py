@@ -160,16 +160,17 @@ def _answering(made: Plan, judge: Asked, prompt: Prompt) -> Answering | None:
 def _rates(made: Plan) -> Rates | None:
     """How long operators take on the planned device; None where that is not known. Notes why it is not calibrated."""
     recipe = made.recipe
+    tf32 = recipe.performance.tf32_beside(recipe.model.dtype)
     if made.gpu is None and made.device.partition(":")[0] in ("cpu", "cuda"):
         try:
             found, why = calibration_file.find(key_of(made.device, recipe.threads), recipe.model.dtype)
         except (AssertionError, RuntimeError):  # a device that is not here
             return None
         if found is not None:
-            return Calibrated(found, recipe.performance.tf32)
+            return Calibrated(found, tf32)
         made.uncalibrated = why
     gpu = made.gpu or _here(made)
-    return None if gpu is None else Assumed(gpu, recipe.performance.tf32)
+    return None if gpu is None else Assumed(gpu, tf32)
 
 
 def _here(made: Plan) -> Gpu | None:
@@ -305,7 +306,8 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]
     found, evaluated = both
     if recipe.eval.maj_at and not any(one.votes for one in (*found, *evaluated)):
         made.problems.append(NOBODY_VOTES)
-    made.asked, problems, notes = on_devices(recipe, found, evaluated, made.device, made.device_memory)
+    half = made.gpu.bfloat16 if made.gpu else has_bfloat16(recipe.device)
+    made.asked, problems, notes = on_devices(recipe, found, evaluated, made.device, made.device_memory, half=half)
     made.notes += notes
     made.problems += problems or refusals(made, objective)
     if objective.kind == "pathwise":

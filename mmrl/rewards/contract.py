@@ -81,12 +81,16 @@ class Asks:
     template: JsonObject
 
 
+HALF = "half"
+"""Of ``Weights.dtype``: bfloat16 where the device has instructions for it, float32 elsewhere."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """A model that a reward computes with: a directory or hub name, and the dtype it is loaded in (``auto``: as it is
-    stored). ``share``: of a GPU's memory that its server takes, weights among it; ``beside``: bytes it takes beside the
-    weights without a GPU; ``devices``: over how many it is spread; ``asks``: of a judge in the process, its
-    questions."""
+    stored; or ``HALF``). ``share``: of a GPU's memory that its server takes, weights among it; ``beside``: bytes it
+    takes beside the weights without a GPU; ``devices``: over how many it is spread; ``asks``: of a judge in the
+    process, its questions."""
 
     path: str
     dtype: str = "auto"

@@ -1,10 +1,13 @@
-"""Rewards whose frozen models leave their device while it does other work (``placement.sleep``)."""
+"""Rewards with frozen models: in which dtype these multiply, and how they leave their device while it does other work
+(``placement.sleep``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from mmrl.config.dtype import has_bfloat16
+from mmrl.errors import UserError
 from mmrl.frozen_modules import Frozen
 
 if TYPE_CHECKING:
@@ -12,6 +15,37 @@ if TYPE_CHECKING:
     from torch import nn
 
 M = TypeVar("M", bound="nn.Module")
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+def check_dtype(dtype: str, known: Sequence[str] = DTYPES) -> str:
+    """``dtype``, if it is one of ``known``. Raises ``UserError``."""
+    if dtype not in known:
+        raise UserError(f"options.dtype is {dtype!r}; set it to {', '.join(known[:-1])} or {known[-1]}")
+    return dtype
+
+
+def dtype_on(dtype: str, device: torch.device | str) -> str:
+    """``dtype``; for ``auto`` bfloat16 where ``device`` has instructions for it, and float32 elsewhere."""
+    return dtype if dtype != "auto" else "bfloat16" if has_bfloat16(str(device)) else "float32"
+
+
+def multiplying(dtype: str, device: torch.device | str) -> torch.autocast:
+    """Inside, modules with float32 weights on ``device`` multiply in ``dtype`` (see ``dtype_on``), whatever autocast is
+    on outside."""
+    import torch
+
+    chosen = getattr(torch, dtype_on(dtype, device))
+    kind = torch.device(device).type
+    if chosen == torch.float32:
+        return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, dtype=chosen)
+
+
+def single(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in float32, or in what is more exact."""
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
 class Sleeping:

@@ -162,9 +162,15 @@ def open_policy(recipe: Recipe, path: str, pad_token: int, device: torch.device)
 def open_scorer(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     """Unfreeze the weights of a reward model that the recipe names, and its head. Raises ``UserError``."""
     policy = open_weights(model, recipe)
-    head = getattr(model, HEAD).float().requires_grad_(True)
-    head.forward = MethodType(_in_dtype_of_head, head)
+    _float_head(model).requires_grad_(True)
     return policy
+
+
+def _float_head(model: PreTrainedModel) -> nn.Module:
+    """The head of a reward model, from here on in float32 whatever is below it: its numbers are the scores."""
+    head = getattr(model, HEAD).float()
+    head.forward = MethodType(_in_dtype_of_head, head)
+    return head
 
 
 def _in_dtype_of_head(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -181,6 +187,8 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel, conditioner: Conditioner) -> None:
         self.model, self.conditioner = model, conditioner
+        if isinstance(getattr(model, HEAD, None), nn.Linear):
+            _float_head(model)
         self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], batch_size: int) -> list[float | Failed]:

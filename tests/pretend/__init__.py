@@ -210,7 +210,7 @@ def _patch(device: ctypes.CDLL) -> None:
     }
     for name, function in cuda.items():
         setattr(torch.cuda, name, function)
-    torch.accelerator.synchronize = _synchronize
+    torch.accelerator.synchronize = lambda *_, **__: _synchronize()  # one of its own, which torch.compile asks for
     torch._C._cuda_getCurrentRawStream = lambda _: 0  # bitsandbytes takes it as it is imported
 
     resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
