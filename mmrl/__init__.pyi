@@ -10,6 +10,9 @@ from mmrl.api.training import start as start
 from mmrl.api.training import train as train
 from mmrl.callbacks import Callback as Callback
 from mmrl.config.schema import Recipe as Recipe
+from mmrl.episodes.contract import Action as Action
+from mmrl.episodes.contract import Episode as Episode
+from mmrl.episodes.contract import Observation as Observation
 from mmrl.errors import UserError as UserError
 from mmrl.rewards.contract import before_loading as before_loading
 from mmrl.rewards.contract import reward as reward

@@ -64,7 +64,7 @@ def adopt(path: Path, module: ModuleType) -> None:
 
 def absent(kind: Kind, attribute: str) -> str:
     """The message that this process has no object ``python:attribute``."""
-    argument = {"datasets": "data", "algorithms": "algorithm"}.get(kind, kind)
+    argument = {"datasets": "data", "algorithms": "algorithm", "environments": "environment"}.get(kind, kind)
     return (
         f"{PYTHON}:{attribute} is a Python object of the process that began the run, which this process lacks; "
         f"call mmrl.train with {argument}=... and resume=True, or put it into a file and write path/to/file.py:name"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
 
+from mmrl._load import Kind
 from mmrl.api.data import AnyData, Data
 from mmrl.checkpoint.continuing import Choice, continued
 from mmrl.config.loader import LoadedRecipe, load_recipe
@@ -24,6 +25,8 @@ AnyRecipe: TypeAlias = "str | os.PathLike[str] | Mapping[str, Json] | Recipe"
 Changes: TypeAlias = "Mapping[str, Json] | Sequence[str]"
 AnyAlgorithm: TypeAlias = "type | str | Mapping[str, object]"
 """A class with settings, the name of an algorithm, or a mapping with one of them as ``type`` and the settings."""
+AnyEnvironment: TypeAlias = object
+"""A name, a class, a function that the model can call, a list of such functions, or a mapping with one as ``name``."""
 AnyReward: TypeAlias = object
 """A name, a function, a class, an object with a method ``score``, or a mapping with one of them as ``name``."""
 
@@ -37,6 +40,7 @@ class Objects:
     data: AnyData | None = None
     heldout: AnyData | None = None
     algorithm: object = None
+    environment: AnyEnvironment | None = None
 
     def changes(self) -> dict[str, Json]:
         """The keys of a recipe that they set. Raises ``UserError``."""
@@ -53,6 +57,8 @@ class Objects:
             changes |= {"data.train": {}, "data.heldout": {}}
         if self.algorithm is not None:
             changes["algorithm"] = _algorithm(self.algorithm)
+        if self.environment is not None:
+            changes["environment"] = _environment(self.environment)
         return changes
 
 
@@ -123,6 +129,33 @@ def _algorithm(given: object) -> Json:
             "'clip_range': 0.1}; settings alone go into changes"
         )
     return cast("Json", {**section, "type": kind})
+
+
+def _environment(given: AnyEnvironment) -> Json:
+    """The section of what the policy acts in. Raises ``UserError``."""
+    section: dict[str, object] = dict(given) if isinstance(given, Mapping) else {"name": given}
+    named = section.get("name")
+    taken: dict[str, None] = {}
+    if isinstance(named, Sequence) and not isinstance(named, str):
+        tools = [_callable(tool, "environments", "environment", taken) for tool in named]
+        options = section.get("options") or {}
+        section = {**section, "name": "tools", "options": {**cast("dict[str, object]", options), "tools": tools}}
+    else:
+        section["name"] = _callable(named, "environments", "environment", taken)
+    return cast("Json", section)
+
+
+def _callable(value: object, kind: Kind, key: str, taken: dict[str, None]) -> str:
+    if isinstance(value, str):
+        return value
+    if not callable(value):
+        raise UserError(
+            f"{key}: {value!r} is neither a name, a class nor a function; give environment=MyClass, a function with "
+            "types and a docstring, or a list of such functions"
+        )
+    name = name_of(kind, value, taken)
+    taken[name] = None
+    return name
 
 
 def _files(recipe: object, folder: Path) -> tuple[list[Path | str], Path | None]:
@@ -205,4 +238,7 @@ def _names(recipe: Recipe) -> list[tuple[str, str]]:
     """The keys of a recipe that may hold a Python object, and the names there."""
     rewards = [(f"rewards[{i}]", reward.name) for i, reward in enumerate(recipe.rewards)]
     rewards += [(f"eval.rewards[{i}]", reward.name) for i, reward in enumerate(recipe.eval.rewards)]
-    return [("data", recipe.data.name), ("algorithm", recipe.algorithm.type), *rewards]
+    world = recipe.environment
+    worlds = [] if world is None else [world.name, *map(str, world.options.get("tools") or ())]
+    found = [("data", recipe.data.name), ("algorithm", recipe.algorithm.type), *rewards]
+    return [*found, *(("environment", name) for name in worlds)]

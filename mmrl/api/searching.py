@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmrl.api.data import AnyData
 from mmrl.api.entry import entry_point
-from mmrl.api.recipes import AnyAlgorithm, AnyRecipe, AnyReward, Changes, Objects, read
+from mmrl.api.recipes import AnyAlgorithm, AnyEnvironment, AnyRecipe, AnyReward, Changes, Objects, read
 from mmrl.api.run import Run, load_run
 from mmrl.errors import UserError
 from mmrl.garbage import rarely_collected
@@ -49,6 +49,7 @@ def search(
     data: AnyData | None = None,
     heldout: AnyData | None = None,
     algorithm: AnyAlgorithm | None = None,
+    environment: AnyEnvironment | None = None,
     seeds: int = 1,
     factor: int = 2,
     out: str | Path | None = None,
@@ -62,7 +63,7 @@ def search(
     Ctrl-C stopped it. Raises ``mmrl.UserError``.
     """
     texts = [_tried(key, values) for key, values in tried.items()] if isinstance(tried, Mapping) else list(tried)
-    objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
+    objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     with rarely_collected(), read(recipe, changes, objects) as loaded:
         folder = Path(out) if out is not None else Path("sweeps") / loaded.recipe.name
         made = Search(loaded, folder, texts, factor, seeds, resume=resume)

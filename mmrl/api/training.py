@@ -14,7 +14,7 @@ from rich.console import Console
 from mmrl.api import run as runs
 from mmrl.api.data import AnyData
 from mmrl.api.entry import entry_point, step_of_run
-from mmrl.api.recipes import AnyAlgorithm, AnyRecipe, AnyReward, Changes, Objects, read, stored
+from mmrl.api.recipes import AnyAlgorithm, AnyEnvironment, AnyRecipe, AnyReward, Changes, Objects, read, stored
 from mmrl.api.run import Run
 from mmrl.callbacks import AnyCallback
 from mmrl.config.loader import LoadedRecipe
@@ -39,6 +39,7 @@ def train(
     data: AnyData | None = None,
     heldout: AnyData | None = None,
     algorithm: AnyAlgorithm | None = None,
+    environment: AnyEnvironment | None = None,
     callbacks: Sequence[AnyCallback] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -55,6 +56,8 @@ def train(
     set, or a function ``prompts(split)``. ``heldout``: the held-out ones; without them a tenth of ``data`` is held out.
     ``algorithm``: in place of the recipe's section: a class with settings, a name, or a mapping ``{"type": "grpo",
     "clip_range": 0.1}``; ``changes`` sets single settings of it.
+    ``environment``: what the policy acts in over several turns: a class, a function with types and a docstring that the
+    model can call, a list of such functions, a name, or a mapping ``{"name": ..., "max_turns": 4}``.
     ``callbacks``: ``mmrl.Callback`` objects, or functions that are called after each step.
     ``out``: the directory of the run, ``runs/<name>`` by default. ``resume`` continues the run there, ``overwrite``
     removes it.
@@ -62,7 +65,7 @@ def train(
     Progress goes to stderr. Raises ``mmrl.UserError`` with what to change, and ``SystemExit`` after SIGTERM.
     """
     _refuse_launcher()
-    objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
+    objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     if out is not None:
         refuse_directory(Path(out), overwrite=overwrite, resume=resume)  # before anything is planned
     with rarely_collected(), read(recipe, changes, objects) as loaded:
@@ -83,6 +86,7 @@ def continue_run(
     data: AnyData | None = None,
     heldout: AnyData | None = None,
     algorithm: AnyAlgorithm | None = None,
+    environment: AnyEnvironment | None = None,
     callbacks: Sequence[AnyCallback] = (),
 ) -> Run:
     """Go on with a run from its directory alone, to its end, as ``mmrl continue`` does: after Ctrl-C, a kill, early
@@ -99,7 +103,7 @@ def continue_run(
     if extend and hold:
         raise UserError("extend and hold exclude each other; give one of them")
     path = run.path if isinstance(run, Run) else Path(run)
-    objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
+    objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     choice = "extend" if extend else "hold" if hold else None
     with rarely_collected(), stored(path, changes, objects, choice) as loaded:
         return _trained(loaded, path, callbacks, resume=True)
@@ -128,6 +132,7 @@ def start(
     data: AnyData | None = None,
     heldout: AnyData | None = None,
     algorithm: AnyAlgorithm | None = None,
+    environment: AnyEnvironment | None = None,
     callbacks: Sequence[AnyCallback] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -142,7 +147,7 @@ def start(
     Raises ``mmrl.UserError``.
     """
     _refuse_launcher()
-    objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
+    objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     path = None if out is None else Path(out)
     return runs.start(recipe, changes, objects, path, callbacks, resume=resume, overwrite=overwrite)
 
@@ -185,6 +190,7 @@ def plan(
     data: AnyData | None = None,
     heldout: AnyData | None = None,
     algorithm: AnyAlgorithm | None = None,
+    environment: AnyEnvironment | None = None,
     gpu: str | None = None,
     gpus: int | None = None,
 ) -> Planned:
@@ -196,6 +202,6 @@ def plan(
     if gpus is not None and gpu is None:
         raise UserError("gpus says how many there are of gpu; add gpu='h100-80g', say")
     meant = gpu_of(gpu) if gpu else None
-    objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
+    objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     with rarely_collected(), read(recipe, changes, objects, meant) as loaded:
         return Planned(make_plan(loaded, gpu=meant, gpus=gpus))

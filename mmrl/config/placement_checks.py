@@ -53,7 +53,7 @@ def _placement(recipe: Recipe) -> Iterator[str]:
     if placement.one_judge and (not placement.sleep or devices == 1):
         yield (
             "placement.one_judge: only where several devices of a controller put judges to sleep; set "
-            "placement.sleep=true and devices_per_controller to 2 or more, or remove it"
+            "placement.sleep=true and set devices_per_controller to 2 or more, or remove it"
         )
     if placement.log and devices == 1:
         yield (
