@@ -2,8 +2,13 @@
 
 import ast
 import operator
+from collections.abc import Callable
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 _LONGEST = 100
 """Characters of an expression."""
 

@@ -13,6 +13,9 @@ from mmrl._load import load_from_file
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
+from mmrl.contracts import environments
+from mmrl.contracts.finding import kind_of
+from mmrl.contracts.running import results
 from mmrl.engines.rollout import Completion
 from mmrl.episodes.calls import calls_in
 from mmrl.episodes.contract import Action, Observation
@@ -410,3 +413,26 @@ def test_schemas_are_transformers_own(tools):
     add = load_from_file(f"{tools}:add")
     assert schemas_of([add]) == [get_json_schema(add)]
     assert of_class(load_from_file(f"{tools}:Store")()).tools
+
+
+def test_check_finds_what_an_environment_owes(tmp_path):
+    def failed(name):
+        found = results(environments.checks(environments.case_of(name, {})), None)
+        return {one.name: one.said for one in found if one.outcome == "FAILED"}
+
+    assert {kind_of(name) for name in ("guess", "calculator:calculate", "tools")} == {"environment"}
+    assert not failed("guess")
+    assert not failed("calculator:calculate")
+    file = tmp_path / "worlds.py"
+    file.write_text(
+        "import random\n\n\nclass World:\n    shared = 0\n\n    def reset(self, prompt, seed):\n"
+        "        World.shared += 1\n\n    def step(self, action):\n"
+        "        return f'{random.random()} {World.shared}'\n"
+    )
+    assert kind_of(f"{file}:World") == "environment"
+    found = failed(f"{file}:World")
+    assert "take every random number from the seed" in found["equal seeds begin equally"]
+    assert "keep all state in the instance" in found["episodes share nothing"]
+    other = tmp_path / "other.py"
+    other.write_text("class World:\n    def reset(self, prompt, seed): ...\n    def step(self, action): return 3\n")
+    assert "an environment answers with" in failed(f"{other}:World")["every turn is answered"]

@@ -1,4 +1,4 @@
-"""``check``: the contract of an algorithm, reward, judge, data set, rollout engine or diffusion family."""
+"""``check``: the contract of an algorithm, reward, judge, data set, environment, rollout engine or diffusion family."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Kind(StrEnum):
     dataset = "dataset"
     engine = "engine"
     pipeline = "pipeline"
+    environment = "environment"
 
 
 def check(
@@ -84,6 +85,10 @@ def _checks(kind: str, name: str, options: JsonObject, model: str | None, data: 
         from mmrl.contracts import datasets
 
         return datasets.checks(datasets.opened(name, options))
+    if kind == "environment":
+        from mmrl.contracts import environments
+
+        return environments.checks(environments.case_of(name, options))
     if kind == "engine":
         from mmrl.contracts import engines
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, get_args
 
+from mmrl._load import Kind as DropIn
 from mmrl._load import LoadError, load_from_file, names
 from mmrl.config.algorithms import algorithm_names
 from mmrl.config.drop_ins import split_file
@@ -16,9 +17,14 @@ from mmrl.config.loader import shipped_recipes
 from mmrl.errors import UserError
 from mmrl.user_code import describe, peers_reward, place_of
 
-Kind = Literal["algorithm", "reward", "judge", "dataset", "engine", "pipeline"]
+Kind = Literal["algorithm", "reward", "judge", "dataset", "engine", "pipeline", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_OF_FOLDER: Mapping[str, Kind] = {"rewards": "reward", "datasets": "dataset", "pipelines": "pipeline"}
+_OF_FOLDER: Mapping[DropIn, Kind] = {
+    "rewards": "reward",
+    "datasets": "dataset",
+    "pipelines": "pipeline",
+    "environments": "environment",
+}
 
 
 def kind_of(name: str) -> Kind:
@@ -57,7 +63,7 @@ def _unlike(name: str, attribute: str) -> str:
 
 def _of_ours(name: str) -> list[Kind]:
     target = name.partition(":")[0]
-    found: list[Kind] = [kind for folder, kind in _OF_FOLDER.items() if target in names(_folder(folder))]
+    found: list[Kind] = [kind for folder, kind in _OF_FOLDER.items() if target in names(folder)]
     if target == "judge":
         found = ["judge"]
     if name in algorithm_names():
@@ -65,10 +71,6 @@ def _of_ours(name: str) -> list[Kind]:
     if not found and (name in shipped_recipes() or name.endswith((".yaml", ".yml"))):
         found.append("pipeline")
     return found
-
-
-def _folder(name: str) -> Literal["pipelines", "rewards", "datasets"]:
-    return "pipelines" if name == "pipelines" else "rewards" if name == "rewards" else "datasets"
 
 
 def _of_file(name: str, file: str, attribute: str) -> list[Kind]:
@@ -81,7 +83,7 @@ def _of_file(name: str, file: str, attribute: str) -> list[Kind]:
         raise UserError(f"importing {file} raised {describe(error)} at {place}; mend that line") from error
     if not isinstance(found, ModuleType):
         return _of_object(found)
-    defaults = ("build", "prompts", "score")
+    defaults = ("build", "prompts", "score", "Environment")
     kinds: list[Kind] = [kind for n in defaults for kind in _of_object(getattr(found, n, None))]
     if not kinds and not attribute:
         own = [n.name for n in ast.parse(Path(file).read_bytes()).body if isinstance(n, ast.ClassDef)]
@@ -97,7 +99,9 @@ def _of_object(found: object) -> list[Kind]:
             return ["algorithm"]
         if any(callable(getattr(found, method, None)) for method in ("generate", "update", "update_lora")):
             return ["engine"]
-        return ["reward"] if callable(getattr(found, "score", None)) else []
+        if callable(getattr(found, "score", None)):
+            return ["reward"]
+        return ["environment"] if callable(getattr(found, "reset", None)) else []
     if not callable(found):
         return []
     parameters = list(inspect.signature(found).parameters)
@@ -105,8 +109,15 @@ def _of_object(found: object) -> list[Kind]:
         return ["reward"]
     if parameters[:1] == ["split"]:
         return ["dataset"]
-    return ["pipeline"] if parameters[:1] == ["recipe"] else []
+    if parameters[:1] == ["recipe"]:
+        return ["pipeline"]
+    return ["environment"] if inspect.isfunction(found) and found.__annotations__.get("return") else []
 
 
 def _article(kind: Kind) -> str:
-    return {"algorithm": "an algorithm", "engine": "an engine", "dataset": "a data set"}.get(kind, f"a {kind}")
+    return {
+        "algorithm": "an algorithm",
+        "engine": "an engine",
+        "dataset": "a data set",
+        "environment": "an environment",
+    }.get(kind, f"a {kind}")
