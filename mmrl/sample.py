@@ -164,7 +164,7 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
                 rows.append({**of, "file": _keep(sample, folder, name)})
             else:
                 shown = _pictures(sample.prompt, folder, f"prompts/{sample.id.slot:03d}")
-                rows.append({**of, "text": sample.text, "truncated": sample.truncated, **shown})
+                rows.append({**of, "text": sample.transcript, "truncated": sample.truncated, **shown})
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
     shown = [replace(one, samples=one.samples[:MOST_SHOWN]) for one in drawn]

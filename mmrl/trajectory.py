@@ -121,6 +121,11 @@ class Sample:
     begun: str = ""
     episode: Episode | None = None
 
+    @property
+    def transcript(self) -> str:
+        """The response, all turns of it."""
+        return (self.text or "") if self.episode is None else self.episode.text
+
 
 R = TypeVar("R", bound="Rows")
 

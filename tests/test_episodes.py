@@ -18,14 +18,15 @@ from mmrl.contracts.finding import kind_of
 from mmrl.contracts.running import results
 from mmrl.engines.rollout import Completion
 from mmrl.episodes.calls import calls_in
-from mmrl.episodes.contract import Action, Observation
+from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import observations
 from mmrl.episodes.loading import opened
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
 from mmrl.errors import UserError
+from mmrl.judge.rubric import Rubric
 from mmrl.planner.plan import plan
-from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -469,3 +470,13 @@ def test_a_model_learns_to_call_a_tool(tmp_path):
     assert rows[-1]["reward/number"] > rows[0]["reward/number"] + 0.05
     figures = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["policy/first_ratio_max_dev"] <= 1e-5 for row in figures)
+
+
+def test_a_judge_reads_the_whole_episode():
+    turns = (
+        Exchange(Action("Let me ask."), (Observation("371931"),)),
+        Exchange(Action("answer: 371931")),
+    )
+    one = Sample(Prompt("p", "What is 623 * 597?"), SampleId(0, 0, 0, 0), text="answer: 371931", episode=Episode(turns))
+    asked = "".join(str(part) for part in Rubric("{{ prompt }}\n{{ response }}", "number").render([one]))
+    assert "Let me ask.\n-> 371931\nanswer: 371931" in asked

@@ -58,7 +58,7 @@ class Objects:
         if self.algorithm is not None:
             changes["algorithm"] = _algorithm(self.algorithm)
         if self.environment is not None:
-            changes["environment"] = _environment(self.environment)
+            changes |= _environment(self.environment)
         return changes
 
 
@@ -131,8 +131,8 @@ def _algorithm(given: object) -> Json:
     return cast("Json", {**section, "type": kind})
 
 
-def _environment(given: AnyEnvironment) -> Json:
-    """The section of what the policy acts in. Raises ``UserError``."""
+def _environment(given: AnyEnvironment) -> dict[str, Json]:
+    """The keys of what the policy acts in; the recipe's limits stay. Raises ``UserError``."""
     section: dict[str, object] = dict(given) if isinstance(given, Mapping) else {"name": given}
     named = section.get("name")
     taken: dict[str, None] = {}
@@ -142,7 +142,8 @@ def _environment(given: AnyEnvironment) -> Json:
         section = {**section, "name": "tools", "options": {**cast("dict[str, object]", options), "tools": tools}}
     else:
         section["name"] = _callable(named, "environments", "environment", taken)
-    return cast("Json", section)
+    section.setdefault("options", {})
+    return {f"environment.{key}": cast("Json", value) for key, value in section.items()}
 
 
 def _callable(value: object, kind: Kind, key: str, taken: dict[str, None]) -> str:

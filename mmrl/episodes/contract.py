@@ -73,8 +73,10 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """What the policy wrote and was told, in order."""
-        parts = [text for one in self.turns for text in (one.action.text, *(told.content for told in one.told))]
+        """What the policy wrote, and behind ``->`` what it was told, a line for each."""
+        parts = list[str]()
+        for one in self.turns:
+            parts += [one.action.text, *(f"-> {told.content}" for told in one.told if told.content)]
         return "\n".join(part for part in parts if part)
 
 

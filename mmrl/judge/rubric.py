@@ -150,7 +150,7 @@ class Rubric:
 
     def _variables(self, samples: list[Sample], page: _Page) -> dict[str, _Shown]:
         prompt = samples[0].prompt
-        fence = fence_of(self.seed, [prompt.conversation, *(sample.text for sample in samples)])
+        fence = fence_of(self.seed, [prompt.conversation, *(sample.transcript for sample in samples)])
         plain = _PLACEHOLDER.sub("", prompt.conversation) if prompt.media else prompt.conversation
         found: dict[str, _Shown] = {"prompt_text": self.clean(plain.strip()), "fence": fence}
         if "meta" in self.names:
@@ -176,7 +176,7 @@ class Rubric:
         return found
 
     def _candidate(self, sample: Sample, page: _Page) -> Candidate:
-        response = None if sample.text is None else self._frame.item(self.clean_response(sample.text))
+        response = None if sample.text is None else self._frame.item(self.clean_response(sample.transcript))
         shown = sample.image is not None and "image" in self.inputs
         clip = self._clip(sample.video, page) if sample.video and "video" in self.inputs else None
         return Candidate(response, page.mark(sample.image) if shown and sample.image else None, clip)

@@ -49,7 +49,7 @@ def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Seque
     listing = [
         {
             "prompt": _encodable(sample.prompt.conversation),
-            "text": _encodable(sample.text or ""),
+            "text": _encodable(sample.transcript),
             "truncated": sample.truncated,
             "pictures": _pictures(run, name, i, sample),
             "scores": {k: v if math.isfinite(v) else None for k, v in row.items()},
