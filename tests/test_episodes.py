@@ -478,5 +478,5 @@ def test_a_judge_reads_the_whole_episode():
         Exchange(Action("answer: 371931")),
     )
     one = Sample(Prompt("p", "What is 623 * 597?"), SampleId(0, 0, 0, 0), text="answer: 371931", episode=Episode(turns))
-    asked = "".join(str(part) for part in Rubric("{{ prompt }}\n{{ response }}", "number").render([one]))
+    asked = "".join(str(part) for part in Rubric("{{ prompt }}\n{{ response }}", "pointwise").render([one]))
     assert "Let me ask.\n-> 371931\nanswer: 371931" in asked
