@@ -165,7 +165,7 @@ class Rubric:
             return {**found, "candidates": compared, **names}
         text = samples[0].text
         if text is not None:
-            found["response"] = self.clean_response(text)
+            found["response"] = self.clean_response(samples[0].transcript)
             steps = (self._frame.item(self.clean_response(step.text)) for step in split_steps(text))
             found["steps"] = Steps(steps, fence)
         image, clip = samples[0].image, samples[0].video
