@@ -42,6 +42,10 @@ class UnscoredError(UserError):
         self.everywhere = everywhere
 
 
+class StoppedError(UnscoredError):
+    """A stop was asked for while a step waited for its rewards; the run resumes as it is."""
+
+
 class LostServerError(UserError):
     """A server of ours ended, or stands still and was ended: whoever asked it may start another and ask again."""
 

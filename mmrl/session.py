@@ -21,7 +21,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts
 from mmrl.datasets.records import checked
-from mmrl.errors import NotFiniteError, UserError
+from mmrl.errors import NotFiniteError, StoppedError, UserError
 from mmrl.garbage import rarely_collected
 from mmrl.judge.usage import PREFIX, Spending
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
@@ -140,6 +140,8 @@ class Session:
             for _ in self.steps(stop):
                 pass
         except UserError as error:
+            if isinstance(error, StoppedError) and (error.everywhere or self.controller.size == 1):
+                return self.outcome()
             return self.failed(error)
         return self.outcome()
 
@@ -210,6 +212,7 @@ class Session:
         the iterator before the end.
         """
         recipe = self.recipe
+        self.run.rewards.heed(lambda: stop.asked)
         self.trackers = open_trackers(recipe.log, self.directory, recipe.name) if self.controller.leads else []
         gone = self.directory.of_others(self.controller.size) if self.controller.leads else []
         self.spending.begin([d.path for d in (self.directory, *gone)], self.controller.gather)
@@ -256,12 +259,8 @@ class Session:
             self.saver.finish()
             raise
         finally:
-            for tracker in self.trackers:
-                tracker.close()
-            for rewards in self.heldout.rewards:
-                rewards.close()
-            self.run.pipeline.close()
-            self.run.compute.devices.close()
+            for one in (*self.trackers, *self.heldout.rewards, self.run.pipeline, self.run.compute.devices):
+                one.close()
 
     def _agreed(self, asked: bool) -> bool:
         """Whether any controller was asked: all go on, or stop, after the same step."""

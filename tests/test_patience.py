@@ -3,8 +3,10 @@
 import json
 import math
 import re
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Reward, Scoring
 from mmrl.config.section import seconds_of
 from mmrl.controller.peers import Group
-from mmrl.errors import UnscoredError
+from mmrl.errors import StoppedError, UnscoredError
 from mmrl.report.progress import status_line
 from mmrl.report.rundir import RunDir
 from mmrl.rewards import patience as patiences
@@ -28,7 +30,7 @@ from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.training.evaluation import summary, unmeasured
 from mmrl.trajectory import Prompt, Sample, SampleId
-from tests import judging
+from tests import judging, ray_runs
 from tests.ranks import launched
 
 REPO = Path(__file__).resolve().parents[1]
@@ -52,6 +54,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(patiences, "time", made)
+    monkeypatch.setattr(patiences, "SLICE_S", 100.0)
     return made
 
 
@@ -126,7 +129,7 @@ def test_reasons_on_the_terminal_are_short_and_hold_nothing_that_it_acts_on(cloc
     assert one_line("a\u202eb\r\nc", 60) == "a b c"
 
 
-def in_two(steps, settings):
+def in_two(steps, settings, stops=lambda rank: False):
     """What two controllers came to: for each its error or None, in threads that meet wherever controllers do."""
     meeting, posted, ended = threading.Barrier(2, timeout=60), [[], []], [None, None]
 
@@ -139,7 +142,9 @@ def in_two(steps, settings):
             return found
 
         try:
-            Patience(settings, gather).wait(steps[rank], 0, together=True)
+            patience = Patience(settings, gather)
+            patience.stopped = lambda: stops(rank)
+            patience.wait(steps[rank], 0, together=True)
         except UnscoredError as error:
             ended[rank] = error
 
@@ -163,6 +168,58 @@ def test_the_share_is_of_all_controllers_who_wait_and_stop_alike(monkeypatch):
     assert down[0].asked == down[1].asked > 0
     assert "on other controllers" in str(ended[0])
 
+
+# A stop
+
+
+def test_a_stop_ends_the_pause_and_nothing_is_asked_again(clock, monkeypatch):
+    monkeypatch.setattr(patiences, "SLICE_S", 1.0)
+    step, patience = Step(8, 8), Patience(Scoring(patience=200))
+    patience.stopped = lambda: clock.now >= 60  # in the fourth pause, of 8 s
+    with pytest.raises(StoppedError, match="step 1 was not trained: the run was stopped while it waited: 8 of 8"):
+        patience.wait(step, 0, together=True)
+    assert (clock.now, step.asked) == (60, 3)
+
+
+def test_controllers_stop_together_whoever_was_asked(monkeypatch):
+    monkeypatch.setattr(patiences, "FIRST_PAUSE_S", 0.02)
+    steps = [Step(8, 8), Step(8, 8)]
+    ended = in_two(steps, Scoring(patience=60), stops=lambda rank: rank == 1 and steps[1].asked >= 2)
+    assert all(isinstance(error, StoppedError) and error.everywhere for error in ended)
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_its_rewards_hears_sigterm_and_resumes(tmp_path):
+    reward = tmp_path / "gone.py"
+    reward.write_text(GONE.format(mark=str(tmp_path / "mark")))
+    words = [*ray_runs.SMALL, f'rewards=[{{name: "{reward}:score", on_failure: drop}}]', "scoring.patience=2h"]
+    out = tmp_path / "run"
+    process = ray_runs.train("sums", out, *words)
+    seen = ""
+    while "asked again in 4" not in seen:
+        assert process.returncode is None, seen
+        seen += process.stdout.read()
+        time.sleep(0.1)
+    process.terminate()
+    code, said = ray_runs.ended(process)
+    assert code == 128 + signal.SIGTERM, said
+    assert "stopped after step 2; continue with:" in said
+    (tmp_path / "mark").touch()
+    code, said = ray_runs.ended(ray_runs.train("sums", out, *words, "--resume"))
+    assert code == 0, said
+    assert [row["step"] for row in ray_runs.rows(out)] == [1, 2, 3, 4]
+
+
+GONE = """
+from pathlib import Path
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    if context.step == 2 and not Path({mark!r}).exists():
+        raise ConnectionError("refused")
+    return [float(len(s.text) % 2) for s in samples]
+"""
 
 # What is asked again
 

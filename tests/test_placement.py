@@ -1,7 +1,10 @@
 """Several devices of a controller without processes or a cluster: the task queue, refusals, what a device answers."""
 
 import contextlib
+import importlib.util
+import sys
 import threading
+import types
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ import torch
 from mmrl.config.loader import load_recipe
 from mmrl.config.placement import Placement
 from mmrl.errors import UserError
+from mmrl.placement import utilisation
 from mmrl.placement.adaptive import Split
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.placement.task_queue import Task, TaskQueue
@@ -250,3 +254,40 @@ def test_how_busy_a_device_is_is_read_between_two_questions():
     go.set()
     sampler.close()
     assert of_gpu(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no driver"), OSError("NVML: Not Supported"), KeyError("MIG")])
+def test_a_gpu_that_tells_no_utilisation_ends_no_run(monkeypatch, error):
+    """What NVML's package raises under MIG, on a vGPU or without a driver has no class that torch names."""
+    monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(utilisation, "_open", {})
+    asked = []
+
+    def refuses(device):
+        asked.append(device)
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "utilization", refuses)
+    gpu = torch.device("cuda", 0)
+    assert [of_gpu(gpu), of_gpu(gpu)] == [None, None]
+    assert asked == [gpu], "it is asked once"
+
+
+def test_a_gpu_that_stops_telling_has_the_readings_until_then(monkeypatch):
+    readings = iter([0.25, 0.75])
+    ended = threading.Event()
+
+    def read():
+        try:
+            return next(readings)
+        except StopIteration:
+            ended.set()
+            raise OSError("the driver was reloaded") from None
+
+    monkeypatch.setattr(utilisation, "EVERY_S", 0.001)
+    sampler = Sampler(read)
+    assert ended.wait(60)
+    assert sampler.mean() == 0.5
+    assert sampler.mean() is None
+    sampler.close()

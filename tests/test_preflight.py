@@ -86,3 +86,38 @@ def test_the_limit_follows_the_patience():
 if __name__ == "__main__":
     rank, port, out, silent, *sizes = sys.argv[1:]
     serve(int(rank), int(port), out, [int(r) for r in silent.split(",") if r], [int(n) for n in sizes])
+
+
+class StartsCuda(Exception):  # no error: it ends the test there
+    pass
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "expected"),
+    [
+        (["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"], None, "1"),
+        (["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"], "8", "8"),
+        (["train.backend=fsdp", "devices_per_controller=2"], None, None),
+        (["devices_per_controller=2"], None, None),
+    ],
+)
+def test_what_cuda_reads_once_is_set_before_a_process_first_asks_for_its_device(monkeypatch, words, own, expected):
+    """Megatron-Core wants one queue, so that kernels run in the order of their launch; the user's own value stays."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.runtime import program
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", own or "")  # so that it is as before after the test
+    if own is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    seen = []
+
+    def first_asks(name):
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        raise StartsCuda
+
+    monkeypatch.setattr(program, "choose_device", first_asks)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: first_asks(""))
+    recipe = load_recipe(["sums"], words).recipe
+    with pytest.raises(StartsCuda):
+        program.join(recipe, 0, 0, program.Meeting("localhost", 1))
+    assert seen == [expected]

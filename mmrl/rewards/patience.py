@@ -13,13 +13,15 @@ from typing import Protocol
 
 from mmrl.config.schema import Scoring as Settings
 from mmrl.episodes.contract import REWARD
-from mmrl.errors import UnscoredError
+from mmrl.errors import StoppedError, UnscoredError
 from mmrl.report import notices
 from mmrl.report.durations import duration
 
 FIRST_PAUSE_S = 1.0
 """Seconds before the failed samples are asked for again; doubled each time, up to ``LONGEST_PAUSE_S``."""
 LONGEST_PAUSE_S = 60.0
+SLICE_S = 1.0
+"""Seconds after which a pause looks for a stop."""
 SHOWN = 200
 """Characters of a reason on the terminal."""
 
@@ -52,9 +54,12 @@ class Patience:
 
     def __init__(self, settings: Settings, gather: Gather = lambda mine: [mine]) -> None:
         self.settings, self._gather = settings, gather
+        self.stopped: Callable[[], bool] = lambda: False
+        """Whether this controller was asked to stop: a pause ends then."""
 
     def wait(self, asked: Asked, step: int, *, together: bool) -> None:
-        """Return once enough of the step's samples have a score. Raises ``UnscoredError`` where that takes too long.
+        """Return once enough of the step's samples have a score. Raises ``UnscoredError`` where that takes too long,
+        and ``StoppedError`` where a controller was asked to stop meanwhile.
 
         ``together``: all controllers call this for the same step, and the limit is for all of their samples; else each
         looks at its own.
@@ -63,6 +68,7 @@ class Patience:
         while True:
             mine, lost = asked.failed(), list(asked.lost().values())
             found = [float(len(asked)), float(len(mine) + len(lost)), time.monotonic() - began, float(len(lost))]
+            found.append(float(self.stopped()))
             everyone = self._gather(found) if together else [found]
             n, bad, gone = (int(sum(one[i] for one in everyone)) for i in (0, 1, 3))
             if not too_many(bad, n, self.settings.max_failed):
@@ -74,6 +80,11 @@ class Patience:
                     "samples",
                     everywhere=together,
                 )
+            if any(one[4] for one in everyone):
+                raise StoppedError(
+                    f"step {step + 1} was not trained: the run was stopped while it waited: {summary(mine, bad, n)}",
+                    everywhere=together,
+                )
             left = self.settings.patience - everyone[0][2]
             if left <= 0:
                 raise self._refusal(mine, bad, n, step, together)
@@ -83,9 +94,16 @@ class Patience:
                 f"for at most {duration(left)} more (scoring.patience)"
             )
             with notices.starting():  # this wait has its own deadline; the watchdog must not take it for a hang
-                time.sleep(pause)
-                asked.again()
+                self._sleep(pause)
+                if not self.stopped():
+                    asked.again()
             pause *= 2
+
+    def _sleep(self, seconds: float) -> None:
+        """Until ``seconds`` are over, or a stop is asked for: a signal alone does not end a sleep."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self.stopped():
+            time.sleep(min(left, SLICE_S))
 
     def _refusal(self, mine: Sequence[tuple[str, str]], bad: int, n: int, step: int, together: bool) -> UnscoredError:
         return UnscoredError(

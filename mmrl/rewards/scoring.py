@@ -128,6 +128,11 @@ class RewardSet:
         if awake:
             self._wake_or_close()
 
+    def heed(self, stopped: Callable[[], bool]) -> None:
+        """End a wait for failed samples by ``StoppedError`` once ``stopped``."""
+        if self._patience is not None:
+            self._patience.stopped = stopped
+
     @property
     def labels(self) -> list[str]:
         """What metrics call the rewards, in the recipe's order."""
