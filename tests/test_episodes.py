@@ -17,7 +17,7 @@ from mmrl.contracts import environments
 from mmrl.contracts.finding import kind_of
 from mmrl.contracts.running import results
 from mmrl.engines.rollout import Completion
-from mmrl.episodes.calls import calls_in
+from mmrl.episodes.calls import calls_in, reader_of
 from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import observations
 from mmrl.episodes.loading import opened
@@ -480,3 +480,57 @@ def test_a_judge_reads_the_whole_episode():
     one = Sample(Prompt("p", "What is 623 * 597?"), SampleId(0, 0, 0, 0), text="answer: 371931", episode=Episode(turns))
     asked = "".join(str(part) for part in Rubric("{{ prompt }}\n{{ response }}", "pointwise").render([one]))
     assert "Let me ask.\n-> 371931\nanswer: 371931" in asked
+
+
+QWEN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>)", "content": "text"},
+    },
+}
+
+
+def test_calls_are_read_by_the_tokenizers_own_template_or_a_function_of_the_users(tmp_path, tools):
+    from transformers import AutoTokenizer
+
+    saved = AutoTokenizer.from_pretrained(load_recipe(["sums-tool"]).recipe.model.path)
+    saved.response_template = QWEN
+    schemas = schemas_of([load_from_file(f"{tools}:add")])
+    before = written(saved, "<|im_start|>assistant\n", stop=False)
+
+    def read(text, own=None):
+        return reader_of(own, saved, schemas)(text, written(saved, text), before, 0)
+
+    (found,) = read(f"Let me see. {call('add', a=1, b=2)}")
+    assert (found.name, found.arguments, found.error) == ("add", {"a": 1, "b": 2}, "")
+    assert [one.name for one in read(call("add", a=1, b=2) + call("none"))] == ["add", "none"]
+    assert not read(f"<think>{call('add', a=1, b=2)}</think>answer: 3")
+    assert all(one.error for one in read("<tool_call>{broken</tool_call>"))
+    assert all(one.error for one in read("<tool_call>[1]</tool_call>"))
+    file = tmp_path / "format.py"
+    file.write_text(
+        "import re\ndef parse(text):\n"
+        "    return [{'name': n, 'arguments': {'x': x}} for n, x in re.findall(r'(\\w+)!(\\d)', text)]\n"
+        "def raises(text):\n    raise ValueError('no')\n"
+    )
+    (found,) = read("twice!3", f"{file}:parse")
+    assert (found.name, found.arguments) == ("twice", {"x": "3"})
+    assert "no" in read("x", f"{file}:raises")[0].error
+
+
+def test_a_call_that_was_cut_is_never_made(tools):
+    section = f"environment={{name: '{tools}:add', max_tokens: 200, max_turns: 2}}"
+    loaded = load_recipe(["sums-tool"], [*SMALL, section])
+    _, _, rows = played(loaded, [(call("add", a=1, b=2), False, "length"), ("3", True, "stop")])
+    (first, _) = rows.episodes[0].turns
+    assert "cut" in first.action.calls[0].error
+    assert "error" in first.told[0].content

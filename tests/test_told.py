@@ -8,10 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AddedToken, AutoTokenizer
 
 import mmrl
+from mmrl._torchvision import allow_cpu_only
 from mmrl.text.template_probe import TemplateFaultError
+
+allow_cpu_only()  # before transformers imports torchvision
+
+from transformers import AddedToken, AutoTokenizer  # noqa: E402
 
 trl = pytest.importorskip("trl")
 TEMPLATES = sorted(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mmrl.config.section import Count, Duration, Few, Options, Section
+from mmrl.config.section import Count, Duration, Few, Options, OwnClass, Section
 
 
 class Environment(Section):
@@ -17,6 +17,9 @@ class Environment(Section):
     role: Literal["auto", "tool", "user"] = "auto"
     """Whether answers are shown as results of tools or as messages of the user. ``auto``: as results of tools where the
     chat template shows these."""
+    calls: OwnClass | None = None
+    """A function path/to/file.py:NAME that finds the calls in a text, as a list of mappings with ``name`` and
+    ``arguments``. None: the tokenizer's ``response_template``, or Hermes' format."""
     max_turns: Few = 6
     """Turns of the policy in an episode at most."""
     max_tokens: Count = 2048

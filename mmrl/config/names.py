@@ -128,6 +128,7 @@ def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
         yield "path", (*source, "train"), "path"
         yield "path", (*source, "heldout"), "path"
     yield "environments", ("environment",), "name"
+    yield "class", ("environment",), "calls"
     for *path, last in _items(values, _TOOLS, MOST_REWARDS):
         yield "environments", tuple(path), last
     for reward in _rewards(values):

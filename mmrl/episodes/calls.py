@@ -1,21 +1,71 @@
 """The calls of tools in what a model wrote, and how tools are described to a model whose chat template has no place
 for them.
 
-The format is that of Hermes and Qwen: a JSON object with ``name`` and ``arguments`` between ``<tool_call>`` and
-``</tool_call>``. A call inside a thought is none. One that is cut, or no valid JSON, becomes a call with an error.
+Calls are read by the tokenizer's own ``response_template`` where it has one, as transformers' ``parse_response`` does,
+or by a function of the user's. Else the format is that of Hermes and Qwen: a JSON object with ``name`` and
+``arguments`` between ``<tool_call>`` and ``</tool_call>``. A call inside a thought is none. One that is cut, or cannot
+be read, becomes a call with an error, which is told and never made.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from mmrl._load import load_from_file
 from mmrl.episodes.contract import Call
 from mmrl.json_types import JsonObject
+from mmrl.text.conditioner import Processor, Tokenizer, tokenizer_of
+from mmrl.text.thoughts import left_open
+from mmrl.user_code import describe
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _BEGIN, _END = "<think>", "</think>"
+
+
+Reader = Callable[[str, Sequence[int], Sequence[int], int], tuple[Call, ...]]
+"""The calls of a turn, of its text, its tokens, the tokens before it, and its number."""
+BEFORE = 256
+"""Tokens before a turn that a reader sees at most."""
+
+
+def reader_of(own: str | None, saved: Tokenizer | Processor, schemas: Sequence[JsonObject]) -> Reader:
+    """Who reads calls. ``own``: a function ``path/to/file.py:name`` of a text, which returns a list of mappings with
+    ``name`` and ``arguments``."""
+    tokenizer: Any = tokenizer_of(saved)
+    if own is not None:
+        find = load_from_file(own)
+        return lambda text, tokens, before, turn: _read(lambda: find(text), turn)
+    template = getattr(tokenizer, "response_template", None)
+    if template is None:
+        return lambda text, tokens, before, turn: calls_in(text, turn, begun=left_open(tokenizer.decode(before)))
+
+    def by_template(text: str, tokens: Sequence[int], before: Sequence[int], turn: int) -> tuple[Call, ...]:
+        def find() -> list[object]:
+            given = {"prefix": tokenizer.decode(before), "tools": list(schemas)}
+            said = tokenizer.parse_response(tokenizer.decode(tokens), template, **given)
+            return [call.get("function") for call in said.get("tool_calls") or ()]
+
+        return _read(find, turn)
+
+    return by_template
+
+
+def _read(find: Callable[[], Sequence[object]], turn: int) -> tuple[Call, ...]:
+    try:
+        return tuple(_call(f"call_{turn}_{n}", value) for n, value in enumerate(find()))
+    except Exception as error:  # of a library's parser, or a user's
+        return (Call(f"call_{turn}_0", "", error=f"the call cannot be read: {describe(error)}"),)
+
+
+def _call(id: str, value: object) -> Call:
+    if isinstance(value, Mapping):
+        name, arguments = value.get("name"), value.get("arguments", {})
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return Call(id, name, arguments)
+    return Call(id, "", error='write a call as {"name": NAME, "arguments": {...}}')
 
 
 def calls_in(text: str, turn: int, *, begun: str = "") -> tuple[Call, ...]:
@@ -36,12 +86,7 @@ def _calls(text: str, turn: int) -> Iterator[Call]:
         except (ValueError, RecursionError) as error:
             yield Call(id, "", error=f"the call is no JSON: {error}")
             continue
-        name = value.get("name") if isinstance(value, dict) else None
-        arguments = value.get("arguments", {}) if isinstance(value, dict) else None
-        if isinstance(name, str) and isinstance(arguments, dict):
-            yield Call(id, name, arguments)
-        else:
-            yield Call(id, "", error='write a call as {"name": NAME, "arguments": {...}}')
+        yield _call(id, value)
 
 
 def _no_number(text: str) -> float:

@@ -13,7 +13,7 @@ from typing import Literal
 from mmrl.config import environment
 from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, Settings
-from mmrl.episodes.calls import calls_in
+from mmrl.episodes.calls import BEFORE, Reader
 from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import Environment, observations
 from mmrl.episodes.loading import Factory
@@ -56,8 +56,8 @@ class InStep:
 @dataclass(frozen=True)
 class How:
     """What episodes are played with. ``seed``: the run's, for ``reset``; ``settings``: of a turn; ``room``: tokens of
-    prompt and episode that the model and the engine take, None without a limit; ``begun``: what the chat template
-    writes of an answer."""
+    prompt and episode that the model and the engine take, None without a limit; ``calls``: reads the calls of
+    a turn."""
 
     section: environment.Environment
     factory: Factory
@@ -67,7 +67,7 @@ class How:
     seed: int
     role: Role
     room: int | None
-    begun: str = ""
+    calls: Reader
 
 
 @dataclass(eq=False)
@@ -205,9 +205,11 @@ class _Stage:
         tokens = list(made.token_ids)
         n = next((n for n, token in enumerate(tokens) if token in how.conditioner.forbidden), len(tokens))
         stopped = made.finish == "stop" and n == len(tokens)
+        text, before = how.stops.text(tokens[:n]), [*one.request.prompt_ids, *one.tokens][-BEFORE:]
+        calls = how.calls(text, tokens[:n], before, len(one.turns))
+        if not stopped and calls:  # a parser may take what was cut for a whole call
+            calls = (*calls[:-1], replace(calls[-1], error=calls[-1].error or "the turn was cut before the call ended"))
         one.append("written", tokens[:n], list(made.log_probs[:n]))
-        text = how.stops.text(tokens[:n])
-        calls = calls_in(text, len(one.turns), begun="" if one.turns else how.begun)
         action = Action(text, calls, tuple(tokens[:n]), "stop" if stopped else "length")
         one.turns.append(Exchange(action))
         self._pool.submit(one, lambda: one.world.step(action))

@@ -9,6 +9,7 @@ from functools import partial
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
+from mmrl.episodes.calls import reader_of
 from mmrl.episodes.environment import observations
 from mmrl.episodes.loading import opened
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
@@ -17,7 +18,6 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.stop_strings import StopStrings
 from mmrl.text.template_probe import TemplateFaultError
-from mmrl.text.thoughts import left_open
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 _MOST_KEPT = 10_000
@@ -33,6 +33,7 @@ class World:
         self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
         self._factory = opened(recipe.environment)
         self.role: Role = role_of(conditioner, recipe)
+        self._calls = reader_of(recipe.environment.calls, conditioner.saved, self._factory.schemas)
         self._shown: OrderedDict[SampleId, tuple[Prompt, Prompt]] = OrderedDict()
 
     def begun(self, slot: Slot) -> Slot:
@@ -74,10 +75,8 @@ class World:
         room: int | None,
     ) -> list[Played]:
         """An episode of each sample, in their order; ``slots`` have begun."""
-        begun = left_open(self._conditioner.render(slots[0].prompt)) if slots else ""
-        how = How(
-            self._section, self._factory, self._conditioner, stops, settings, self._recipe.seed, self.role, room, begun
-        )
+        seed, calls = self._recipe.seed, self._calls
+        how = How(self._section, self._factory, self._conditioner, stops, settings, seed, self.role, room, calls)
         first = [self._asked(slot) for slot in slots]
         played, _ = play(how, answers, ids, first, requests)
         return played
