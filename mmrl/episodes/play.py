@@ -139,10 +139,13 @@ class _Stage:
         self._pool.submit(one, lambda: one.world.reset(one.prompt, seed))
 
     def run(self) -> None:
+        in_step = isinstance(self._answers, InStep)  # such an engine answers many as fast as one
         try:
             while self._asked or self._pool:
-                for one, returned in self._pool.ready(wait=not self._asked):
+                for one, returned in self._pool.ready(wait=in_step or not self._asked):
                     self._returned(one, returned)
+                if in_step and self._pool:
+                    continue
                 for id, completion in self._answers.ready(_POLL if self._pool else None) if self._asked else ():
                     self._wrote(self._asked.pop(id), completion)
         except BaseException:
