@@ -136,7 +136,8 @@ def _require_gradients(recipe: Recipe, rewards: RewardSet) -> None:
     if not rewards.differentiable:
         raise UserError(
             f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
-            "@mmrl.reward(differentiable=True); use a differentiable one (colour:target), or algorithm.type=flow_grpo"
+            "@mmrl.reward(differentiable=True) for a sample; take one that does (colour:target), or "
+            "algorithm={type: flow_grpo} with groups of two or more"
         )
 
 

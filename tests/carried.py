@@ -2,8 +2,8 @@
 
 A test that raises a ``UserError`` leaves here its text and the calls on the stack that were given a recipe. After the
 test they are repeated, the innermost first: one must complain again as it was, and with each edit that the text names
-not complain of it. ``tests/carried_table.py`` says which test does that for which message of the code,
-and why it is done for no other.
+not complain of it. ``tests/carried_table.py`` says which test does that for which message of the code, which test
+does it by hand, and why it is done for no other. A test by hand causes the message, makes the edit and sees it gone.
 
     python -m tests.carried                               # every message that names an edit, and what carries it out
     MMRL_CARRIED=FILE pytest tests/test_x.py              # tries all messages of these tests; a line for each in FILE
@@ -47,7 +47,7 @@ def named(file: str | None = None) -> dict[str, re.Pattern[str]]:
         text = NOT_OURS.sub(GAP, literal.text)
         keys = [match["key"] for one in (*EDITS, *ALTERNATIVES) for match in one.finditer(text)]
         if not literal.file.startswith(OF_THE_RECIPE) and any(key.split(".")[0] in Recipe.model_fields for key in keys):
-            pattern = ".*?".join(map(re.escape, literal.text.split(GAP)))
+            pattern = ".*?".join(map(re.escape, re.split(rf"{GAP}|\{{\}}", literal.text)))
             found[f"{literal.file}: {literal.text[:70]}"] = re.compile(pattern, re.DOTALL)
     return found
 
@@ -211,8 +211,11 @@ def _carried_out(calls: list[Call], names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    from tests.carried_table import CARRIED, NOT_HERE, OPEN
+    from tests.carried_table import ADVICE, BY_HAND, CARRIED, NOT_HERE
 
     for name in named():
-        print(f"{name}\n    {CARRIED.get(name) or NOT_HERE.get(name) or 'open'}")
-    print(f"{len(named())}: {len(CARRIED)} are carried out, {len(NOT_HERE)} cannot be here, {len(OPEN)} are open")
+        print(f"{name}\n    {(CARRIED | BY_HAND | ADVICE | NOT_HERE).get(name, 'open')}")
+    print(
+        f"{len(named())}: {len(CARRIED) + len(BY_HAND)} are carried out, {len(BY_HAND)} of them by hand, {len(ADVICE)} "
+        f"refuse nothing, {len(NOT_HERE)} cannot be here"
+    )

@@ -4,7 +4,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +21,7 @@ for name, value in {
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.carried_table import CARRIED  # noqa: E402
+from tests.carried_table import BY_HAND, CARRIED  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PRETENDED = pytest.StashKey[str]()
@@ -108,6 +108,7 @@ class Said:
         """The test ``node`` begins."""
         self.texts, self.calls, self.node = [], [], node
         self.edits = [name for name, where in CARRIED.items() if where == node]
+        self.by_hand = [name for name, where in BY_HAND.items() if where == node]
         self.wanted = bool(self.edits or os.environ.get("MMRL_CARRIED"))
 
     def note(self, text: str) -> None:
@@ -120,15 +121,23 @@ class Said:
 
     def left(self) -> list[str]:
         """What is wrong with the edits that the test carries out."""
-        if not self.wanted:
-            return []
-        from tests.carried import after
+        from tests.carried import after, said_by
 
+        caused = {name for text in self.texts if self.by_hand for name in said_by(text, self.by_hand)}
+        wrong = [f"{name}: the test does not cause it" for name in self.by_hand if name not in caused]
+        if not self.wanted:
+            return wrong
         self.wanted = False  # what is called again is not kept
-        return after(self.edits, self.calls, self.node)
+        return wrong + after(self.edits, self.calls, self.node)
 
 
 SAID = Said()
+
+
+@pytest.fixture
+def says() -> Callable[[str], object]:
+    """Counts a text as a message of the test, where no ``UserError`` has it."""
+    return lambda text: SAID.texts.append(text)
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,7 @@ ALTERNATIVES = (
     re.compile(rf"\buse (?P<key>{KEY})=(?P<value>{WRITTEN})"),
     re.compile(rf"\b(?P<remove>remove|leave out) (?P<key>{KEY})"),
 )
+IN_A_ROW = re.compile(rf"\b(set {KEY}=(?:{WRITTEN})) (?={KEY}=)")
 NO_KEYS = {"it", "them", "that", "the", "both", "this", "one", "or", "to", "of"}
 
 
@@ -253,7 +254,7 @@ def edits(message: str) -> list[list[tuple[str, object, bool]]]:
     message = message.removeprefix("training stops here: ")
     subject = message.partition(":")[0]
     found = []
-    for part in re.split(r", or |; ", message.partition(";")[2]):
+    for part in re.split(r", or |; ", IN_A_ROW.sub(r"\1 set ", message.partition(";")[2])):
         together = []
         for pattern in ALTERNATIVES:
             for match in pattern.finditer(part):

@@ -1,6 +1,7 @@
 """What surrounds a prompt: a chat template of the recipe's own, its variables, and a system message."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -139,3 +140,13 @@ def test_a_vision_model_takes_a_template_too(tmp_path):
     made = load_recipe([tmp_path / "tiny.yaml"], [f"model.chat_template={json.dumps(template)}"])
     pipeline = mmrl.load("pipelines", "vlm/chat").build(made.recipe, str(tmp_path / "model"), torch.device("cpu"))
     assert "<|im_start|>the user" in pipeline.conditioner.render(Prompt("p", "Hello"))
+    bare = tmp_path / "model" / "chat_template.jinja"
+    kept = bare.read_text()
+    bare.unlink()
+    for words, lacks in (([], True), ([f"model.chat_template={json.dumps(template)}"], False)):
+        with pytest.raises(UserError, match="has no chat template") if lacks else nullcontext():
+            made = load_recipe([tmp_path / "tiny.yaml"], words).recipe
+            mmrl.load("pipelines", "vlm/chat").build(made, str(tmp_path / "model"), torch.device("cpu"))
+    bare.write_text(kept)
+    made = load_recipe([tmp_path / "tiny.yaml"], []).recipe
+    mmrl.load("pipelines", "vlm/chat").build(made, str(tmp_path / "model"), torch.device("cpu"))

@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
 from tests.test_cli import mmrl
 
 
@@ -90,3 +92,13 @@ def test_a_line_break_in_a_name_leaves_no_comment(kind, capsys, tmp_path):
     (tmp_path / "job.sh").write_text("".join(f"{name}() {{ :; }}\n" for name in ("srun", "ray", "torchrun")) + said)
     subprocess.run(["bash", tmp_path / "job.sh"], check=False, env={"HEAD": "x", "PATH": "/usr/bin:/bin"})
     assert not (tmp_path / "broken").exists()
+
+
+def test_one_device_is_on_no_cluster(capsys):
+    code, said = printed(capsys, "sums", "--print", "ray")
+    assert code == 2
+    assert "controllers: the recipe has one, which `mmrl train` starts; set controllers=8" in " ".join(said.split())
+    with pytest.raises(UserError, match=r"ray: one device .* remove it, or set controllers to 2 or more"):
+        load_recipe(["sums"], ["ray=auto"])
+    for words in ([], ["ray=local"], ["ray=auto", "controllers=2"], ["ray=auto", "devices_per_controller=2"]):
+        load_recipe(["sums"], words)

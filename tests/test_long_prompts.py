@@ -86,6 +86,7 @@ def test_overlong_is_obeyed_in_plan_data_check_and_training(folders, tmp_path, h
         assert made.problems == said
         assert checked.faults == 2
         assert "data.overlong=cut" in said[0]
+        assert not plan(written(tmp_path, LONG, "sd", folders, overlong="cut")).problems
     else:
         assert not made.problems
         assert (checked.faults, len(split.notes)) == ((2, 0) if how == "skip" else (0, 1))

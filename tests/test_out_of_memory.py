@@ -94,7 +94,7 @@ def takes(run, asked, n):
     return sampling.peak, sampling.now + decoding.peak
 
 
-def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, asked, capsys):
+def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, asked, capsys, says):
     half, whole = takes(run, asked, 4), takes(run, asked, 8)
     limit = (max(half) + 2**20 + min(whole)) // 2
     assert max(half) < limit < min(whole)
@@ -107,9 +107,14 @@ def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, ask
         assert run.compute.local.at_once == {"sample": 4, "decode": 4}
         assert "out of memory in the phase sample with 8 samples at once: it goes on with 4" in told
         assert "sampling.batch_size=4" in told
+        says(told)
         with Device(limit):
             device_tasks.sample(run, *asked)
         assert capsys.readouterr().err == "", "it begins with what there is memory for"
+    with a_run_that_begins(run), Device(limit):
+        (slots, ids, _), how = asked
+        device_tasks.sample(run, Chunk(slots[:4], ids[:4]), how)  # as with sampling.batch_size=4
+    assert capsys.readouterr().err == ""
     assert drawn.ids == expected.ids
     for name in ("clean", "states", "log_probs"):
         torch.testing.assert_close(getattr(drawn, name), getattr(expected, name), rtol=1e-5, atol=1e-5)

@@ -105,7 +105,7 @@ def test_the_plan_draws_replicas():
         ("20 to 27", *["judge, in replicas of 8 devices"] * 2),
     ]
     alone = planned_in_short("sums", "controllers=2", JUDGE)
-    assert "set placement to partial or disaggregated, whose devices that judge" in "\n".join(alone.problems)
+    assert "so that the devices that judge are divided into such servers" in "\n".join(alone.problems)
 
 
 def metrics(out):

@@ -450,8 +450,10 @@ def test_templates_with_names_and_no_default_are_refused_until_one_is_chosen(fol
 
 
 @pytest.mark.parametrize("kind", ["drops thoughts", "numbers its turns"])
-def test_answers_that_the_template_does_not_keep_are_refused_in_the_plan(folder, kind):
+def test_answers_that_the_template_does_not_keep_are_refused_in_the_plan(folder, kind, says):
     (problem,) = plan(loaded(folder, template(kind), *SFT)).problems
+    says(problem)
+    assert plan(loaded(folder, template("chatml"), *SFT)).problems == []
     assert "none of 8 prompts can be used" in problem
     assert "meta['completion']" in problem
 
@@ -515,7 +517,7 @@ def test_prompts_without_an_answer_are_counted_in_the_plan(folder):
     assert "meta['truth'], and 8 of 16 prompts have none" in problem
 
 
-def test_the_plan_names_answers_and_reasoning_that_the_template_does_not_show(folder):
+def test_the_plan_names_answers_and_reasoning_that_the_template_does_not_show(folder, says):
     rows = [{"prompt": f"Say {c}.", "completion": c} for c in "abc"]
     turns = [
         {"role": "user", "content": "Hi"},
@@ -525,6 +527,7 @@ def test_the_plan_names_answers_and_reasoning_that_the_template_does_not_show(fo
     ]
     write(folder, [*rows, {"messages": turns}])
     (problem,) = plan(loaded(folder, *SFT)).problems
+    says(problem)
     assert "2 of 8 prompts looked at cannot be used (q:4, q:4)" in problem
     assert "raise data.max_bad_fraction" in problem
     made = plan(loaded(folder, *SFT, "data.max_bad_fraction=0.5"))

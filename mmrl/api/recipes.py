@@ -126,7 +126,7 @@ def _algorithm(given: object) -> Json:
         what = f"{kind!r} is no class and no name" if "type" in section else "the mapping has no type"
         raise UserError(
             f"algorithm: {what}; write algorithm=MyClass, algorithm='grpo', or algorithm={{'type': 'grpo', "
-            "'clip_range': 0.1}; settings alone go into changes"
+            "'clip_high': 0.28}; settings alone go into changes"
         )
     return cast("Json", {**section, "type": kind})
 

@@ -55,7 +55,7 @@ def train(
     ``data``: prompts in place of the recipe's: a list of texts, of records or of ``mmrl.Prompt``, a Hugging Face data
     set, or a function ``prompts(split)``. ``heldout``: the held-out ones; without them a tenth of ``data`` is held out.
     ``algorithm``: in place of the recipe's section: a class with settings, a name, or a mapping ``{"type": "grpo",
-    "clip_range": 0.1}``; ``changes`` sets single settings of it.
+    "clip_high": 0.28}``; ``changes`` sets single settings of it.
     ``environment``: what the policy acts in over several turns: a class, a function with types and a docstring that the
     model can call, a list of such functions, a name, or a mapping ``{"name": ..., "max_turns": 4}``.
     ``callbacks``: ``mmrl.Callback`` objects, or functions that are called after each step.

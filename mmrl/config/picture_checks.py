@@ -178,7 +178,7 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
         if reward.name.partition(":")[0] == "http":
             yield (
                 f"rewards[{i}].name: {reward.name!r} is remote and returns no gradient, which {name} needs; "
-                "use a differentiable reward or algorithm.type=flow_grpo"
+                "use a differentiable reward or algorithm={type: flow_grpo}"
             )
         if reward.normalize != "none":
             yield f"rewards[{i}].normalize: {name} follows the reward's own gradient; set it to none"

@@ -17,6 +17,11 @@ def of_placement(recipe: Recipe) -> Iterator[str]:
     yield from _placement(recipe)
     yield from of_replicas(recipe)
     yield from _controllers(recipe)
+    if recipe.ray != "local" and recipe.controllers * recipe.devices_per_controller == 1:
+        yield (
+            "ray: one device trains in the process that is started, and on no cluster; remove it, or set controllers "
+            "to 2 or more"
+        )
 
 
 def _several(recipe: Recipe) -> Iterator[str]:

@@ -124,8 +124,10 @@ def _beside_training(recipe: Recipe) -> Iterator[str]:
             f"{max(of_engine(recipe), judge)} devices cannot; set placement.type to partial, or to disaggregated"
         )
     elif kind == "colocate" and judge > 1:
+        least = judge + of_engine(recipe)
+        more = f"devices_per_controller to {least} or more and set " if recipe.devices_per_controller < least else ""
         yield (
             f"placement: with colocate every device samples and then judges, and a judge's server takes {judge} "
-            f"devices; set placement to {{type: partial, judges: {judge}}}, whose first devices sample and whose last "
-            "judge before all train, or to disaggregated"
+            f"devices; set {more}placement to {{type: partial, judges: {judge}}}, whose first devices sample and whose "
+            "last judge before all train, or to disaggregated"
         )

@@ -45,17 +45,21 @@ FIXED = {
 }
 """What mmrl needs as it is, to read tokens and log-probs."""
 
+_ENGINES = "set rollout.engine to vllm, vllm_server or sglang"
+
 
 def problems(recipe: Recipe) -> list[str]:
-    """Why ``rollout.sampling`` cannot be given to the recipe's engine, with the edit."""
+    """Why ``rollout.sampling`` or ``rollout.options`` cannot be given to the recipe's engine, with the edit."""
     given, engine = recipe.rollout.sampling, recipe.rollout.engine.removesuffix("_server")
+    if engine == "transformers" and recipe.rollout.options:
+        return [f"rollout.options: sampling in process has none; remove it, or {_ENGINES}"]
     if not given:
         return []
     if engine not in FILES:
         why = (
             "a class of your own takes rollout.options" if recipe.rollout.own_class else "sampling in process has none"
         )
-        return [f"rollout.sampling: {why}; remove it, or set rollout.engine to vllm, vllm_server or sglang"]
+        return [f"rollout.sampling: {why}; remove it, or {_ENGINES}"]
     wrong = [
         f"rollout.sampling.{name}: {key} says it; set that, and remove it here"
         for name, key in OURS[engine].items()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl.config.evaluation_checks import label_of
+from mmrl.config.replicas import of_engine
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of
 from mmrl.packages.places import lacking
@@ -93,12 +94,18 @@ def _refused(recipe: Recipe, one: Asked, models: Sequence[Weights], device: str,
     several, spread = recipe.controllers * recipe.devices_per_controller, max(model.devices for model in models)
     divided = recipe.placement.type in ("partial", "disaggregated") and one.trained_on
     if several > 1 and spread > 1 and not divided:
+        devices = spread + of_engine(recipe)
         yield (
             f"its server needs {spread} devices, and each of this run's {several} devices starts its own server when "
-            "it judges; set placement to partial or disaggregated, whose devices that judge are divided into such "
-            "servers, remove "
-            "tensor_parallel_size and similar options from options.model.args, take a smaller or quantised judge, or "
-            "run a separate server and name it as options.model: {url, name}"
+            + "it judges; "
+            + (
+                f"set devices_per_controller to {devices} or more and set placement={{type: partial, judges: {spread}}}"
+                ", so that the devices that judge are divided into such servers, "
+                if one.trained_on
+                else ""
+            )
+            + "remove tensor_parallel_size and similar options from options.model.args, take a smaller or quantised "
+            "judge, or run a separate server and name it as options.model: {url, name}"
         )
     share = sum(model.share for model in models)
     if device.startswith("cuda") and memory is not None and share and one.weights / spread > share * memory:

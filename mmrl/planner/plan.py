@@ -311,11 +311,13 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]
     made.notes += notes
     made.problems += problems or refusals(made, objective)
     if objective.kind == "pathwise":
+        groups = "" if recipe.train.group_size > 1 else " and set train.group_size to 2 or more"
+        edit = f"set algorithm={{type: flow_grpo}}{groups}"
         made.problems += [
-            f"rewards: {recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none "
-            "(@mmrl.reward(differentiable=True)); set algorithm.type=flow_grpo, or use colour:target"
+            f"rewards: {recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none of a "
+            f"sample (@mmrl.reward(differentiable=True)); take one that does (colour:target), or {edit}"
             for one in found
-            if not inspect.isclass(one.target) and not one.declaration.differentiable
+            if not inspect.isclass(one.target) and not one.declaration.has_gradient
         ]
     return frozenset(name for r, one in zip(recipe.rewards, found, strict=True) for name in one.reads(r.options))
 

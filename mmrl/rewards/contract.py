@@ -142,6 +142,11 @@ class Declaration:
             _check_word("inputs", name, get_args(Input), "a sample has no such field")
         _check_word("per", self.per, get_args(Per), "a reward scores single samples or whole groups")
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an update can follow the gradient of a sample's reward."""
+        return self.differentiable and self.per == "sample"
+
 
 class CheckedError(BaseException):
     """The options of a reward are checked, and no more is wanted. Not an ``Exception``, so that no constructor takes it

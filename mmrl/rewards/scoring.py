@@ -162,8 +162,8 @@ class RewardSet:
 
     @property
     def differentiable(self) -> bool:
-        """Whether every reward carries a gradient."""
-        return all(entry.loaded.declaration.differentiable for entry in self._entries)
+        """Whether every reward carries a gradient for each sample."""
+        return all(entry.loaded.declaration.has_gradient for entry in self._entries)
 
     @property
     def spans(self) -> list[str]:
@@ -298,12 +298,7 @@ class RewardSet:
             caller.close()
 
     def _differentiate(self, entry: Entry, samples: Sequence[Sample], step: int) -> torch.Tensor:
-        declaration, where = entry.loaded.declaration, f"reward {entry.label!r} ({entry.loaded.place})"
-        if not declaration.differentiable or declaration.per == "group":
-            raise RewardError(
-                f"{where} declares no gradient per sample; declare it with @mmrl.reward(differentiable=True) "
-                "or use algorithm.type=flow_grpo"
-            )
+        where = f"reward {entry.label!r} ({entry.loaded.place})"
         check_inputs(entry, samples)
         found = []
         context = Context(step, self.device, self.folder, entry.label)

@@ -107,6 +107,7 @@ def torchrun(job: Job) -> str:
 
 def ray(job: Job) -> str:
     """The commands that start a Ray cluster and a job on it. Raises ``UserError``."""
+    _several(job.recipe)
     nodes, each = job.nodes()
     kind = "gpus" if job.gpus else "cpus"
     devices = each * job.recipe.devices_per_controller
@@ -134,5 +135,9 @@ def _one_device(recipe: Recipe, launcher: str) -> None:
             f"devices_per_controller: {launcher} starts a process for each device, and the recipe gives {devices} to a "
             f"controller; set controllers={n * devices} devices_per_controller=1, or print ray"
         )
-    if n == 1:
+    _several(recipe)
+
+
+def _several(recipe: Recipe) -> None:
+    if recipe.controllers * recipe.devices_per_controller == 1:
         raise UserError("controllers: the recipe has one, which `mmrl train` starts; set controllers=8, say")

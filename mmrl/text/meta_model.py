@@ -164,7 +164,7 @@ def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Long
         if error and overlong:
             raise UserError(
                 f"data: {_named(overlong, len(prompts))}; shorten them or take them out of the data, raise the limit, "
-                "or set data.overlong to skip or cut"
+                f"or set data.overlong to {'skip or cut' if good else 'cut'}"
             )
         if not good:
             first = [*map(str, overlong[:1]), *why[:1]][0]

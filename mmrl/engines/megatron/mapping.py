@@ -234,8 +234,11 @@ def _trained_apart(module: Any, train: Train) -> Iterator[str]:
             "set train.backend to fsdp"
         )
     for key in ("pipeline_parallel", "context_parallel") if sees else ():
-        if getattr(train, key) > 1:
-            yield f"train.{key}: a model that sees is cut in parts of layers alone; set train.tensor_parallel instead"
+        if (n := getattr(train, key)) > 1:
+            yield (
+                f"train.{key}: a model that sees is cut in parts of layers alone; remove it, and set "
+                f"train.tensor_parallel={n * train.tensor_parallel}"
+            )
 
 
 def _fitting(n: int) -> str:
