@@ -181,3 +181,33 @@ def test_no_product_of_weights_in_shards_is_float32(folder, family_of, world, ca
     products, _ = step([*recipe, *EIGHT, *words], Controller(0, 0, 8, text.Pretended(world)))
     assert products["bfloat16"] > 0
     assert products["float32"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_no_product_of_compiled_blocks_is_float32(family_of, tmp_path, monkeypatch, lora):
+    """Of the graphs that torch.compile hands on, forward and backward: what writes kernels needs a GPU."""
+    import torch
+    from torch import nn
+    from torch._dynamo.backends.common import aot_autograd
+
+    from tests.products import is_product
+
+    products, graphs = [], []
+
+    def read(graph, _):
+        graphs.append(graph)
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and is_product(getattr(node.target, "_opname", "")):
+                products.append(node.args[0].meta["val"].dtype)
+        return graph.forward
+
+    backend, compiled = aot_autograd(fw_compiler=read, bw_compiler=read), nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, backend=backend, **given))
+    given = families.settings("sd3", family_of(), "policy_gradient", lora) | {"performance": {"compile": True}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(given))
+    run = _built([tmp_path / "recipe.yaml"])
+    with attention_in_half():
+        _step(run)
+    assert len(graphs) >= 3  # sampling, and forward and backward of the update
+    assert {*products} == {torch.bfloat16}
