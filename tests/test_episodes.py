@@ -296,6 +296,19 @@ def test_a_reward_of_pieces_is_refused_before_the_model_is_loaded():
         build(load_recipe(["sums-capo"], [GUESS]).recipe)
 
 
+def test_the_plan_counts_what_reset_shows(tmp_path):
+    file = tmp_path / "long.py"
+    file.write_text(
+        "class World:\n    def reset(self, prompt, seed): return 'x ' * 70\n    def step(self, action): return None\n"
+    )
+    peaks = []
+    for name in (f"{file}:World", "guess"):
+        made = plan(load_recipe(["sums"], [*SMALL, f"environment={{name: '{name}', max_tokens: 90}}"]))
+        assert not made.problems
+        peaks.append(made.time.step)
+    assert peaks[0] > peaks[1]
+
+
 def test_a_picture_recipe_has_no_turns():
     with pytest.raises(UserError, match="environment: a model that makes pictures writes no turns"):
         load_recipe(["shapes-lora"], ["environment={name: guess}"])

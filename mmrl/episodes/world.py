@@ -33,6 +33,8 @@ class World:
         self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
         self._factory = opened(recipe.environment)
         self.role: Role = role_of(conditioner, recipe)
+        self.plays = True
+        """Whether episodes are played; a plan takes the longest one as one turn."""
         self._calls = reader_of(recipe.environment.calls, conditioner.saved, self._factory.schemas)
         self._shown: OrderedDict[SampleId, tuple[Prompt, Prompt]] = OrderedDict()
 
@@ -45,10 +47,6 @@ class World:
             if len(self._shown) > _MOST_KEPT:
                 self._shown.popitem(last=False)
         return replace(slot, prompt=known[1])
-
-    def begun_all(self, slots: Sequence[Slot]) -> list[Slot]:
-        """As ``begun``."""
-        return [self.begun(slot) for slot in slots]
 
     def _with_first(self, prompt: Prompt, key: SampleId) -> Prompt:
         pool: Pool[SampleId] = Pool(1, self._section.timeout)

@@ -32,7 +32,7 @@ from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import Files
 from mmrl.text.scoring import open_scorer, score_class
 from mmrl.text.token_sampling import Draw
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import Prompt, Slot
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PretrainedConfig, PreTrainedModel
@@ -95,7 +95,7 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         )
     if pipeline.world is not None:  # the longest episode, as one turn
         pipeline.settings = pipeline.settings.model_copy(update={"max_new_tokens": recipe.response_tokens})
-        pipeline.world = None
+        pipeline.world.plays = False
     if files.recorded:
         _take_the_limit(pipeline)
     policy = pipeline.policy
@@ -211,6 +211,8 @@ def _texts(prompt: Prompt, columns: Iterable[str]) -> list[str]:
 def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
     """Tokens of the longest row with this prompt. Raises ``BadPromptError`` for a prompt that would be skipped."""
     overlong = "skip" if pipeline.recipe.overlong == "error" else None  # all of them are to be named
+    if pipeline.world is not None:
+        prompt = pipeline.world.begun(Slot(0, 0, 0, prompt)).prompt
     prompt, features = pipeline.fitter.encode(prompt, pipeline.limit, overlong)
     length = len(features["input_ids"])
     if pipeline.pairs is None:

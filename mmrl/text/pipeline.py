@@ -254,8 +254,9 @@ class LanguagePipeline:
         self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, temperature: float, until: int | None = None
     ) -> TextRows:
         """Responses from their first token on; ``until``: only so many tokens of each."""
-        if self.world is not None:
-            return self._played(self.world, self.world.begun_all(slots), ids, seed, temperature)
+        slots = self._begun(slots)
+        if self.world is not None and self.world.plays:
+            return self._played(self.world, slots, ids, seed, temperature)
         if self.engine is None:
             inputs = self._asked([key_of(slot.prompt) for slot in slots])
             limits = [slot.prompt.max_new_tokens for slot in slots]
