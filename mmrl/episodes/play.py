@@ -6,6 +6,7 @@ whose environment has answered goes on beside those that wait; what it draws dep
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -142,7 +143,11 @@ class _Stage:
         in_step = isinstance(self._answers, InStep)  # such an engine answers many as fast as one
         try:
             while self._asked or self._pool:
-                for one, returned in self._pool.ready(wait=in_step or not self._asked):
+                found = self._pool.ready(wait=in_step or not self._asked)
+                if found and not self._asked and self._pool:  # calls that take equally long return in crowds
+                    time.sleep(_POLL)
+                    found += self._pool.ready(wait=False)
+                for one, returned in found:
                     self._returned(one, returned)
                 if in_step and self._pool:
                     continue
