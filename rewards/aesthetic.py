@@ -47,13 +47,8 @@ class Aesthetic(Sleeping):
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "clip"), checks=True)
-class PathwiseAesthetic(Sleeping):
+class PathwiseAesthetic(Aesthetic):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
-
-    def __init__(self, path: str, clip: str = CLIP, dtype: str = "auto") -> None:
-        self.dtype = check_dtype(dtype)
-        model, self.images = _load(path, clip)
-        self.model = self.frozen(model, lambda: _load(path, clip)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""

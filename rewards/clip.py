@@ -47,13 +47,8 @@ class ClipScore(Sleeping):
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path",), checks=True)
-class PathwiseClip(Sleeping):
+class PathwiseClip(ClipScore):
     """2.5 * cosine, with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
-
-    def __init__(self, path: str = DEFAULT, dtype: str = "auto") -> None:
-        self.dtype = check_dtype(dtype)
-        model, self.processor = load_clip(path, path)
-        self.model = self.frozen(model, lambda: load_clip(path, path)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""

@@ -77,13 +77,8 @@ class HPSv2(Sleeping):
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "base"), checks=True)
-class PathwiseHPSv2(Sleeping):
+class PathwiseHPSv2(HPSv2):
     """The same with the gradient to ``sample.tensor``."""
-
-    def __init__(self, path: str = DEFAULT, base: str = BASE, dtype: str = "auto") -> None:
-        self.dtype = check_dtype(dtype)
-        model, self.processor = _load(path, base)
-        self.model = self.frozen(model, lambda: _load(path, base)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""

@@ -69,13 +69,8 @@ class ImageReward(Sleeping):
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "tokenizer"), checks=True)
-class PathwiseImageReward(Sleeping):
+class PathwiseImageReward(ImageReward):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
-
-    def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER, dtype: str = "auto") -> None:
-        self.dtype = check_dtype(dtype)
-        model, self.tokenizer, self.images = _load(path, tokenizer)
-        self.model = self.frozen(model, lambda: _load(path, tokenizer)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""

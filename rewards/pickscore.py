@@ -46,13 +46,8 @@ class PickScore(Sleeping):
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "processor"), checks=True)
-class PathwisePickScore(Sleeping):
+class PathwisePickScore(PickScore):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
-
-    def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR, dtype: str = "auto") -> None:
-        self.dtype = check_dtype(dtype)
-        model, self.processor = load_clip(path, processor)
-        self.model = self.frozen(model, lambda: load_clip(path, processor)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""

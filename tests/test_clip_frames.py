@@ -47,7 +47,7 @@ def encoded(frames, rate, size=(64, 48)):
 def chat_of(family, **show):
     made = processors.processor(family)
     limit_frames(made.video_processor, show.get("fps"), show.get("max_frames"))
-    return mmrl.load("pipelines", "vlm/chat").Chat(made, [made.tokenizer.eos_token_id], [], {})
+    return mmrl.load("pipelines", "vlm/chat").Chat(made, [made.tokenizer.eos_token_id], {})
 
 
 def by_transformers(family, data, tmp_path, **values):

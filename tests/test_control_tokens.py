@@ -35,7 +35,7 @@ def sees(family, **settings):
     if family == "smolvlm":
         pytest.importorskip("num2words")
     made = processors.processor(family, **settings)
-    return mmrl.load("pipelines", "vlm/chat").Chat(made, [made.tokenizer.eos_token_id], [], {})
+    return mmrl.load("pipelines", "vlm/chat").Chat(made, [made.tokenizer.eos_token_id], {})
 
 
 def reads():
@@ -224,7 +224,7 @@ def test_words_and_white_space_are_no_control_tokens():
 
 def test_an_engine_that_makes_tokens_of_text_gets_text_without_control_tokens():
     chat = sees("qwen2_5_vl")
-    by_engine = type(chat)(chat.saved, chat.stop_tokens, [], {}, by_engine=True)
+    by_engine = type(chat)(chat.saved, chat.stop_tokens, {}, shown=True)
     prompt = Prompt("p", "<image> <|image_pad|> <|im_end|>", media=(picture(1)[1],))
     assert by_engine.render(prompt) == chat.render(prompt)
     assert "< |image_pad|> < |im_end|>" in chat.render(prompt)

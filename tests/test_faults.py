@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from mmrl.report import notices
 from mmrl.runtime import stall_watchdog as pulses
 from mmrl.runtime.stall_watchdog import Sign, StallWatchdog, Stuck, blamed
 from tests.ray_runs import SMALL, ended, learned, rows, train
@@ -32,7 +33,8 @@ class Time:
 
 def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
     clock = Time()
-    monkeypatch.setattr(pulses, "time", clock)
+    for module in (pulses, notices):
+        monkeypatch.setattr(module, "time", clock)
     pulse = StallWatchdog(10.0, {"reward": 100.0})
     for phase, seconds in (("train", 2.0), ("reward", 2.0), ("sample", 0.1)):
         for _ in range(3):
@@ -54,7 +56,8 @@ def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
 
 def test_a_phase_that_nobody_knows_is_stuck_once_nothing_shows_progress(monkeypatch):
     clock, at_work = Time(), []
-    monkeypatch.setattr(pulses, "time", clock)
+    for module in (pulses, notices):
+        monkeypatch.setattr(module, "time", clock)
     pulse = StallWatchdog(10.0, {"reward": 300.0}, patience=100.0, works=lambda thread: bool(at_work))
     with pulse("load"):
         clock.now += 99.9
@@ -125,7 +128,8 @@ def test_a_controller_that_waits_for_its_device_is_not_blamed():
 
 def test_a_wait_for_work_behind_other_phases_is_measured_by_all_of_them(monkeypatch):
     clock = Time()
-    monkeypatch.setattr(pulses, "time", clock)
+    for module in (pulses, notices):
+        monkeypatch.setattr(module, "time", clock)
     pulse = StallWatchdog(10.0, hidden=("sample",))
     for phase, seconds in (("train", 5.0), ("sample", 0.0)):
         for _ in range(3):
@@ -141,7 +145,8 @@ def test_a_wait_for_work_behind_other_phases_is_measured_by_all_of_them(monkeypa
 
 def test_what_is_started_meanwhile_is_no_time_of_the_phase(monkeypatch):
     clock = Time()
-    monkeypatch.setattr(pulses, "time", clock)
+    for module in (pulses, notices):
+        monkeypatch.setattr(module, "time", clock)
     pulse = StallWatchdog(10.0)
     for starts in (0.0, 60.0, 0.0):
         with pulse("sample"):

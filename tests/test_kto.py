@@ -117,13 +117,13 @@ def test_each_prompt_is_scored_with_the_response_of_the_one_before(folder):
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     slots = run.controller.slots(0, run.prompts, 5)
     run.pipeline.encode(slots)
-    given, ratios = run.pipeline.pairs, []
+    ratios = []
     for before, slot in zip([slots[-1], *slots[:-1]], slots, strict=True):
         swapped = Prompt("x", slot.prompt.text, {"completion": before.prompt.meta["completion"], "label": True})
         (row,) = [type(slot)(0, 0, 0, swapped)]
         run.pipeline.encode([row])
         needs = frozenset({"completion_log_probs", "reference_completion_log_probs"})
-        found = given.compare(_rows([row]), needs, run.policy.using)
+        found = run.pipeline.compare(_rows([row]), needs, run.policy.using)
         ratios.append((found["completion_log_probs"] - found["reference_completion_log_probs"]).item())
     _, row = gradient_of(run)
     assert row["kto/kl"] == pytest.approx(max(0.0, sum(ratios) / 5), rel=1e-4, abs=1e-6)

@@ -104,7 +104,7 @@ def test_log_probs_are_those_of_the_librarys_logits_one_text_at_a_time(tmp_path,
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(70)))
     run = make(tmp_path, f"model.path={path}", "sampling.temperature=0.5")
     rows = rows_of(run.pipeline, UNEVEN)
-    found = run.pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)
+    found = run.pipeline.compare(rows, run.objective.needs, run.policy.using)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path).double(), AutoTokenizer.from_pretrained(path)
     for i, slot in enumerate(UNEVEN):
         messages = [{"role": "user", "content": slot.prompt.text}]
@@ -125,7 +125,7 @@ def test_scores_are_those_of_the_librarys_classifier_on_the_rendered_conversatio
 
     run = make(folder, *SCORE)
     rows = rows_of(run.pipeline, UNEVEN)
-    found = run.pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)
+    found = run.pipeline.compare(rows, run.objective.needs, run.policy.using)
     run.pipeline.write(tmp_path / "out", "merged")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -145,9 +145,9 @@ def test_scores_are_those_of_the_librarys_classifier_on_the_rendered_conversatio
 def test_a_row_does_not_depend_on_its_neighbours(folder, changes):
     run = make(folder, *changes)
     rows = rows_of(run.pipeline, UNEVEN)
-    together = run.pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)
+    together = run.pipeline.compare(rows, run.objective.needs, run.policy.using)
     for i in range(len(rows)):
-        alone = run.pipeline.pairs.compare(rows.rows([i]), run.objective.needs, run.policy.using)
+        alone = run.pipeline.compare(rows.rows([i]), run.objective.needs, run.policy.using)
         for name, values in together.items():
             assert values[i].item() == pytest.approx(alone[name].item(), abs=1e-5), name
     assert run.pipeline.lengths(rows)[0] == run.pipeline.lengths(rows.rows([0]))[0]
@@ -183,7 +183,7 @@ def test_the_reference_is_the_policy_that_began(folder):
         assert first["policy/loss"] == pytest.approx(0.693147, abs=1e-5)
         assert first["dpo/margin"] == pytest.approx(0, abs=1e-5)
         rows = rows_of(run.pipeline, UNEVEN)
-        found = run.pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)
+        found = run.pipeline.compare(rows, run.objective.needs, run.policy.using)
         assert not torch.equal(found["chosen_log_probs"], found["reference_chosen_log_probs"])
 
 
@@ -374,7 +374,7 @@ def policy_scores(run, texts):
     slots = slots_of(*(("Say a number, not 5", text, "another") for text in texts))
     rows = rows_of(run.pipeline, slots)
     with torch.no_grad(), run.policy.for_evaluation():
-        return run.pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)["chosen_scores"].tolist()
+        return run.pipeline.compare(rows, run.objective.needs, run.policy.using)["chosen_scores"].tolist()
 
 
 @pytest.mark.parametrize("name", ["score", "score-lora"])
@@ -520,8 +520,8 @@ def test_a_reward_model_that_sees_learns_is_exported_and_scores(seen, tmp_path, 
     slots = [Slot(0, i, 0, prompt) for i, prompt in enumerate(list(run.prompts)[:5])]
     rows = rows_of(run.pipeline, slots)
     with torch.no_grad():
-        whole = run.pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)
-        alone = [run.pipeline.pairs.compare(rows.rows([i]), run.objective.needs, run.policy.using) for i in range(5)]
+        whole = run.pipeline.compare(rows, run.objective.needs, run.policy.using)
+        alone = [run.pipeline.compare(rows.rows([i]), run.objective.needs, run.policy.using) for i in range(5)]
     for name, values in whole.items():
         assert values.tolist() == pytest.approx([a[name].item() for a in alone], abs=1e-5)
     reward = mmrl.load("rewards", "reward_model:score")(
@@ -541,9 +541,9 @@ def test_dpo_of_a_model_that_sees(seen, tmp_path):
     run = make(seen, f"model.path={path}", "pipeline=vlm/chat")
     slots = [Slot(0, i, 0, prompt) for i, prompt in enumerate(list(run.prompts)[:4])]
     rows = rows_of(run.pipeline, slots)
-    whole = run.pipeline.pairs.compare(rows, run.objective.needs, run.policy.using)
+    whole = run.pipeline.compare(rows, run.objective.needs, run.policy.using)
     for i in range(4):
-        alone = run.pipeline.pairs.compare(rows.rows([i]), run.objective.needs, run.policy.using)
+        alone = run.pipeline.compare(rows.rows([i]), run.objective.needs, run.policy.using)
         for name, values in whole.items():
             assert values[i].item() == pytest.approx(alone[name].item(), rel=1e-5)
     losses = [loop.train_step(run, 0, Clock(torch.device("cpu")))[0]["policy/loss"] for _ in range(5)]  # the same pairs

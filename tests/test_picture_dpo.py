@@ -70,7 +70,7 @@ def test_the_loss_is_the_papers():
 def test_the_errors_are_of_both_pictures_at_one_noise_and_without_guidance(guidance):
     run = moved(make(f"sampling.guidance_scale={guidance}"))
     pipeline, found = run.pipeline, rows(run)
-    got = pipeline.pairs.compare(found, run.objective.needs, run.policy.using)
+    got = pipeline.compare(found, run.objective.needs, run.policy.using)
     sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
     eps = noise(run.recipe.seed, found.ids, "pair", pipeline.shape)
     vae = pipeline.adapter.pipe.vae

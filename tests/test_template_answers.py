@@ -17,7 +17,7 @@ from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.text.answered import answer_tokens
-from mmrl.text.conversation import check_template
+from mmrl.text.chat import check_template
 from mmrl.training import loop
 from mmrl.trajectory import Prompt, Turn
 from tests import tiny

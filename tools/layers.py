@@ -40,9 +40,8 @@ FOLDERS = {
 
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
-    "engines.rollout episodes.contract errors files finite frozen_modules garbage hub_files installing json_types "
-    "local_rows media media_limits out_of_memory packages "
-    "report.clock "
+    "engines.rollout episodes.contract errors files finite frozen_modules garbage hub_files http_server installing "
+    "json_types local_rows media media_limits out_of_memory packages report.clock "
     "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
     "script_process secret_forms secrets stored tensor_files torch_state trajectory transfer "
     "untrusted user_code whole_weights",
@@ -58,8 +57,7 @@ LAYERS = {
     "text": "text",
     "engines": "engines",
     "episodes": "episodes environments",
-    "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring "
-    "text.slots",
+    "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring",
     "rewards, judge": "distill knowledge labels readers rewards judge",
     "step context": "training.batch training.micro_batches training.step_context training.step_metrics training.update",
     "placement": "placement",

@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -491,6 +492,19 @@ def counted(edges: set[Edge], levels: Mapping[str, int]) -> tuple[list[Edge], li
     return up, down
 
 
+def with_later(old: Mapping[str, str]) -> dict[str, str]:
+    """``old`` layers, with the layers and modules that came later where they lie now."""
+    order, known = list(old), [word for words in old.values() for word in words.split()]
+    for name, above in reversed(list(pairwise([*LAYERS, ""]))):
+        if name not in old:
+            order.insert(order.index(above) if above else len(order), name)
+    later = {
+        name: [w for w in LAYERS.get(name, "").split() if not any(w == k or w.startswith(f"{k}.") for k in known)]
+        for name in order
+    }
+    return {name: " ".join([old.get(name, ""), *later[name]]) for name in order}
+
+
 def layers_of(commit: str) -> dict[str, str]:
     """``LAYERS`` as it stands at a commit. Raises ``ValueError`` for a commit that is not there."""
     shown = subprocess.run(["git", "show", f"{commit}:tools/layers.py"], cwd=ROOT, capture_output=True, text=True)
@@ -509,7 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", metavar="COMMIT", help="take the layers as they were at this commit")
     options = parser.parse_args(arguments)
     house = house_of(ROOT)
-    layers = layers_of(options.layers) if options.layers else LAYERS
+    layers = with_later(layers_of(options.layers)) if options.layers else LAYERS
     levels, names = placed(house.trees, layers), list(layers)
     for start in options.starts:
         module, _, name = start.partition(":")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -162,11 +162,7 @@ def index(
         table.add_row("all", *(str(sum(column)) for column in zip(*rows, strict=True)))
     console().print(table)
     bad = [b for index_ in indexes for b in index_.bad]
-    for record in bad[:_SHOWN]:
-        print(f"bad  {record}")
-    if len(bad) > _SHOWN:
-        print(f"     and {len(bad) - _SHOWN} more, all named in the .index.json files")
-    raise typer.Exit(1 if bad else 0)
+    _end_with(bad, ", all named in the .index.json files")
 
 
 @app.command()
@@ -183,10 +179,15 @@ def convert(
     target = out or Path(f"{name}.jsonl")
     n, bad = run(name, file, target, overwrite=overwrite)
     print(f"{target}: {n} prompts; licence of the source: {SETS[name].licence} ({SETS[name].source})")
+    _end_with(bad)
+
+
+def _end_with(bad: Sequence[object], where: str = "") -> NoReturn:
+    """Name the first bad records, and exit; ``where``: where all of them are named."""
     for record in bad[:_SHOWN]:
         print(f"bad  {record}")
     if len(bad) > _SHOWN:
-        print(f"     and {len(bad) - _SHOWN} more")
+        print(f"     and {len(bad) - _SHOWN} more{where}")
     raise typer.Exit(1 if bad else 0)
 
 

@@ -97,7 +97,7 @@ def _show(search: Search, best: int) -> None:
 
 def _cell(search: Search, round_: int, trial: int) -> str:
     """The mean over seeds with half of its interval; of one seed its figure."""
-    from mmrl.sweep.ahead import half_width
+    from mmrl.report.heldout import half_width
 
     values = list(search.sweep.values(round_, trial).values())
     known = [value for value in values if value is not None]

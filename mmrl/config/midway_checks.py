@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmrl.config.evaluation_checks import label_of
+from mmrl.config.midway import Midway
 from mmrl.config.schema import Recipe
 
 
 def of_midway(recipe: Recipe) -> Iterator[str]:
     """Contradictions between ``midway`` and other sections."""
-    if recipe.midway is None:
+    midway = recipe.midway
+    if midway is None:
         return
     if recipe.algorithm.kind not in ("policy_gradient", "forward_process"):
         other = "grpo" if recipe.makes == "text" else "flow_grpo or diffusion_nft"
@@ -19,15 +21,14 @@ def of_midway(recipe: Recipe) -> Iterator[str]:
             f"remove it, or use {other}"
         )
         return
-    yield from _tokens(recipe) if recipe.makes == "text" else _steps(recipe)
-    yield from _size(recipe)
-    yield from _branches(recipe)
-    yield from _rewards(recipe)
+    yield from _tokens(recipe, midway) if recipe.makes == "text" else _steps(recipe, midway)
+    yield from _size(recipe, midway)
+    yield from _branches(recipe, midway)
+    yield from _rewards(recipe, midway)
 
 
-def _tokens(recipe: Recipe) -> Iterator[str]:
-    midway, most = recipe.midway, recipe.decoding.max_new_tokens
-    assert midway is not None
+def _tokens(recipe: Recipe, midway: Midway) -> Iterator[str]:
+    most = recipe.decoding.max_new_tokens
     if midway.tokens is None or midway.step is not None:
         yield (
             "midway: responses are scored after a number of tokens, and have no denoising steps; set midway.tokens, "
@@ -51,9 +52,8 @@ def _tokens(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _steps(recipe: Recipe) -> Iterator[str]:
-    midway, sampling = recipe.midway, recipe.denoising
-    assert midway is not None
+def _steps(recipe: Recipe, midway: Midway) -> Iterator[str]:
+    sampling = recipe.denoising
     if midway.step is None or midway.tokens is not None:
         yield (
             "midway: pictures and clips are scored after a number of denoising steps, and have no tokens; set "
@@ -83,9 +83,8 @@ def _steps(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _size(recipe: Recipe) -> Iterator[str]:
-    midway, size = recipe.midway, recipe.train.group_size
-    assert midway is not None
+def _size(recipe: Recipe, midway: Midway) -> Iterator[str]:
+    size = recipe.train.group_size
     if midway.branches > 1:
         if size % midway.branches or size < 2 * midway.branches:
             least = max(2, size // midway.branches) * midway.branches
@@ -105,9 +104,8 @@ def _size(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _branches(recipe: Recipe) -> Iterator[str]:
-    midway, algorithm = recipe.midway, recipe.algorithm
-    assert midway is not None
+def _branches(recipe: Recipe, midway: Midway) -> Iterator[str]:
+    algorithm = recipe.algorithm
     if midway.branches == 1:
         return
     if algorithm.kind != "policy_gradient" or not algorithm.compares_group or algorithm.uses_token_rewards:
@@ -123,13 +121,12 @@ def _branches(recipe: Recipe) -> Iterator[str]:
                 "or more, or branches to 1"
             )
     else:
-        yield from _noise_after(recipe)
+        yield from _noise_after(recipe, midway)
 
 
-def _noise_after(recipe: Recipe) -> Iterator[str]:
+def _noise_after(recipe: Recipe, midway: Midway) -> Iterator[str]:
     """Branches of pictures differ by the noise of the steps behind ``midway.step`` alone."""
-    midway, window, steps = recipe.midway, recipe.denoising.window, recipe.denoising.steps
-    assert midway is not None
+    window, steps = recipe.denoising.window, recipe.denoising.steps
     if midway.step is None:
         return
     last = steps - 2 if window is None else window.first + window.size - 1
@@ -143,9 +140,7 @@ def _noise_after(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _rewards(recipe: Recipe) -> Iterator[str]:
-    midway = recipe.midway
-    assert midway is not None
+def _rewards(recipe: Recipe, midway: Midway) -> Iterator[str]:
     known = {label_of(reward.name, reward.label): reward for reward in recipe.rewards}
     unknown = [label for label in midway.rewards if label not in known]
     if unknown:

@@ -18,12 +18,13 @@ from mmrl.distill.folder import STUDENTS, Record, Student, read, write
 from mmrl.distill.formulas import platt
 from mmrl.distill.measuring import Agreement, Asking, agreement, askings
 from mmrl.distill.read_students import ReadStudents
-from mmrl.distill.sides import VERDICTS, Pairs, read_pairs, rows_of, sides_of, unique, write_pairs
+from mmrl.distill.sides import VERDICTS, Pairs, read_pairs, sides_of, unique, write_pairs
 from mmrl.distill.students import Inputs, Shape, Students
 from mmrl.distill.training import Settings, Table, scores, split, table_of, train
 from mmrl.errors import UserError
 from mmrl.export import new_directory, refuse_taken
 from mmrl.json_types import JsonObject, as_object, as_text
+from mmrl.judge.statistics import rows_of
 from mmrl.rewards.loading import find
 
 _LEAST_PROMPTS = 8

@@ -11,11 +11,12 @@ from torch.nn.functional import adaptive_avg_pool2d, pad
 from mmrl.config.schema import Recipe
 from mmrl.distill.comparing import Comparing
 from mmrl.distill.read_students import Features, ReadShape, ReadStudents
-from mmrl.distill.sides import Pairs, rows_of, unique
+from mmrl.distill.sides import Pairs, unique
 from mmrl.distill.students import Inputs, Shape, Side, Students, inputs_of
 from mmrl.distill.tuning import Tuning, tune
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_number, as_object, as_text
+from mmrl.judge.statistics import rows_of
 from mmrl.readers.described import described, digest
 from mmrl.readers.pictures import PictureReader, Views
 from mmrl.readers.texts import Question, TextReader

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmrl.distill.formulas import sureness, threshold_of
 from mmrl.json_types import JsonObject
 from mmrl.judge.calibration import calibration
-from mmrl.judge.statistics import auc, spearman
+from mmrl.judge.statistics import auc, rows_of, spearman
 
 _DRAWS = 1000
 CLEAR = 0.1
@@ -76,14 +76,9 @@ class Asking:
 def agreement(said: Tensor, verdicts: Tensor, groups: Sequence[int], prompts: Sequence[int]) -> Agreement:
     """Of calibrated verdicts ``said`` ``[N]`` with the judge's; the numbers of each sample's group and prompt."""
     ours, judge = said.double().tolist(), verdicts.double().tolist()
-    of_prompt: dict[int, list[int]] = {}
-    for n, prompt in enumerate(prompts):
-        of_prompt.setdefault(prompt, []).append(n)
+    of_prompt = rows_of(prompts)
     counts = np.array(
-        [
-            _alike([ours[n] for n in rows], [judge[n] for n in rows], [groups[n] for n in rows])
-            for rows in of_prompt.values()
-        ]
+        [_alike([ours[n] for n in rows], [judge[n] for n in rows], [groups[n] for n in rows]) for rows in of_prompt]
     )
     kendall = scipy.stats.kendalltau(ours, judge).statistic if len({*ours}) > 1 and len({*judge}) > 1 else math.nan
     return Agreement(
@@ -102,11 +97,8 @@ def agreement(said: Tensor, verdicts: Tensor, groups: Sequence[int], prompts: Se
 def _alike(said: Sequence[float], judge: Sequence[float], groups: Sequence[int]) -> tuple[float, int]:
     """How many pairs of one group with clearly different verdicts ``said`` orders alike, and how many there are; where
     it says the same of both, the pair counts half."""
-    by_group: dict[int, list[int]] = {}
-    for n, group in enumerate(groups):
-        by_group.setdefault(group, []).append(n)
     alike, pairs = 0.0, 0
-    for rows in by_group.values():
+    for rows in rows_of(groups):
         ours, theirs = (np.array([of[n] for n in rows]) for of in (said, judge))
         apart = theirs[:, None] - theirs[None, :]
         above = apart >= CLEAR

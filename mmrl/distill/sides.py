@@ -80,14 +80,6 @@ def _no_clips(why: str) -> UserError:
     return UserError(f"{why}, which the students cannot read; distil a judge of pictures or of texts")
 
 
-def rows_of(groups: Sequence[int]) -> list[list[int]]:
-    """The rows of each group, of the number of each row's group."""
-    found: dict[int, list[int]] = {}
-    for n, group in enumerate(groups):
-        found.setdefault(group, []).append(n)
-    return list(found.values())
-
-
 def unique(prompts: Sequence[Side]) -> tuple[list[Side], list[int]]:
     """The prompts that differ, and which of them each one is."""
     keys: dict[tuple[str, tuple[bytes, ...]], int] = {}

@@ -16,8 +16,9 @@ from mmrl.distill.comparing import Comparing, Encoded, Rows
 from mmrl.distill.encoders import Encoder, students_of
 from mmrl.distill.formulas import losses
 from mmrl.distill.read_students import Features
-from mmrl.distill.sides import rows_of, unique
+from mmrl.distill.sides import unique
 from mmrl.distill.students import Inputs, Side
+from mmrl.judge.statistics import rows_of
 from mmrl.report.progress import Progress
 
 _CHUNK = 512

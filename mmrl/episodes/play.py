@@ -19,7 +19,7 @@ from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import Environment, observations
 from mmrl.episodes.loading import Factory
 from mmrl.episodes.pool import Pool, Returned
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.chat import Conditioner
 from mmrl.text.stop_strings import StopStrings
 from mmrl.text.told import without_repeated_end
 from mmrl.trajectory import Prompt, SampleId, Segment

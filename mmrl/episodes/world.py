@@ -15,7 +15,7 @@ from mmrl.episodes.loading import opened
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
 from mmrl.episodes.pool import Pool
 from mmrl.errors import BadPromptError, UserError
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.chat import Conditioner
 from mmrl.text.stop_strings import StopStrings
 from mmrl.text.template_probe import TemplateFaultError
 from mmrl.trajectory import Prompt, SampleId, Slot

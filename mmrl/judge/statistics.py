@@ -84,10 +84,7 @@ def concordance(scores: Sequence[float], truth: Sequence[float], groups: Sequenc
     Equal scores count half.
     """
     alike, pairs = 0.0, 0
-    by_group: dict[object, list[int]] = {}
-    for i, group in enumerate(groups):
-        by_group.setdefault(group, []).append(i)
-    for index in by_group.values():
+    for index in rows_of(groups):
         for n, i in enumerate(index):
             for j in index[:n]:
                 if truth[i] != truth[j]:
@@ -95,3 +92,11 @@ def concordance(scores: Sequence[float], truth: Sequence[float], groups: Sequenc
                     difference = (scores[i] - scores[j]) * (truth[i] - truth[j])
                     alike += 1.0 if difference > 0 else 0.5 if difference == 0 else 0.0
     return alike, pairs
+
+
+def rows_of(groups: Sequence[object]) -> list[list[int]]:
+    """The rows of each group, of the name of each row's group."""
+    found: dict[object, list[int]] = {}
+    for n, group in enumerate(groups):
+        found.setdefault(group, []).append(n)
+    return list(found.values())

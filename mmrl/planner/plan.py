@@ -29,7 +29,7 @@ from mmrl.hub_files import check_files
 from mmrl.media import Media
 from mmrl.packages.places import lacking
 from mmrl.pipelines.description import Description
-from mmrl.pipelines.protocol import Pipeline, entries_of, recorded_steps
+from mmrl.pipelines.protocol import Pipeline, recorded_steps
 from mmrl.planner import buckets, calibration_file
 from mmrl.planner.calibration_file import key_of
 from mmrl.planner.counts import count
@@ -332,7 +332,7 @@ def _account(
     """Fill in counts, measured sizes, roles and phases."""
     recipe, made.source = made.recipe, description.source
     pathwise = objective.kind == "pathwise"
-    entries = objective.entries or entries_of(description.pipeline, objective.kind)
+    entries = objective.entries or description.pipeline.entries(objective.kind)
     store = description.pipeline.features
     trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
     shards = _shards(made, description, trainers)

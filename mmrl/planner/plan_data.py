@@ -81,6 +81,13 @@ class Plan:
     known."""
 
     @property
+    def known(self) -> tuple[Counts, Measured]:
+        """What is counted and measured of a step. Raises ``ValueError`` where a problem has prevented that."""
+        if self.counts is None or self.measured is None:
+            raise ValueError("the plan has a problem, and counts nothing")
+        return self.counts, self.measured
+
+    @property
     def peak(self) -> PhaseMemory | None:
         """The phase that needs the most memory, loading included."""
         phases = [*self.phases, *([self.load] if self.load else [])]

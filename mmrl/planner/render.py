@@ -119,9 +119,7 @@ def _step(plan: Plan) -> str:
 
 
 def _arithmetic(plan: Plan) -> list[str]:
-    c, m, recipe = plan.counts, plan.measured, plan.recipe
-    assert c is not None
-    assert m is not None
+    (c, m), recipe = plan.known, plan.recipe
     text, own = recipe.sampling.type == "text", recipe.rollout.own_class
     twice, twice_loss = (" (twice that with guidance)" if guided else "" for guided in (m.guided, m.guided_loss))
     lines = [_step(plan)]
@@ -297,9 +295,7 @@ def _about(seconds: float) -> str:
 
 def _cut(plan: Plan) -> str:
     """The share of a row per device with context parallelism, and the longest rows that fit."""
-    c, m, n = plan.counts, plan.measured, plan.recipe.train.context_parallel
-    assert c is not None
-    assert m is not None
+    (c, m), n = plan.known, plan.recipe.train.context_parallel
     said = f"rows are split: each of {n} devices has 1/{n} of the tokens in training ({size(m.train)} of activations)"
     if (found := max_length(plan)) is None:
         return said
@@ -310,9 +306,7 @@ def _cut(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> str:
-    c, m, n = plan.counts, plan.measured, plan.recipe.controllers
-    assert c is not None
-    assert m is not None
+    (c, m), n = plan.known, plan.recipe.controllers
     shown = c.samples + c.begun
     pictures = f"; the rewards get {shown:,} pictures a step, {size(shown * m.picture // 4)} as bytes"
     crossing = "0 bytes, there is one"

@@ -22,6 +22,7 @@ from mmrl.report.heldout import (
     PromptSums,
     Samples,
     change,
+    half_width,
     level,
     measure_of,
     read_samples,
@@ -77,7 +78,7 @@ class Group:
         values = self.at(-1, key)
         mean = statistics.fmean(values)
         if len(values) > 1:
-            half = _student(values)
+            half = half_width(values)
             return Interval(mean, mean - half, mean + half, "seeds", len(values))
         return level(self.sums(key)) or Interval(mean, math.nan, math.nan, "prompts", 0)
 
@@ -159,12 +160,6 @@ def difference(first: Group, other: Group, key: str) -> Difference:
 def _over_prompts(found: Change) -> Difference:
     low, high = (math.nan if of is None else of for of in (found.low, found.high))
     return Difference(found.difference, low, high, "prompts", found.prompts)
-
-
-def _student(values: Sequence[float]) -> float:
-    """Half of the interval of a mean."""
-    quantile = float(scipy.stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _same_kind(runs: Sequence[RecordedRun]) -> Makes:

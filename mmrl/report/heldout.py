@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,3 +224,11 @@ def _sums(prompts: Sequence[str], values: Sequence[float | None], weights: Seque
             total, whole = found.get(prompt, (0.0, 0.0))
             found[prompt] = total + value * weight, whole + weight
     return found
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of a mean over seeds (Student's t); NaN of fewer than two."""
+    if len(values) < 2:
+        return math.nan
+    quantile = float(scipy.stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))

@@ -288,7 +288,7 @@ def _rows(path: Path | str) -> list[tuple[int, dict[str, Any]]]:
     found = list(lines(Path(path)))
     rows = []
     for place, (number, line) in enumerate(found):
-        row = _parse(line)
+        row = row_of(line)
         if row is None:
             if place < len(found) - 1:
                 raise UserError(f"{path} line {number} is not a JSON object; delete that line")
@@ -315,7 +315,8 @@ def truncate_after(path: Path, step: int) -> None:
         write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """The mapping that a line of a JSONL file holds; None where it holds none."""
     try:
         row = parsed(line, "")
     except BadFileError:  # also bytes that are no text
@@ -332,7 +333,7 @@ def _mend(path: Path) -> None:
         return
     start = content.rfind(b"\n") + 1
     with path.open("r+b") as file:
-        if _parse(content[start:]) is None:
+        if row_of(content[start:]) is None:
             file.truncate(start)
         else:
             file.seek(0, 2)

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from mmrl.json_types import JsonObject
 from mmrl.report.charts import short, ticks
-from mmrl.stored import BadFileError, parsed
+from mmrl.report.metrics import row_of
 
 ROLES = {
     "rollout": ("sampling", 0),
@@ -176,7 +176,7 @@ def _index(path: Path) -> _Index:
                 continue
             step = int(found[1])
             if b'"decision"' in line:
-                row = _parse(line)
+                row = row_of(line)
                 if row is not None and isinstance(row.get("decision"), str):
                     index.decisions[step] = row
                     continue
@@ -195,7 +195,7 @@ def _read(path: Path, index: _Index, step: int) -> dict[Place, list[Span]]:
         for begin, end in index.places[step]:
             file.seek(begin)
             for line in file.read(end - begin).splitlines():
-                row = _parse(line)
+                row = row_of(line)
                 found = None if row is None else _span(row)
                 if found is None:
                     index.bad += 1
@@ -219,14 +219,6 @@ def _span(row: JsonObject) -> tuple[Place, Span] | None:
     of += f", round {number + 1}" if isinstance(number, int) and 0 < number < 1e6 else ""
     of = f" ({reward[:40]})" * (role == "call") + of if isinstance(reward, str) else of
     return (controller, device), Span(role[:40], float(began), float(ended), of=of)
-
-
-def _parse(line: bytes) -> JsonObject | None:
-    try:
-        row = parsed(line, "")
-    except BadFileError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _splits(index: _Index, metrics: Iterable[JsonObject]) -> dict[int, Split]:

@@ -14,15 +14,14 @@ import ipaddress
 import json
 import math
 import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 from mmrl.errors import UserError
+from mmrl.http_server import HttpServer
 from mmrl.json_types import JsonObject
 from mmrl.media.images import MAX_PIXELS
 from mmrl.rewards import wire
@@ -30,7 +29,7 @@ from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.returned import NAN, Answer
-from mmrl.rewards.serve_limits import MAX_CONNECTIONS, PATIENCE_S, Connection, Limits, Turns
+from mmrl.rewards.serve_limits import PATIENCE_S, Connection, Limits, Turns
 
 MAX_BYTES = 128 * 2**20
 """Of one request. About 60 pictures of 1024 x 1024."""
@@ -39,15 +38,12 @@ MAX_REQUESTS = 8
 _LINGER_S = 2.0
 
 
-class RewardServer(ThreadingHTTPServer):
+class RewardServer(HttpServer):
     """Serves one reward until ``shutdown()``. ``url`` is where. Raises ``UserError`` when it cannot be set up.
 
     ``timeout_s``: seconds after which a call of the reward is given up. ``token`` is asked for as
     ``Authorization: Bearer``, and must be given for any host that is not loopback.
     """
-
-    daemon_threads = True
-    request_queue_size = MAX_CONNECTIONS
 
     def __init__(
         self,
@@ -76,20 +72,7 @@ class RewardServer(ThreadingHTTPServer):
         """One at a time: JSON takes several times its size while it is read."""
         if ":" in host:
             self.address_family = socket.AF_INET6
-        try:
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise UserError(f"cannot serve on {host}:{port}: {error}; choose another --port or --host") from error
-
-    def server_bind(self) -> None:
-        """Bind without the name look-up of the standard library, which can hang for seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        """Ignore a client that closed its connection."""
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
+        super().__init__(host, port, _Handler, "choose another --port or --host")
 
     @property
     def url(self) -> str:

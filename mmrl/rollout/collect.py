@@ -27,7 +27,7 @@ from mmrl.algorithms.settings import AlgorithmSettings, PictureSettings, TokenSe
 from mmrl.config.evaluation_checks import label_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.episodes.contract import of_episodes
-from mmrl.pipelines.protocol import Pipeline, entries_of, of_text
+from mmrl.pipelines.protocol import Pipeline, of_text
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
@@ -59,7 +59,12 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
 
 
 def rollout(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
-    """Sample a group for every slot, and score it."""
+    """Sample a group for every slot, and score it.
+
+    Rewards are asked about a micro-batch as soon as it is sampled, while others are drawn; this returns when all have
+    answered. An engine with weights of its own gets the policy's before it samples, once after each change of them
+    (``TextPipeline.sync``). Raises ``RewardError`` where a reward with ``on_failure: fail`` has failed.
+    """
     with context.compute.devices.sampling_phase(context, sampler(context.objective, step)):
         groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
     first = groups.rounds[0]
@@ -77,7 +82,12 @@ def credit(
     context: StepContext, groups: Groups, batch: Batch, mask: Tensor | None, prepared: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Set the advantage and the weight of every row of ``batch``, and the critic's targets, from the rewards of
-    ``groups`` and what was ``prepared``. Returns the step's metrics of both."""
+    ``groups`` and what was ``prepared``. Returns the step's metrics of both.
+
+    The objective computes the advantages (``advantages_of``): by default of the rewards of each group. A sample whose
+    reward failed has the reward NaN: it gets weight 0, and the statistics of its group are those of the others. Rewards
+    are float64; advantages, weights and log-probs are float32 in any ``model.dtype``.
+    """
     rewards, algorithm = rewards_of(context, groups), context.recipe.algorithm
     parts = {label: groups.column(lambda s, label=label: s.parts[label]) for label in context.rewards.labels}
     weights = {label: weight for label, weight in context.rewards.weights.items() if weight}
@@ -157,7 +167,7 @@ def row_lengths(pipeline: Pipeline, objective: Objective, rows: Rows) -> list[in
     """The entries of each row that an update trains on: written tokens, denoising steps, or noise levels."""
     if isinstance(rows, TextRows):
         return rows.written
-    return [entries_of(pipeline, objective.kind)] * len(rows)
+    return [pipeline.entries(objective.kind)] * len(rows)
 
 
 def rewards_of(context: StepContext, groups: Groups) -> Tensor:
@@ -201,7 +211,7 @@ def prepare(context: StepContext, batch: Batch, mask: Tensor | None) -> dict[str
     if context.policy.weights.stages is not None:  # pipeline stages: an update calls the model once
         wanted |= context.objective.needs & {"reference_log_probs"}
         kept |= {"reference_log_probs"}
-    width = entries_of(context.pipeline, context.objective.kind) if mask is None else mask.shape[1]
+    width = context.pipeline.entries(context.objective.kind) if mask is None else mask.shape[1]
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for index, entries, new in recomputed(context, batch, wanted, updates) if wanted else ():
         at = torch.tensor(index).unsqueeze(1)

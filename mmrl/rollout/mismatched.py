@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mmrl.pipelines.protocol import ResponseUpdates, pairs_of
+from mmrl.pipelines.protocol import ResponseUpdates
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Prompt, Slot
 
@@ -15,7 +15,7 @@ Place = tuple[int, int]
 def mismatched(context: StepContext, slots: Sequence[Slot], prompt_at: Callable[[Place], Prompt]) -> list[Slot]:
     """``slots``, each with the response of the previous slot of all controllers' slots; the first has the response of
     the last. Only places are exchanged. All controllers call it together."""
-    given = pairs_of(context.pipeline)
+    given = context.pipeline.pairs
     if not isinstance(given, ResponseUpdates):
         raise TypeError(f"{type(given).__name__} has no responses that could be exchanged")
     everyone = sorted(

@@ -8,13 +8,13 @@ written, and no part of the work finished.
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
+
+from mmrl.report.notices import Pulse
 
 TIMES = 10
 """A phase that takes this many times its usual time counts as stuck; one that only computes, after so many times the
@@ -24,7 +24,6 @@ OPEN = ("load", "save", BETWEEN)
 """Phases whose time says nothing about the next."""
 _KNOWN = 3
 """Number of completed phases after which the usual time is known."""
-_RECENT = 0.3
 _QUIET = 1.0
 """Seconds without a mark of progress after which others are looked for."""
 _NAMED = 4
@@ -90,20 +89,8 @@ def no_progress(
     return "; ".join(said[:_NAMED]) + (f"; and {len(said) - _NAMED} more" if len(said) > _NAMED else "")
 
 
-@dataclass
-class _Phase:
-    """``alive``: when it last showed progress, ``marked``: by a part of its work that was finished; the ``thread``'s
-    identity."""
-
-    name: str
-    began: float
-    marked: float
-    alive: float
-    thread: int
-
-
-class StallWatchdog:
-    """Final class. One thread runs phases, and a second thread checks it.
+class StallWatchdog(Pulse):
+    """Final class. A second thread checks the one that runs phases.
 
     ``shortest``: seconds before which no phase counts as stuck. ``least``: the same by phase. ``hidden``: phases that
     overlap with others and usually take no time: their usual time is that of all phases together. ``patience``: seconds
@@ -119,64 +106,9 @@ class StallWatchdog:
         patience: float = 120.0,
         works: Callable[[int], bool] = lambda thread: False,
     ) -> None:
+        super().__init__()
         self._shortest, self._least, self._hidden = shortest, dict(least or {}), hidden
         self._patience, self._works = max(shortest, patience), works
-        self._usual: dict[str, tuple[float, int]] = {}
-        self._now: list[_Phase] = []
-        self._waiting = self._starting = 0
-        self._began_starting = 0.0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Generator[None]:
-        """Mark the thread as in ``phase`` inside the block."""
-        now = time.monotonic()
-        with self._lock:
-            self._now.append(_Phase(phase, now, now, now, threading.get_ident()))
-        try:
-            yield
-        finally:
-            with self._lock:
-                began, now = self._now.pop().began, time.monotonic()
-                before, n = self._usual.get(phase, (0.0, 0))
-                self._usual[phase] = (before + (now - began - before) * max(_RECENT, 1 / (n + 1)), n + 1)
-                self._mark(now)
-
-    @contextmanager
-    def waiting(self) -> Generator[None]:
-        """Mark the thread as waiting for other controllers inside the block."""
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-
-    @contextmanager
-    def starting(self) -> Generator[None]:
-        """Pause the phase's time while something starts, in any thread, that has its own deadline."""
-        with self._lock:
-            self._starting += 1
-            if self._starting == 1:
-                self._began_starting = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._starting -= 1
-                if not self._starting:
-                    now = time.monotonic()
-                    for phase in self._now:
-                        phase.began += now - max(phase.began, self._began_starting)
-                        phase.marked = phase.alive = now
-
-    def alive(self) -> None:
-        """A part of the phase's work is finished; any thread may say so."""
-        with self._lock:
-            self._mark(time.monotonic())
-
-    def _mark(self, now: float) -> None:
-        for phase in self._now[-1:]:
-            phase.marked = phase.alive = now
 
     def sign(self, begun: Mapping[str, int]) -> Sign:
         """What this process says of itself. ``begun``: see ``Sign``."""

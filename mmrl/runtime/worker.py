@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -117,14 +117,11 @@ class RemoteWorker:
 
 
 class ControllerLink:
-    """Final class: sends a device's messages to its controller: log lines, and an answer to each task.
+    """Final class: sends a device's messages to its controller, from any thread: log lines, whether something starts,
+    and an answer to each task."""
 
-    A ``mmrl.report.notices.Pulse``; safe to call from any thread. ``pulse``: the device's own.
-    """
-
-    def __init__(self, connection: Connection, pulse: StallWatchdog) -> None:
-        self._connection, self._pulse, self._lock = connection, pulse, threading.Lock()
-        self._starts = 0
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
 
     def say(self, how: str, what: Any = None) -> None:
         with self._lock:
@@ -134,23 +131,8 @@ class ControllerLink:
         with contextlib.suppress(OSError):  # the controller is gone, and this process will end too
             self.say("line", line)
 
-    @contextlib.contextmanager
-    def starting(self) -> Generator[None]:
-        self._count(1)
-        try:
-            with self._pulse.starting():
-                yield
-        finally:
-            self._count(-1)
-
-    def alive(self) -> None:
-        self._pulse.alive()
-
-    def _count(self, more: int) -> None:
-        with self._lock:
-            before, self._starts = self._starts, self._starts + more
-            if not (before and self._starts):
-                send(self._connection, ("starting" if more > 0 else "started", None))
+    def starting(self, begins: bool) -> None:
+        self.say("starting" if begins else "started")
 
 
 def call(device: int, address: str, key: bytes) -> Connection:
@@ -165,8 +147,9 @@ def serve(context: StepContext, connection: Connection, saver: Saver | None, pul
     entered with each task."""
     if saver is not None:
         context.compute.local.save = lambda step: saver.begin(of_run(context, step))
-    link = ControllerLink(connection, pulse)
-    notices.listen(link.tell, link)
+    link = ControllerLink(connection)
+    pulse.on_starting = link.starting
+    notices.listen(link.tell, pulse)
     while True:
         try:
             call, arguments, features = receive(connection)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import scipy  # its parts are loaded when they are first used
-
-from mmrl.report.heldout import LEVEL, PromptSums, change, label_in, measure_of, read_samples
+from mmrl.report.heldout import PromptSums, change, half_width, label_in, measure_of, read_samples
 from mmrl.report.recorded import read_run
 
 
@@ -27,14 +25,6 @@ class Lead:
     @property
     def ahead(self) -> bool:
         return self.low > 0
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of a mean over seeds (Student's t); NaN of fewer than two."""
-    if len(values) < 2:
-        return math.nan
-    quantile = float(scipy.stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def over_seeds(chosen: Mapping[int, float], other: Mapping[int, float]) -> Lead:

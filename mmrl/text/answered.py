@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from mmrl.json_types import JsonObject
-from mmrl.text.conditioner import Conditioner, tokenizer_of
+from mmrl.text.chat import Conditioner
+from mmrl.text.conditioner import tokenizer_of
 from mmrl.trajectory import REASONING, Prompt
 
 _MARK = "ANSWER"

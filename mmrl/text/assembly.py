@@ -18,8 +18,7 @@ from mmrl.engines import own_class, sampling_options
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.pipelines.description import Description
-from mmrl.text.conditioner import Conditioner
-from mmrl.text.conversation import check_template
+from mmrl.text.chat import Conditioner, check_template
 from mmrl.text.engine_sampling import open_engine
 from mmrl.text.loading import AutoModel, load_model, open_weights
 from mmrl.text.meta_model import describe, empty_model, empty_scorer

@@ -1,4 +1,4 @@
-"""The protocol of a family of language or vision-language models for the text pipeline."""
+"""The parts of transformers' tokenizers and processors that mmrl uses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl.json_types import Json
-from mmrl.media import Clip
-from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
     import numpy as np
@@ -103,55 +101,3 @@ class Processor(Protocol):
 def tokenizer_of(saved: Tokenizer | Processor) -> Tokenizer:
     """The tokenizer itself, or that of a processor."""
     return saved.tokenizer if isinstance(saved, Processor) else saved
-
-
-class Conditioner(Protocol):
-    """How a family turns prompts into what its model is called with; one small file each."""
-
-    @property
-    def saved(self) -> Tokenizer | Processor:
-        """The tokenizer or processor, which an export saves with the weights."""
-        ...
-
-    pad_token: int
-    stop_tokens: list[int]
-    forbidden: list[int]
-    """Tokens that stand for media: in a response they would ask the model for pictures that are not there."""
-    own_positions: bool
-    """The model counts positions itself (multimodal RoPE); otherwise they are counted from the attention mask."""
-
-    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
-        """``input_ids`` ``[P]`` and what else the model takes, on the CPU. Raises ``UserError`` for a bad prompt."""
-        ...
-
-    def render(self, prompt: Prompt, *, answer: Mapping[str, Json] | None = None, asks: bool = True) -> str:
-        """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins; with an
-        ``answer``, the message of the assistant, the conversation that ends with it. Not ``asks``: without what the
-        template writes before an answer. Control tokens that the prompt's own text spells have a space in them.
-        Raises ``BadPromptError``."""
-        ...
-
-    def unexpanded(self, prompt: Prompt) -> list[int]:
-        """Its tokens with one placeholder per medium."""
-        ...
-
-    def spelled(self, prompt: Prompt) -> dict[str, int]:
-        """The control tokens that the prompt's own text spells, and how often: they are read as text."""
-        ...
-
-    def told(self, role: Literal["user", "tool"], contents: Sequence[str]) -> list[int]:
-        """The tokens behind an answer: what ends it, a message for each of ``contents``, and what begins the next
-        answer. Raises ``TemplateFaultError`` where the chat template does not show such messages."""
-        ...
-
-    def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
-        """The prompt's decoded pictures and clips."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        ...
-
-    def count(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens each of bare ``texts`` has."""
-        ...

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError, UserError
+from mmrl.errors import BadPromptError
 from mmrl.json_types import JsonObject
-from mmrl.text.conditioner import Conditioner, Messages, Processor, Tokenizer
+from mmrl.text.conditioner import Messages, Processor, Tokenizer
 from mmrl.text.template_probe import TemplateFaultError, parts_of, render
 from mmrl.trajectory import Prompt, Turn
 
@@ -17,8 +16,7 @@ PLACEHOLDER = re.compile("<(image|video)>")
 Message = JsonObject
 
 
-_KEY = "model.chat_template:"
-_MEND = "set model.chat_template to a template that does, or change those messages"
+MEND = "set model.chat_template to a template that does, or change those messages"
 
 
 def messages_of(prompt: Prompt, tools: str = "") -> list[Message]:
@@ -72,33 +70,7 @@ def rendered(
         whole = [*messages, *([] if answer is None else [_alike(answer, messages)])]
         return render(saved, whole, variables, asks=asks and answer is None)
     except TemplateFaultError as error:
-        raise BadPromptError(prompt.id, f"{error}; {_MEND}") from error
-
-
-def check_template(conditioner: Conditioner, recipe: Recipe) -> None:
-    """Render a message with the chat template, and one below ``sampling.system``. Raises ``UserError`` where the
-    template fails, or does not show them."""
-    saved, variables = conditioner.saved, recipe.decoding.chat_template_kwargs
-    named = getattr(saved, "chat_template", None)
-    if isinstance(named, Mapping) and "default" not in named and "chat_template" not in variables:
-        raise UserError(
-            f"model.path: its chat templates are called {', '.join(sorted(named))}, and none default; choose one: "
-            f"sampling.chat_template_kwargs={{chat_template: {min(named, default='NAME')}}}, or set model.chat_template"
-        )
-    key = "model.path: the chat template of the checkpoint:" if recipe.model.chat_template is None else _KEY
-    try:
-        conditioner.render(Prompt("p", "Hi"))
-    except BadPromptError as error:
-        fault = error.__cause__
-        if isinstance(fault, TemplateFaultError) and fault.error is None:
-            shown = fault.shown[:200]
-            raise UserError(f"{key} of the message 'Hi' it makes {shown!r}, without its text; {_MEND}") from error
-        raise UserError(f"{key} rendering a message fails: {error.reason}") from error
-    if recipe.decoding.system:
-        try:
-            conditioner.render(Prompt("p", "Hi", system=recipe.decoding.system))
-        except BadPromptError as error:
-            raise UserError(f"sampling.system: {error.reason}, or remove sampling.system") from error
+        raise BadPromptError(prompt.id, f"{error}; {MEND}") from error
 
 
 def _system(prompt: Prompt, tools: str) -> str:

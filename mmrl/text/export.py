@@ -18,7 +18,8 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
 from mmrl.report.card import Usage, What, public
 from mmrl.text.base_model import base_model, peft_model
-from mmrl.text.conditioner import Conditioner, Processor, Tokenizer, tokenizer_of
+from mmrl.text.chat import Conditioner
+from mmrl.text.conditioner import Processor, Tokenizer, tokenizer_of
 from mmrl.text.conversation import PLACEHOLDER
 from mmrl.text.loading import exported_config, stop_tokens
 from mmrl.trajectory import Prompt

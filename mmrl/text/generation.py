@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import TextSampling
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.chat import Conditioner
 from mmrl.text.stop_strings import Ends, StopStrings
 from mmrl.text.token_sampling import draw_of, uniforms
 from mmrl.trajectory import SampleId, TextRows

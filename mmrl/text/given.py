@@ -19,9 +19,8 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.errors import BadPromptError
 from mmrl.json_types import Json, JsonObject
-from mmrl.pipelines.protocol import Weights
 from mmrl.text.answered import answer_tokens, content_of
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.chat import Conditioner
 from mmrl.text.features import key_of
 from mmrl.trajectory import REASONING, Prompt, Rows, TextRows, Turn
 from mmrl.transfer import to_device
@@ -41,18 +40,9 @@ class WritingModel(Protocol):
     context: int | None
     """The most tokens of a prompt and its response; None where the model says none."""
 
-    def response_log_probs(self, rows: TextRows, temperature: float, *, every_token: bool = False) -> Tensor:
-        """``[B, T]`` of the rows' tokens. ``every_token``: among all of the vocabulary, those that sampling never draws
-        too."""
-        ...
-
-    def response_scores(self, rows: TextRows) -> Tensor:
-        """``[B]`` float32."""
-        ...
-
 
 class GivenTexts(ABC):
-    """Abstract. The given texts of a run of ``pipeline``, which calls it; every prompt has the same ``names``."""
+    """Abstract. The given texts of a run of ``pipeline``; every prompt has the same ``names``."""
 
     scores = False
     """Whether the model scores a text, in place of writing it."""
@@ -75,10 +65,6 @@ class GivenTexts(ABC):
     @abstractmethod
     def sizes(self, rows: Rows) -> list[int]:
         """What each row counts in the update's denominator, where the objective counts by length."""
-
-    @abstractmethod
-    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """See ``mmrl.pipelines.protocol.PairUpdates``."""
 
     def key(self, prompt: Prompt) -> str:
         """Names the tokens of a prompt's texts in the feature store: equal for equal texts behind an equal prompt."""
@@ -137,11 +123,6 @@ class GivenTexts(ABC):
             prompts.append((key_of(slot.prompt), tokens[: len(tokens) - cut]))
         whole = torch.zeros(len(rows), dtype=torch.bool, device=device)
         return TextRows.answers(rows.slots, rows.ids, prompts, [to_device(text, device) for text in texts], whole)
-
-    def log_probs(self, rows: TextRows) -> Tensor:
-        """Summed over each row's tokens, ``[B]``, of the model at temperature 1, whatever samples are drawn at."""
-        per_token = self.pipeline.response_log_probs(rows, 1.0, every_token=self.every_token)
-        return (per_token * rows.padded("action_mask")).sum(1)
 
     def by_name(self, what: str, values: Tensor) -> dict[str, Tensor]:
         """``values`` of ``rows``, as ``<name>_<what>`` ``[B]`` each."""

@@ -23,6 +23,7 @@ from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.description import Beside, Component, Description, Longest, Phase
 from mmrl.text.base_model import base_model
+from mmrl.text.conditioner import tokenizer_of
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.generation import GENERATE
@@ -197,8 +198,9 @@ def _by_length(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[Pr
     columns = pipeline.recipe.algorithm.given_texts.values()
     if len(prompts) > most:
         prompts = sorted(prompts, key=lambda p: sum(map(len, _texts(p, columns))), reverse=True)
-    counted = pipeline.conditioner.count(["\n".join(_texts(p, columns)) for p in prompts[:most]])
-    counted += [0] * (len(prompts) - len(counted))
+    texts = ["\n".join(_texts(p, columns)) for p in prompts[:most]]
+    tokens = tokenizer_of(pipeline.conditioner.saved)(texts, add_special_tokens=False).input_ids
+    counted = [len(ids) for ids in tokens] + [0] * (len(prompts) - most)
     pixels = [sum(medium.pixels or 0 for medium in p.media) for p in prompts]
     ranked = sorted(range(len(prompts)), key=lambda n: counted[n] + pixels[n] / PIXELS, reverse=True)
     return [prompts[n] for n in ranked]

@@ -9,13 +9,16 @@ and the pictures, which are kept whole here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
 from mmrl.errors import BadPromptError, UserError
+from mmrl.text.chat import Conditioner
+from mmrl.text.conditioner import tokenizer_of
 from mmrl.text.features import key_of
 from mmrl.trajectory import Prompt
 
@@ -38,14 +41,6 @@ class Limit:
 
     tokens: int
     why: str
-
-
-class Encoder(Protocol):
-    """The methods of a conditioner that are used here."""
-
-    def encode(self, prompt: Prompt) -> dict[str, Tensor]: ...
-
-    def count(self, texts: Sequence[str]) -> list[int]: ...
 
 
 def limit_of(
@@ -74,32 +69,38 @@ def limit_of(
 class Fitter:
     """Final class. Encodes prompts, and treats ``overlong`` ones as the recipe says."""
 
-    def __init__(self, encoder: Encoder, overlong: Overlong) -> None:
-        self._encoder, self.overlong = encoder, overlong
+    def __init__(self, conditioner: Conditioner, overlong: Overlong) -> None:
+        self._conditioner, self.overlong = conditioner, overlong
         self._cut: dict[str, str] = {}
 
     def encode(
         self, prompt: Prompt, limit: Limit | None, overlong: Overlong | None = None
     ) -> tuple[Prompt, dict[str, Tensor]]:
         """The prompt as the model reads it, and its features. ``overlong`` replaces the recipe's setting. Raises
-        ``OverlongError`` or, if the setting is ``error``, ``UserError``."""
-        features = self._encoder.encode(prompt)
-        length = len(features["input_ids"])
-        if limit is None or length <= limit.tokens:
-            return prompt, features
-        how = overlong or self.overlong
-        if how == "cut":
-            shown, features = _cut(prompt, length, self._encoder, limit)
-            if len(self._cut) >= MOST_CUT:
-                self._cut.clear()
-            self._cut[key_of(prompt)] = shown.text
-            return shown, features
+        ``OverlongError`` (``cut``: if the prompt without its text is too long) or, if the setting is ``error``,
+        ``UserError``."""
+        how, shown, length = overlong or self.overlong, prompt, 0
+        limit = limit or Limit(sys.maxsize, "")
+        for _ in range(1 + _TRIES):
+            features = self._conditioner.encode(shown)
+            n = len(features["input_ids"])
+            if n <= limit.tokens:
+                if shown is not prompt:
+                    self._keep(prompt, shown)
+                return shown, features
+            length = length or n
+            wanted = self._tokens(shown.text) - (n - limit.tokens) if how == "cut" else 0
+            if wanted < 1:
+                break
+            shown = replace(shown, text=self._end_of(shown, wanted))
+        why = f"has {length} tokens{limit.why}"
         if how == "error":
             raise UserError(
-                f"data: the prompt {prompt.id} has {length} tokens{limit.why}; shorten it or take it out of the data, "
+                f"data: the prompt {prompt.id} {why}; shorten it or take it out of the data, "
                 "raise the limit, or set data.overlong to skip or cut"
             )
-        raise OverlongError(prompt.id, f"it has {length} tokens{limit.why} (data.overlong: skip)")
+        more = ", and too many without its text, too" if how == "cut" else ""
+        raise OverlongError(prompt.id, f"it {why}{more} (data.overlong: {how})")
 
     def shown(self, prompt: Prompt, limit: Limit | None) -> Prompt:
         """The prompt as the model reads it."""
@@ -108,34 +109,20 @@ class Fitter:
         text = self._cut.get(key_of(prompt))
         return self.encode(prompt, limit)[0] if text is None else replace(prompt, text=text)
 
+    def _keep(self, prompt: Prompt, shown: Prompt) -> None:
+        if len(self._cut) >= MOST_CUT:
+            self._cut.clear()
+        self._cut[key_of(prompt)] = shown.text
 
-def _cut(prompt: Prompt, length: int, encoder: Encoder, limit: Limit) -> tuple[Prompt, dict[str, Tensor]]:
-    """Raises ``OverlongError`` if the prompt without its text is already too long."""
-    cut, over = prompt, length - limit.tokens
-    for _ in range(_TRIES):
-        wanted = encoder.count([cut.text])[0] - over
-        if wanted < 1:
-            break
-        cut = replace(cut, text=_end_of(cut, wanted, encoder))
-        features = encoder.encode(cut)
-        over = len(features["input_ids"]) - limit.tokens
-        if over <= 0:
-            return cut, features
-    raise OverlongError(
-        prompt.id, f"it has {length} tokens{limit.why}, and too many without its text, too (data.overlong: cut)"
-    )
+    def _end_of(self, prompt: Prompt, tokens: int) -> str:
+        """The longest end of the prompt's text with at most ``tokens`` tokens; placeholders of its media stay."""
+        fewest = bisect_left(
+            range(len(prompt.text)), -tokens, key=lambda left: -self._tokens(without_first(prompt, left))
+        )
+        return without_first(prompt, fewest)
 
-
-def _end_of(prompt: Prompt, tokens: int, encoder: Encoder) -> str:
-    """The longest end of the prompt's text with at most ``tokens`` tokens; placeholders of its media stay."""
-    fewest, most = 0, len(prompt.text)  # characters to leave out
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if encoder.count([without_first(prompt, middle)])[0] <= tokens:
-            most = middle
-        else:
-            fewest = middle + 1
-    return without_first(prompt, fewest)
+    def _tokens(self, text: str) -> int:
+        return len(tokenizer_of(self._conditioner.saved)(text, add_special_tokens=False).input_ids)
 
 
 def without_first(prompt: Prompt, n: int) -> str:

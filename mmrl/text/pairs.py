@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import BadPromptError, UserError
-from mmrl.pipelines.protocol import Weights
 from mmrl.text.given import GivenTexts, WritingModel, given_message, given_text
 from mmrl.trajectory import Prompt, Rows
 
@@ -31,7 +30,7 @@ class Pair:
 
 
 class Pairs(GivenTexts):
-    """Final class. The pairs of a run of ``pipeline``, which calls it.
+    """Final class. The pairs of a run of ``pipeline``.
 
     Raises ``UserError`` if the algorithm does not train this kind of model.
     """
@@ -56,21 +55,6 @@ class Pairs(GivenTexts):
 
     def sizes(self, rows: Rows) -> list[int]:
         return [1] * len(rows)
-
-    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """What is needed of chosen_log_probs, rejected_log_probs, the same of the reference without a graph, and
-        chosen_scores, rejected_scores: ``[B]`` float32 each. Log-probs are summed over the text and its end, whose
-        tokens are counted by chosen_tokens and rejected_tokens."""
-        both = self.given(rows)
-        if self.scores:
-            return self.by_name("scores", self.pipeline.response_scores(both))
-        out = self.by_name("log_probs", self.log_probs(both))
-        if "chosen_tokens" in needs:
-            out |= self.by_name("tokens", both.padded("action_mask").float().sum(1))
-        if any(name.startswith("reference_") for name in needs):
-            with torch.no_grad(), weights("reference"):
-                out |= {f"reference_{k}": v for k, v in self.by_name("log_probs", self.log_probs(both)).items()}
-        return out
 
 
 def pair_of(prompt: Prompt) -> Pair:

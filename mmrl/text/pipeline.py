@@ -18,12 +18,14 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from mmrl import finite, local_rows
+from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import SplitRows
 from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
+from mmrl.engines.slots import Slots
 from mmrl.episodes.play import InStep
 from mmrl.episodes.world import World
 from mmrl.errors import UserError
@@ -32,7 +34,7 @@ from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
 from mmrl.text import engine_sampling, export, generation, scoring
 from mmrl.text.base_model import base_model
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.chat import Conditioner
 from mmrl.text.critic import Critic
 from mmrl.text.features import as_weights, features_of, joined, key_of
 from mmrl.text.given import GivenTexts
@@ -41,11 +43,12 @@ from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs
 from mmrl.text.responses import Responses
 from mmrl.text.shared_pictures import Shared
-from mmrl.text.slots import Slots
 from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
 from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, TextRows, text_rows
+
+MISMATCHED = "mismatched_log_ratio"
 
 
 class LanguagePipeline:
@@ -361,6 +364,9 @@ class LanguagePipeline:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
+    def entries(self, kind: Kind) -> int:
+        return 1
+
     def lengths(self, rows: Rows) -> list[int]:
         if self.pairs is not None:
             return self.pairs.lengths(rows)
@@ -389,6 +395,38 @@ class LanguagePipeline:
             with torch.no_grad(), weights("reference"):
                 out["reference_log_probs"] = self.response_log_probs(rows, temperature)
         return out
+
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        """What is needed of the given texts of each row, ``[B]`` float32: ``<text>_scores``; or ``<text>_log_probs``,
+        summed over the text and its end, whose tokens are counted by ``<text>_tokens``, and the same of the reference
+        without a graph; and ``mismatched_log_ratio``, without one."""
+        given, out = self.pairs, dict[str, Tensor]()
+        if given is None:
+            raise TypeError("this pipeline trains on samples, and has no given texts")
+        if given.scores:
+            return given.by_name("scores", self.response_scores(given.given(rows)))
+        if needs - {MISMATCHED}:
+            texts = given.given(rows)
+            out = given.by_name("log_probs", self._summed(texts))
+            if any(name.endswith("_tokens") for name in needs):
+                out |= given.by_name("tokens", texts.padded("action_mask").float().sum(1))
+            if any(name.startswith("reference_") for name in needs):
+                with torch.no_grad(), weights("reference"):
+                    found = given.by_name("log_probs", self._summed(texts))
+                out |= {f"reference_{name}": value for name, value in found.items()}
+        if MISMATCHED in needs and isinstance(given, Responses):
+            others = given.mismatched(rows)
+            with torch.no_grad():
+                own = self._summed(others)
+                with weights("reference"):
+                    out[MISMATCHED] = own - self._summed(others)
+        return out
+
+    def _summed(self, rows: TextRows) -> Tensor:
+        """Log-probs of each given text ``[B]``, of the model at temperature 1, whatever samples are drawn at."""
+        every_token = self.pairs is not None and self.pairs.every_token
+        per_token = self.response_log_probs(rows, 1.0, every_token=every_token)
+        return (per_token * rows.padded("action_mask")).sum(1)
 
     def response_log_probs(self, rows: TextRows, temperature: float, *, every_token: bool = False) -> Tensor:
         """Log-probs ``[B, T]`` of the rows' tokens. ``every_token``: among the whole vocabulary, see ``_logits``."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mmrl.algorithms.settings import ResponseSettings
 from mmrl.errors import BadPromptError
-from mmrl.pipelines.protocol import Weights
 from mmrl.text.features import key_of
 from mmrl.text.given import GivenTexts, WritingModel, given_message, given_text
 from mmrl.trajectory import Prompt, Rows, Slot, TextRows
@@ -24,7 +23,7 @@ OTHER = "response of another prompt"
 
 
 class Responses(GivenTexts):
-    """Final class. The responses of a run of ``pipeline``, which calls it. Log-probs are among all tokens, as in
+    """Final class. The responses of a run of ``pipeline``. Log-probs are among all tokens, as in
     transformers' own loss: a model that has not seen many answers must learn not to draw those that stand for
     pictures."""
 
@@ -59,25 +58,7 @@ class Responses(GivenTexts):
         meta = {**slot.prompt.meta, OTHER: [dict(given_message(other, self.columns["completion"]))]}
         return replace(slot, prompt=replace(slot.prompt, meta=meta))
 
-    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """What is needed of completion_log_probs, summed over the response and its end, and the same of the reference
-        without a graph; of mismatched_log_ratio, both without: ``[B]`` float32 each."""
-        out: dict[str, Tensor] = {}
-        if "completion_log_probs" in needs:
-            given = self.given(rows)
-            out = self.by_name("log_probs", self.log_probs(given))
-            if "reference_completion_log_probs" in needs:
-                with torch.no_grad(), weights("reference"):
-                    out["reference_completion_log_probs"] = self.log_probs(given)
-        if "mismatched_log_ratio" in needs:
-            others = self._mismatched(rows)
-            with torch.no_grad():
-                own = self.log_probs(others)
-                with weights("reference"):
-                    out["mismatched_log_ratio"] = own - self.log_probs(others)
-        return out
-
-    def _mismatched(self, rows: Rows) -> TextRows:
+    def mismatched(self, rows: Rows) -> TextRows:
         """Each prompt with the response of another, cut where the model's context ends."""
         texts, cuts, context = list[Tensor](), list[int](), self.pipeline.context
         for slot in rows.slots:

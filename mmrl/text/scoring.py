@@ -26,7 +26,7 @@ from mmrl.rewards.contract import Failed
 from mmrl.stored import read_object
 from mmrl.text.answered import answer_tokens
 from mmrl.text.base_model import base_model, peft_model
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.chat import Conditioner
 from mmrl.text.conversation import messages_of
 from mmrl.text.export import plain
 from mmrl.text.features import PER_TOKEN, as_weights, joined

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mmrl.engines.rollout import Completion, Request
 from mmrl.errors import UserError
-from mmrl.text.conditioner import Conditioner, tokenizer_of
+from mmrl.text.chat import Conditioner
+from mmrl.text.conditioner import tokenizer_of
 from mmrl.transfer import to_device
 
 _SPARE = 4

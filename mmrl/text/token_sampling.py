@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from mmrl.config.sampling import TextSampling
 from mmrl.controller.randomness import generator
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.chat import Conditioner
 from mmrl.text.likelihood import Vocabulary
 from mmrl.trajectory import SampleId
 from mmrl.transfer import to_device

@@ -17,7 +17,6 @@ from mmrl.controller.randomness import seed_of
 from mmrl.datasets.buckets import by_size
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.errors import BadPromptError, UserError
-from mmrl.pipelines.protocol import pairs_of
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.report.grids import write_samples
@@ -188,7 +187,7 @@ class Evaluator:
         """The usable slots, the objective's metrics with the evaluation's weights, as means over the records of
         ``slots`` (or their tokens), the failures of the other slots, and the figures of each record."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
-        pairs, prepared = pairs_of(run.pipeline), dict[str, Tensor]()
+        prepared = dict[str, Tensor]()
         sums: defaultdict[str, float] = defaultdict(float)
         total, each = 0.0, per_sample.Records(run.objective)
         with (
@@ -207,7 +206,7 @@ class Evaluator:
                 total += run.objective.loss_denominator(batch.weights, batch.lengths)
                 each.place(usable, batch.weights, batch.lengths)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
-                    new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
+                    new = run.pipeline.compare(micro_batch.rows, run.objective.needs, run.policy.using)
                     found = run.objective.loss(new, micro_batch.old, 1.0).sums
                     each.add(usable, micro_batch, new, found)
                     for name, value in found.items():
@@ -250,7 +249,7 @@ class Evaluator:
         for chunk in chunks(good, run.recipe.train.micro_batch_size):
             keys = run.pipeline.encode(chunk)
             batch = prompts_only(run, chunk, keys)
-            new = pairs_of(run.pipeline).compare(batch.micro_batches[0], objective.prepares, run.policy.using)
+            new = run.pipeline.compare(batch.micro_batches[0], objective.prepares, run.policy.using)
             for name in objective.prepares:
                 columns[name].append(new[name].cpu())
             run.pipeline.features.release(keys)

@@ -3,6 +3,14 @@
 A *slot* is a place for one prompt in a step; a *group* is the samples of one prompt; a *slice* is the part of an update
 in one forward and backward pass. The program branches only on the kind of objective. ``Devices`` runs the sampling and
 the gradients on one or several devices (``mmrl.placement``).
+
+Numbers alone cross between the controllers (``context.controller``): how many rows an update has, statistics of
+rewards, means of metrics; and the gradients, which ``device_tasks.apply`` sums before the optimizer step. Prompts,
+samples and features stay with the controller that has the slot.
+
+A checkpoint lies between two steps: weights, optimizer and copies of each trained model, and the state of each
+``StepPart``. A resumed run begins with the next step. It draws the same prompts and the same random numbers, which
+depend on the seed, the step and the sample alone.
 """
 
 from __future__ import annotations
@@ -40,6 +48,9 @@ def train_step(
     context: StepContext, step: int, clock: Clock, spent: float = 0.0
 ) -> tuple[dict[str, float], list[Failure]]:
     """Sample, score, compute advantages, update the policy. Returns the step's metrics and the samples left out.
+
+    The update is ``train.updates_per_step`` optimizer steps, each on its share of every group; rows are divided into
+    slices, whose gradients add up.
 
     ``spent``: the share of train.max_cpu_seconds that earlier steps have used.
     """

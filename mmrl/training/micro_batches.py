@@ -10,7 +10,7 @@ from torch import Tensor
 from mmrl.controller.randomness import generator
 from mmrl.controller.workload_balance import pack, padded
 from mmrl.datasets.buckets import by_size
-from mmrl.pipelines.protocol import Pipeline, entries_of
+from mmrl.pipelines.protocol import Pipeline
 from mmrl.training.batch import Batch, MicroBatch, chunks, gather, groups_of
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Rows, TextRows
@@ -71,7 +71,7 @@ def parts(pipeline: Pipeline, rows: Rows) -> list[tuple[int, ...]]:
 def chosen(context: StepContext, rows: Rows) -> list[int]:
     """The numbers of the denoising steps or noise levels that an update trains on: all of them or, if the objective
     trains on fewer steps than were recorded, a random choice per training step, the same for all rows."""
-    all_of = entries_of(context.pipeline, context.objective.kind)
+    all_of = context.pipeline.entries(context.objective.kind)
     n = context.objective.entries or all_of
     if context.objective.kind != "policy_gradient" or n == all_of:
         return list(range(n))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmrl.algorithms.objective import Objective
-from mmrl.pipelines.protocol import Pipeline, Weights, of_pictures, pairs_of
+from mmrl.pipelines.protocol import Pipeline, Weights, of_pictures
 from mmrl.training.batch import with_group_noise
 from mmrl.trajectory import Rows, denoised
 
@@ -25,6 +25,10 @@ def recompute(
     """The tensors ``needs`` of the ``entries`` of ``rows``, with an autograd graph where gradients are on: log-probs of
     what was sampled (policy gradient), velocities (forward process), or log-probs of given pairs (offline).
 
+    All are float32, whatever the dtype of the weights. The reference acts here (of a pathwise objective in its
+    sampling): ``weights("reference")`` has the model compute what is named after it (``reference_log_probs``,
+    ``v_reference``), without a graph.
+
     Raises ``TypeError`` for a pathwise objective, which samples with a graph instead.
     """
     match objective.kind:
@@ -34,6 +38,6 @@ def recompute(
             rows = with_group_noise(rows) if objective.shares_noise else rows
             return of_pictures(pipeline).renoise(denoised(rows), entries[0], seed, needs, weights)
         case "offline":
-            return pairs_of(pipeline).compare(rows, needs, weights)
+            return pipeline.compare(rows, needs, weights)
         case "pathwise":
             raise TypeError("a pathwise objective samples in its update, and recomputes nothing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,47 +18,11 @@ from mmrl import finite
 from mmrl.algorithms import sde
 from mmrl.algorithms.solver import NoiselessSteps, Solver
 from mmrl.config.schema import Recipe
-from mmrl.trajectory import DenoisingRows, Prompt, SampleId, Slot
+from mmrl.trajectory import DenoisingRows, SampleId, Slot
 
-from .adapter import Schedule
+from .adapter import Adapter, Schedule
+from .predictor import Predictor
 from .prefix import Features, SharedPrefix
-from .sizes import Sizes
-
-
-class Denoised(Protocol):
-    """What sampling asks of its pipeline."""
-
-    recipe: Recipe
-    policy: nn.Module
-    sizes: Sizes
-    steps: int
-    prefix: SharedPrefix
-
-    def key(self, prompt: Prompt) -> str:
-        """The name of the features of a prompt."""
-        ...
-
-    def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> Features:
-        """The features of these prompts, stacked."""
-        ...
-
-    def velocity(self, x: Tensor, timestep: Tensor, features: Features, guidance: float | None = None) -> Tensor:
-        """The velocities ``[B, ...]`` float32 of states ``x`` at ``timestep`` ``[B]``."""
-        ...
-
-    def initial(
-        self, ids: Sequence[SampleId], seed: int, schedule: Schedule, shape: tuple[int, ...] | None = None
-    ) -> Tensor:
-        """The latents ``[B, ...]`` that denoising starts from."""
-        ...
-
-    def noise(self, ids: Sequence[SampleId], purpose: str, seed: int, shape: tuple[int, ...]) -> Tensor:
-        """Gaussian noise ``[B, *shape]``, a function of the arguments."""
-        ...
-
-    def coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
-        """The constants of every step, with noise at ``actions``."""
-        ...
 
 
 class _Rows(NamedTuple):
@@ -90,12 +54,14 @@ class _State:
         """At ``x``, where it is known."""
 
 
-class Denoiser:
-    """Final class. Samples micro-batches of ``pipeline``, which calls it."""
+class Denoiser(Predictor):
+    """Samples micro-batches."""
 
-    def __init__(self, pipeline: Denoised) -> None:
-        self._pipeline = pipeline
+    def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
+        super().__init__(adapter, policy, recipe, device)
+        self.prefix = SharedPrefix(recipe)
 
+    @torch.no_grad()
     def sample(
         self,
         slots: Sequence[Slot],
@@ -106,12 +72,12 @@ class Denoiser:
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
     ) -> DenoisingRows:
-        """As ``Pipeline.sample``."""
         rows = self._rows(slots, ids, actions, seed, evaluate=evaluate)
         state, first = self._started(rows, version)
         self._denoise(rows, state, first, rows.steps)
         return self._made(rows, state, rows.schedule.end * state.x)
 
+    @torch.no_grad()
     def begin(
         self,
         slots: Sequence[Slot],
@@ -121,7 +87,6 @@ class Denoiser:
         until: int,
         version: tuple[int, str] | None = None,
     ) -> DenoisingRows:
-        """As ``DenoisingPipeline.begin``."""
         rows = self._rows(slots, ids, actions, seed)
         state, first = self._started(rows, version)
         self._denoise(rows, state, first, until)
@@ -133,8 +98,8 @@ class Denoiser:
         made.paused = torch.stack([state.x, velocity, *([] if before is None else [before])], 1)
         return made
 
+    @torch.no_grad()
     def finish(self, begun: DenoisingRows, actions: Sequence[int], seed: int, at: int) -> DenoisingRows:
-        """As ``DenoisingPipeline.finish``."""
         assert begun.paused is not None
         rows = self._rows(begun.slots, begun.ids, actions, seed)
         latents, velocity, *before = begun.paused.unbind(1)
@@ -155,21 +120,19 @@ class Denoiser:
         *,
         evaluate: bool = False,
     ) -> _Rows:
-        of = self._pipeline
-        recipe = of.recipe
-        steps = (recipe.eval.steps if evaluate else None) or of.steps
+        recipe = self.recipe
+        steps = (recipe.eval.steps if evaluate else None) or self.steps
         solver = (recipe.eval.solver if evaluate else None) or recipe.denoising.solver
-        schedule, shape = of.sizes.adapted(slots).schedule(steps), of.sizes.shape(slots)
-        features, c = of.batch_features(slots), of.coefficients(schedule, actions)
+        schedule, shape = self.sizes.adapted(slots).schedule(steps), self.sizes.shape(slots)
+        features, c = self.batch_features(slots), self.coefficients(schedule, actions)
         tuned = round(recipe.eval.tuned_fraction * steps) if evaluate else steps
         return _Rows(slots, ids, actions, seed, schedule, shape, features, c, steps, tuned, solver)
 
     def _started(self, rows: _Rows, version: tuple[int, str] | None) -> tuple[_State, int]:
         """The initial noise, or the latents after the steps that the samples of a group share; and the next step."""
-        of = self._pipeline
         noiseless = self._noiseless(rows)
-        state = _State(of.initial(rows.ids, rows.seed, rows.schedule, rows.shape), noiseless)
-        shared = of.prefix.steps(rows.ids, rows.actions, version)
+        state = _State(self.initial(rows.ids, rows.seed, rows.schedule, rows.shape), noiseless)
+        shared = self.prefix.steps(rows.ids, rows.actions, version)
         if shared:
 
             def step(x: Tensor, i: int, features: Features) -> Tensor:
@@ -178,7 +141,7 @@ class Denoiser:
                 return noiseless(x, self._velocity(rows, x, i, features), i)
 
             key = (rows.seed, version)
-            state.x, state.finite = of.prefix(state.x, rows.slots, rows.ids, shared, key, step, of.batch_features)
+            state.x, state.finite = self.prefix(state.x, rows.slots, rows.ids, shared, key, step, self.batch_features)
             noiseless.forget()  # the window begins with noise
         return state, shared
 
@@ -197,7 +160,7 @@ class Denoiser:
             state.noiseless.forget()
             if not state.states:
                 state.states.append(state.x)
-            z = self._pipeline.noise(rows.ids, f"step{i}", rows.seed, rows.shape)
+            z = self.noise(rows.ids, f"step{i}", rows.seed, rows.shape)
             state.x = mean + rows.c.std[i].item() * z
             state.states.append(state.x)
             state.log_probs.append(sde.log_prob(state.x, mean, rows.c, i))
@@ -207,8 +170,8 @@ class Denoiser:
         return NoiselessSteps(rows.c, rows.solver)
 
     def _velocity(self, rows: _Rows, x: Tensor, i: int, features: Features) -> Tensor:
-        with nullcontext() if i < rows.tuned else self._pipeline.policy.disable_adapter():  # type: ignore[operator]
-            return self._pipeline.velocity(x, rows.schedule.timesteps[i].expand(len(x)), features)
+        with nullcontext() if i < rows.tuned else self.policy.disable_adapter():  # type: ignore[operator]
+            return self.velocity(x, rows.schedule.timesteps[i].expand(len(x)), features)
 
     def _made(self, rows: _Rows, state: _State, clean: Tensor) -> DenoisingRows:
         recorded = bool(state.states)

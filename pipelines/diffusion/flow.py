@@ -20,10 +20,7 @@ from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.algorithms.window import start as window_start
 from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
-from mmrl.controller.features import FeatureStore
-from mmrl.controller.randomness import generator, noise
-from mmrl.errors import BadPromptError
-from mmrl.frozen_modules import Offloaded, apart
+from mmrl.controller.randomness import generator
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
 from mmrl.samples import make_samples
@@ -34,40 +31,24 @@ from . import export, pictures
 from .adapter import Adapter, Schedule
 from .captions import Captions
 from .denoiser import Denoiser
-from .negative import Negatives
 from .pairs import PicturePairs
-from .prefix import SharedPrefix
 from .prompt_lengths import PromptLengths
-from .renoising import Renoising
-from .sizes import Sizes
 
 
-class FlowPipeline:
+class FlowPipeline(Denoiser):
     """Final class; see ``mmrl.pipelines.protocol.DenoisingPipeline``. ``policy`` is what predicts, with LoRA or not."""
 
     def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
-        self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
+        super().__init__(adapter, policy, recipe, device)
         self.makes: Literal["image", "video"] = adapter.makes
-        self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self.cache: FeatureCache | None = None
         self.lengths_of_prompts: PromptLengths | None = None
-        self.sizes, self.captions = Sizes(adapter), Captions(adapter)
-        self.shape = self.sizes.shapes[recipe.denoising.size]
-        self.guided = adapter.guided
-        self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
-        half = recipe.model.dtype != "float32" and recipe.model.lora is None  # an adapter sees to it itself
-        self.autocast = getattr(torch, recipe.model.dtype) if half else None
-        self.steps = recipe.denoising.steps
-        self.renoising, self.prefix = Renoising(adapter, recipe), SharedPrefix(recipe)
-        self.denoiser = Denoiser(self)
-        self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or self.renoising.guidance > 1)
+        self.captions = Captions(adapter)
         adapter.schedule(recipe.eval.steps or self.steps)  # what it refuses, before anything trains
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
             self.sizes.refuse_noiseless(self.steps, self._may_carry_noise())
-        moves = recipe.model.offload and apart(device)
-        self.offloaded = Offloaded((*adapter.text_encoders, adapter.vae) if moves else (), device)
         self.pairs = PicturePairs(self) if recipe.algorithm.trains_on == "picture_pairs" else None
 
     # -- conditioning ------------------------------------------------------------------------------------------------
@@ -111,14 +92,6 @@ class FlowPipeline:
             raise
         return keys
 
-    def key(self, prompt: Prompt) -> str:
-        """Names the features of a prompt: its text, of a family that edits its picture too, and of several sizes its
-        own. Raises ``BadPromptError``."""
-        if prompt.turns:
-            raise BadPromptError(prompt.id, "it is a conversation of several turns, and a picture is made of one text")
-        name = f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
-        return self.sizes.key(name, prompt)
-
     @property
     def frozen(self) -> dict[str, nn.Module]:
         """The parts that do not train, by their names in messages."""
@@ -149,30 +122,6 @@ class FlowPipeline:
             self.features.put(key, {name: t.to(self.device) for name, t in found.items()})
         return found is not None
 
-    def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> dict[str, Tensor]:
-        """The features ``[B, ...]`` of the prompts of ``slots``; guided ``[2 B, ...]``, the negative ones first."""
-        rows = [self.features.get(self.key(slot.prompt)) for slot in slots]
-        if self.guided if guided is None else guided:
-            negatives = [self.features.get(self.negatives.key(slot.prompt)) for slot in slots]
-            rows = [row | negative for row, negative in zip(rows, negatives, strict=True)] + rows
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def velocity(
-        self, x: Tensor, timestep: Tensor, features: dict[str, Tensor], guidance: float | None = None
-    ) -> Tensor:
-        """Velocity ``[B, ...]`` float32 at ``timestep`` ``[B]``, with sampling's guidance or another; above 1 it takes
-        ``features`` of the negative prompt, too."""
-        scale = self.guidance if guidance is None else guidance
-        if scale <= 1:
-            return self.predicted(x, timestep, features)
-        negative, positive = self.predicted(torch.cat([x, x]), torch.cat([timestep] * 2), features).chunk(2)
-        return self.adapter.guide(negative, positive, scale)
-
-    def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """As ``velocity``, of the rows as they are."""
-        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
-            return self.adapter.predict(self.policy, x, timestep, features).float()
-
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     def noisy_steps(self, step: int) -> list[int]:
@@ -194,35 +143,6 @@ class FlowPipeline:
             return range(self._noisy)
         return range(window.first, self._noisy if window.last is None else window.last)
 
-    @torch.no_grad()
-    def sample(
-        self,
-        slots: Sequence[Slot],
-        ids: Sequence[SampleId],
-        actions: Sequence[int],
-        seed: int,
-        *,
-        evaluate: bool = False,
-        version: tuple[int, str] | None = None,
-    ) -> DenoisingRows:
-        return self.denoiser.sample(slots, ids, actions, seed, evaluate=evaluate, version=version)
-
-    @torch.no_grad()
-    def begin(
-        self,
-        slots: Sequence[Slot],
-        ids: Sequence[SampleId],
-        actions: Sequence[int],
-        seed: int,
-        until: int,
-        version: tuple[int, str] | None = None,
-    ) -> DenoisingRows:
-        return self.denoiser.begin(slots, ids, actions, seed, until, version)
-
-    @torch.no_grad()
-    def finish(self, begun: DenoisingRows, actions: Sequence[int], seed: int, at: int) -> DenoisingRows:
-        return self.denoiser.finish(begun, actions, seed, at)
-
     def samples(self, rows: DenoisingRows, inputs: frozenset[str]) -> list[Sample]:
         return make_samples(rows, self.images(rows), inputs)
 
@@ -243,20 +163,6 @@ class FlowPipeline:
 
     def close(self) -> None:
         self.features.close()
-
-    def initial(
-        self, ids: Sequence[SampleId], seed: int, schedule: Schedule, shape: tuple[int, ...] | None = None
-    ) -> Tensor:
-        if self.recipe.denoising.same_initial_noise:
-            ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
-        return schedule.start * self.noise(ids, "initial", seed, shape or self.shape)
-
-    def noise(self, ids: Sequence[SampleId], purpose: str, seed: int, shape: tuple[int, ...]) -> Tensor:
-        return to_device(noise(seed, ids, purpose, shape), self.device)
-
-    def coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
-        settings = self.recipe.denoising.sde
-        return sde.coefficients(schedule.sigmas, settings.kind, settings.noise_level, actions)
 
     def _schedule(self, rows: DenoisingRows) -> Schedule:
         """The training rollout's, for the size of ``rows``."""
@@ -326,6 +232,11 @@ class FlowPipeline:
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
+
+    def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        if self.pairs is None:
+            raise TypeError("this pipeline trains on samples, and has no pairs")
+        return self.pairs.compare(rows, needs, weights)
 
     def renoise(
         self, rows: DenoisingRows, level: int, seed: int, needs: frozenset[str], weights: Weights

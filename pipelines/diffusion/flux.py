@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json
-from mmrl.pipelines.description import Description
 from mmrl.transfer import to_device
 
 from . import loading
@@ -106,6 +105,4 @@ def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     return loading.build(FluxAdapter, recipe, path, device)
 
 
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """See ``loading.describe``."""
-    return loading.describe(FluxAdapter, recipe, path, architecture)
+describe = partial(loading.describe, FluxAdapter)

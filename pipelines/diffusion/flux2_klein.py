@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json
-from mmrl.pipelines.description import Description
 from mmrl.transfer import to_device
 
 from . import loading
@@ -151,6 +150,4 @@ def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     return loading.build(Flux2KleinAdapter, recipe, path, device)
 
 
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """See ``loading.describe``."""
-    return loading.describe(Flux2KleinAdapter, recipe, path, architecture)
+describe = partial(loading.describe, Flux2KleinAdapter)

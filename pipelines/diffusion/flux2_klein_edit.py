@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from mmrl.config.schema import Recipe
-from mmrl.pipelines.description import Description
 
 from . import loading
 from .flow import FlowPipeline
@@ -26,6 +25,4 @@ def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     return loading.build(Flux2KleinEditAdapter, recipe, path, device)
 
 
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """See ``loading.describe``."""
-    return loading.describe(Flux2KleinEditAdapter, recipe, path, architecture)
+describe = partial(loading.describe, Flux2KleinEditAdapter)

@@ -3,59 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.schema import Recipe
-from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import BadPromptError, UserError
-from mmrl.frozen_modules import Offloaded
 from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.pipelines.protocol import Weights
 from mmrl.trajectory import Prompt, Rows, Slot
 from mmrl.transfer import to_device
 
 from . import pictures
-from .adapter import Adapter
-from .sizes import Sizes
+from .predictor import Predictor
 
 NAMES = ("chosen", "rejected")
 
 
-class PairModel(Protocol):
-    """What the pairs of a run ask of its pipeline."""
-
-    recipe: Recipe
-    adapter: Adapter
-    makes: Literal["image", "video"]
-    features: FeatureStore
-    device: torch.device
-    sizes: Sizes
-    steps: int
-    offloaded: Offloaded
-    """Frozen modules, on the device while they are used."""
-
-    def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> dict[str, Tensor]:
-        """The features of these prompts, stacked."""
-        ...
-
-    def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """The velocities ``[B, ...]`` float32 of states ``x`` at ``timestep`` ``[B]``."""
-        ...
-
-
 class PicturePairs:
-    """Final class. The pairs of a run of ``pipeline``, which calls it. A prompt's ``media`` are the better picture and
+    """Final class. The pairs of a run of ``pipeline``. A prompt's ``media`` are the better picture and
     the worse one, in this order. Raises ``UserError`` for a family that makes clips, or edits pictures."""
 
-    def __init__(self, pipeline: PairModel) -> None:
-        if pipeline.makes != "image" or pipeline.adapter.edits:
-            does = "makes clips" if pipeline.makes != "image" else "edits the picture that a prompt carries"
+    def __init__(self, pipeline: Predictor) -> None:
+        if pipeline.adapter.makes != "image" or pipeline.adapter.edits:
+            does = "makes clips" if pipeline.adapter.makes != "image" else "edits the picture that a prompt carries"
             raise UserError(
                 f"algorithm.type: {pipeline.recipe.algorithm.type} trains on pairs of pictures, and "
                 f"{pipeline.adapter.family} {does}; use an algorithm that samples"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json
-from mmrl.pipelines.description import Description
 
 from . import loading
 from .adapter import Read
@@ -124,6 +123,4 @@ def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     return loading.build(QwenImageAdapter, recipe, path, device)
 
 
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """See ``loading.describe``."""
-    return loading.describe(QwenImageAdapter, recipe, path, architecture)
+describe = partial(loading.describe, QwenImageAdapter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json
-from mmrl.pipelines.description import Description
 
 from . import loading
 from .adapter import Read
@@ -105,6 +104,4 @@ def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     return loading.build(SanaAdapter, recipe, path, device)
 
 
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """See ``loading.describe``."""
-    return loading.describe(SanaAdapter, recipe, path, architecture)
+describe = partial(loading.describe, SanaAdapter)

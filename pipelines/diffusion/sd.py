@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mmrl.config.schema import Recipe
-from mmrl.pipelines.description import Description
 
 from . import loading
 from .flow import FlowPipeline
@@ -34,6 +33,4 @@ def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     return loading.build(SDAdapter, recipe, path, device)
 
 
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """See ``loading.describe``."""
-    return loading.describe(SDAdapter, recipe, path, architecture)
+describe = partial(loading.describe, SDAdapter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json
-from mmrl.pipelines.description import Description
 
 from . import loading
 from .adapter import Adapter, Read
@@ -101,6 +100,4 @@ def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     return loading.build(ZImageAdapter, recipe, path, device)
 
 
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """See ``loading.describe``."""
-    return loading.describe(ZImageAdapter, recipe, path, architecture)
+describe = partial(loading.describe, ZImageAdapter)

@@ -2,84 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from PIL.Image import Image
-from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Model, Recipe
 from mmrl.episodes.showing import tools_shown
 from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.media import Clip
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
+from mmrl.text.chat import Chat
 from mmrl.text.conditioner import Tokenizer
-from mmrl.text.conversation import messages_of, rendered
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
-from mmrl.text.spelled import Spelled
-from mmrl.text.told import behind_an_answer
-from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel
 
 OTHERWISE = "Set pipeline: vlm/chat for a model that sees pictures."
 TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
-
-
-class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. A conversation that ends with the user's message."""
-
-    own_positions = False
-
-    def __init__(self, tokenizer: Tokenizer, stop: list[int], variables: JsonObject, tools: str = "") -> None:
-        """``tools``: what the system message says of tools, where the chat template has no place for them."""
-        self.saved, self.stop_tokens, self.variables, self._tools = tokenizer, stop, variables, tools
-        self.forbidden: list[int] = []
-        self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._spelled = Spelled[Tokenizer](tokenizer, self._rendered)
-
-    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
-        if prompt.media:
-            raise UserError(
-                f"the prompt {prompt.id} has {len(prompt.media)} pictures or clips, and pipeline llm/chat reads only "
-                "text; set pipeline: vlm/chat and a vision-language model"
-            )
-        text, reader = self._spelled.read(prompt)
-        return self._spelled.joined({"input_ids": torch.tensor(reader(text, add_special_tokens=False).input_ids)})
-
-    def render(self, prompt: Prompt, *, answer: JsonObject | None = None, asks: bool = True) -> str:
-        """The prompt in the model's chat format, up to the start of the answer. Raises ``BadPromptError``."""
-        return self._spelled.text(prompt, partial(self._rendered, answer=answer, asks=asks))
-
-    def unexpanded(self, prompt: Prompt) -> list[int]:
-        return self.encode(prompt)["input_ids"].tolist()
-
-    def spelled(self, prompt: Prompt) -> dict[str, int]:
-        return self._spelled.found(prompt)
-
-    def _rendered(self, prompt: Prompt, answer: JsonObject | None = None, *, asks: bool = True) -> str:
-        return rendered(prompt, messages_of(prompt, self._tools), self.saved, self.variables, answer=answer, asks=asks)
-
-    def told(self, role: Literal["user", "tool"], contents: Sequence[str]) -> list[int]:
-        messages = [{"role": role, "content": self._spelled.plain(text)} for text in contents]
-        return self._spelled.ids(behind_an_answer(self.saved, self.variables, messages))
-
-    def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
-        return [], []
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.saved.decode(tokens, skip_special_tokens=True)
-
-    def count(self, texts: Sequence[str]) -> list[int]:
-        return [len(ids) for ids in self.saved(list(texts), add_special_tokens=False).input_ids]
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
@@ -92,7 +35,7 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
     return describe_writer(_parts, recipe, path, architecture)
 
 
-def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel]:
+def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat[Tokenizer], PreTrainedModel]:
     """The conditioner, and the model as ``load`` makes it."""
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -11,10 +11,12 @@ from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
+from mmrl.text.chat import Chat
+from mmrl.text.conditioner import Tokenizer
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.scoring import Scorer, load_scorer, refuse_others
 
-from .chat import Chat, load_tokenizer
+from .chat import load_tokenizer
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
@@ -36,7 +38,7 @@ def scorer(path: str, variables: JsonObject, dtype: torch.dtype = torch.float32)
     return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
 
 
-def _chat(path: str, variables: JsonObject, settings: Model | None = None) -> Chat:
+def _chat(path: str, variables: JsonObject, settings: Model | None = None) -> Chat[Tokenizer]:
     from transformers import AutoTokenizer
 
     tokenizer = load_tokenizer(AutoTokenizer, path, settings)

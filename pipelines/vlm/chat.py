@@ -6,11 +6,9 @@ come first. The processor encodes each prompt once, for all its samples, in samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,20 +21,17 @@ from mmrl.config.schema import Model, Recipe
 from mmrl.episodes.showing import tools_shown
 from mmrl.errors import BadPromptError, UserError
 from mmrl.installing import install
-from mmrl.json_types import JsonObject
 from mmrl.media import BadMediaError, Clip, Media, open_clip, open_image, probe_clip
 from mmrl.media import describe as describe_media
 from mmrl.pipelines.description import Description
+from mmrl.text import chat
 from mmrl.text.assembly import Load, build_writer, describe_writer
 from mmrl.text.clip_frames import limit_frames, shown_frames
 from mmrl.text.conditioner import Given, Processor
-from mmrl.text.conversation import messages_with_media, rendered
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.own_pixels import own_pixels, resized
 from mmrl.text.pipeline import LanguagePipeline
-from mmrl.text.spelled import Spelled
-from mmrl.text.told import behind_an_answer
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -47,27 +42,10 @@ OTHERWISE = "Set pipeline: llm/chat for a model of text alone."
 TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
-class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. A conversation that ends with the user's message."""
+class Chat(chat.Chat[Processor]):
+    """Final class; see ``mmrl.text.chat.Chat``. A conversation with pictures and clips."""
 
     own_positions = True
-
-    def __init__(
-        self,
-        processor: Processor,
-        stop: list[int],
-        forbidden: list[int],
-        variables: JsonObject,
-        tools: str = "",
-        *,
-        by_engine: bool = False,
-    ) -> None:
-        """``by_engine``: the engine that samples makes tokens of prompts with pictures itself, from their text."""
-        self.saved, self.stop_tokens, self.forbidden, self.variables = processor, stop, forbidden, variables
-        self._tools = tools
-        tokenizer = processor.tokenizer
-        self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._spelled = Spelled[Processor](processor, self._rendered, shown=by_engine)
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         (text, reader), (images, clips) = self._spelled.read(prompt), self.media(prompt)
@@ -89,33 +67,15 @@ class Chat:
         del out["attention_mask"]  # one prompt has no padding
         return self._spelled.joined(out)
 
-    def render(self, prompt: Prompt, *, answer: JsonObject | None = None, asks: bool = True) -> str:
-        """The prompt in the model's chat format, one placeholder per medium. Raises ``BadPromptError``."""
-        return self._spelled.text(prompt, partial(self._rendered, answer=answer, asks=asks))
-
     def unexpanded(self, prompt: Prompt) -> list[int]:
-        text, reader = self._spelled.read(prompt)
-        adds = self._special(text).get("add_special_tokens", True)
-        ids = torch.tensor(reader.tokenizer(text, add_special_tokens=adds).input_ids)
-        return self._spelled.joined({"input_ids": ids})["input_ids"].tolist()
-
-    def spelled(self, prompt: Prompt) -> dict[str, int]:
-        return self._spelled.found(prompt)
+        text, _ = self._spelled.read(prompt)
+        return self._tokens(prompt, adds=not self._special(text))["input_ids"].tolist()
 
     def _special(self, text: str) -> Given:
         """What transformers' ``apply_chat_template(tokenize=True)`` does: a template that writes the first token itself
         needs none from the tokenizer."""
-        first = self.saved.tokenizer.bos_token
+        first = self.tokenizer.bos_token
         return {"add_special_tokens": False} if first is not None and text.startswith(first) else {}
-
-    def _rendered(self, prompt: Prompt, answer: JsonObject | None = None, *, asks: bool = True) -> str:
-        messages = messages_with_media(prompt, self._tools)
-        return rendered(prompt, messages, self.saved, self.variables, answer=answer, asks=asks)
-
-    def told(self, role: Literal["user", "tool"], contents: Sequence[str]) -> list[int]:
-        texts = [[{"type": "text", "text": self._spelled.plain(text)}] for text in contents]
-        messages = [{"role": role, "content": parts} for parts in texts]
-        return self._spelled.ids(behind_an_answer(self.saved, self.variables, messages))
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips. Raises ``BadPromptError``, which names the broken file."""
@@ -148,12 +108,6 @@ class Chat:
             raise BadMediaError(f"{describe_media(media)} {error}") from None
         return open_clip(media, frames=frames)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.saved.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def count(self, texts: Sequence[str]) -> list[int]:
-        return [len(ids) for ids in self.saved.tokenizer(list(texts), add_special_tokens=False).input_ids]
-
 
 def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see or chat."""
@@ -172,8 +126,8 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
     stop = stop_tokens(model, processor.tokenizer)
-    shown, by_engine = tools_shown(processor, recipe), recipe.rollout.engine == "sglang"
-    return Chat(processor, stop, placeholders(model.config), *shown, by_engine=by_engine), model
+    by_engine, forbidden = recipe.rollout.engine == "sglang", placeholders(model.config)
+    return Chat(processor, stop, *tools_shown(processor, recipe), forbidden=forbidden, shown=by_engine), model
 
 
 def placeholders(config: PretrainedConfig) -> list[int]:

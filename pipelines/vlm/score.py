@@ -48,4 +48,4 @@ def _chat(path: str, variables: JsonObject, settings: Model | None = None, data:
     end = processor.tokenizer.eos_token_id
     if end is None:
         raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
-    return Chat(processor, [end], placeholders(AutoConfig.from_pretrained(path)), dict(variables))
+    return Chat(processor, [end], dict(variables), forbidden=placeholders(AutoConfig.from_pretrained(path)))

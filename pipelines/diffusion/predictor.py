@@ -1,0 +1,88 @@
+"""The model of a diffusion pipeline: what it predicts for prompts, and the noise that it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.algorithms import sde
+from mmrl.config.schema import Recipe
+from mmrl.controller.features import FeatureStore
+from mmrl.controller.randomness import noise
+from mmrl.errors import BadPromptError
+from mmrl.frozen_modules import Offloaded, apart
+from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.transfer import to_device
+
+from . import pictures
+from .adapter import Adapter, Schedule
+from .negative import Negatives
+from .renoising import Renoising
+from .sizes import Sizes
+
+
+class Predictor:
+    """``policy`` predicts, with LoRA or not; ``features`` holds what the prompts were encoded to."""
+
+    def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
+        self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
+        self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
+        self.sizes = Sizes(adapter)
+        self.shape = self.sizes.shapes[recipe.denoising.size]
+        self.guided = adapter.guided
+        self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
+        half = recipe.model.dtype != "float32" and recipe.model.lora is None  # an adapter sees to it itself
+        self.autocast = getattr(torch, recipe.model.dtype) if half else None
+        self.steps = recipe.denoising.steps
+        self.renoising = Renoising(adapter, recipe)
+        self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or self.renoising.guidance > 1)
+        moves = recipe.model.offload and apart(device)
+        self.offloaded = Offloaded((*adapter.text_encoders, adapter.vae) if moves else (), device)
+
+    def key(self, prompt: Prompt) -> str:
+        """Names the features of a prompt: its text, of a family that edits its picture too, and of several sizes its
+        own. Raises ``BadPromptError``."""
+        if prompt.turns:
+            raise BadPromptError(prompt.id, "it is a conversation of several turns, and a picture is made of one text")
+        name = f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
+        return self.sizes.key(name, prompt)
+
+    def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> dict[str, Tensor]:
+        """The features ``[B, ...]`` of the prompts of ``slots``; guided ``[2 B, ...]``, the negative ones first."""
+        rows = [self.features.get(self.key(slot.prompt)) for slot in slots]
+        if self.guided if guided is None else guided:
+            negatives = [self.features.get(self.negatives.key(slot.prompt)) for slot in slots]
+            rows = [row | negative for row, negative in zip(rows, negatives, strict=True)] + rows
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def velocity(
+        self, x: Tensor, timestep: Tensor, features: dict[str, Tensor], guidance: float | None = None
+    ) -> Tensor:
+        """Velocity ``[B, ...]`` float32 at ``timestep`` ``[B]``, with sampling's guidance or another; above 1 it takes
+        ``features`` of the negative prompt, too."""
+        scale = self.guidance if guidance is None else guidance
+        if scale <= 1:
+            return self.predicted(x, timestep, features)
+        negative, positive = self.predicted(torch.cat([x, x]), torch.cat([timestep] * 2), features).chunk(2)
+        return self.adapter.guide(negative, positive, scale)
+
+    def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """As ``velocity``, of the rows as they are."""
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.adapter.predict(self.policy, x, timestep, features).float()
+
+    def initial(
+        self, ids: Sequence[SampleId], seed: int, schedule: Schedule, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        if self.recipe.denoising.same_initial_noise:
+            ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
+        return schedule.start * self.noise(ids, "initial", seed, shape or self.shape)
+
+    def noise(self, ids: Sequence[SampleId], purpose: str, seed: int, shape: tuple[int, ...]) -> Tensor:
+        return to_device(noise(seed, ids, purpose, shape), self.device)
+
+    def coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
+        settings = self.recipe.denoising.sde
+        return sde.coefficients(schedule.sigmas, settings.kind, settings.noise_level, actions)
