@@ -36,8 +36,8 @@ class Pulse:
         self._waiting = self._starting = 0
         self._began_starting = 0.0
         self._lock = threading.Lock()
-        self.on_starting: Callable[[bool], object] = lambda begins: None
-        """Called when something begins to start, and with False when nothing starts any more."""
+        self.on_starting: Callable[[str], object] = str
+        """``starting`` when something begins to start, ``started`` when nothing starts any more."""
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
@@ -70,14 +70,14 @@ class Pulse:
             self._starting += 1
             if self._starting == 1:
                 self._began_starting = time.monotonic()
-                self.on_starting(True)
+                self.on_starting("starting")
         try:
             yield
         finally:
             with self._lock:
                 self._starting -= 1
                 if not self._starting:
-                    self.on_starting(False)
+                    self.on_starting("started")
                     now = time.monotonic()
                     for phase in self._now:
                         phase.began += now - max(phase.began, self._began_starting)

@@ -131,9 +131,6 @@ class ControllerLink:
         with contextlib.suppress(OSError):  # the controller is gone, and this process will end too
             self.say("line", line)
 
-    def starting(self, begins: bool) -> None:
-        self.say("starting" if begins else "started")
-
 
 def call(device: int, address: str, key: bytes) -> Connection:
     """Connect to the controller at ``address`` as its device ``device``."""
@@ -148,7 +145,7 @@ def serve(context: StepContext, connection: Connection, saver: Saver | None, pul
     if saver is not None:
         context.compute.local.save = lambda step: saver.begin(of_run(context, step))
     link = ControllerLink(connection)
-    pulse.on_starting = link.starting
+    pulse.on_starting = link.say
     notices.listen(link.tell, pulse)
     while True:
         try:
