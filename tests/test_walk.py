@@ -122,3 +122,11 @@ def test_the_functions_that_it_starts_from_exist(tool):
         module, name = start.split(":")
         tree = ast.parse(tool.modules(tool.ROOT)[module].read_text())
         assert tool.Name(module, name) in tool.House({module: tree}).functions
+
+
+def test_layers_of_a_commit_have_what_came_later_where_it_lies_now(tool):
+    now = tool.LAYERS
+    old = {name: words.replace("http_server ", "") for name, words in now.items() if name not in ("episodes", "cli")}
+    found = tool.with_later(old)
+    assert list(found) == list(now)
+    assert {name: {*words.split()} for name, words in found.items()} == {n: {*w.split()} for n, w in now.items()}
