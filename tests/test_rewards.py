@@ -415,10 +415,10 @@ def test_a_gradient_that_is_none_is_refused(reward_file):
         "shape": r"shape \[2, 3\]",
         "nan": "returned nan for 'prompt 0'",
         "boom": "raised ValueError: b at .*mine.py:12",
-        "plain": "declares no gradient",
     }.items():
         with pytest.raises(RewardError, match=why):
             make(root, f"mine.py:{name}").gradient(black)
+    assert not make(root, "mine.py:plain").differentiable  # so no run begins with it
 
 
 def test_jpeg_and_colour_say_what_their_names_say():

@@ -222,7 +222,8 @@ def _asleep(recipe: Recipe, *who: str) -> str:
 
 def shares(plan: Plan) -> str:
     """How the counts of a step are divided among a controller's devices."""
-    (c, _), recipe = plan.known, plan.recipe
+    c, recipe = plan.counts, plan.recipe
+    assert c is not None
     split, parts = servers_of(plan), []
     if c.micro_batches:
         parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")

@@ -112,7 +112,8 @@ def on_host(made: Plan, description: Description, sizes: dict[int, Size], object
     """Bytes of the optimizer's state and of the reference in the host's memory, for each device."""
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     away = 0 if keeps_reference(made) else copied * ("reference" in copies_of(made.recipe, objective))
-    return away + (0 if keeps_optimizer(made) else made.known[1].adam)
+    assert made.measured is not None
+    return away + (0 if keeps_optimizer(made) else made.measured.adam)
 
 
 def roles_of(
