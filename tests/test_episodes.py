@@ -462,6 +462,7 @@ def figures(run):
 
 @pytest.mark.slow
 def test_episodes_are_the_same_on_two_devices_and_after_a_resume(tmp_path):
+    pytest.importorskip("ray")
     changes = [*SMALL, "environment={name: guess, max_turns: 3, max_tokens: 90}", "checkpoint.every=1"]
     changes.append("optim.schedule=constant")
     mmrl.train("sums", changes=changes, out=tmp_path / "whole")
