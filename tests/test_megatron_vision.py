@@ -107,8 +107,14 @@ def test_rows_of_text_of_clips_and_of_both_have_the_log_probs_of_the_whole(tmp_p
     [
         (megatron.TP, None),
         (["model.freeze=[]", *megatron.TP], None),
-        (megatron.PP, "train.pipeline_parallel: a model that sees is cut in parts of layers alone; set train.tensor"),
-        (megatron.CP, "train.context_parallel: a model that sees is cut in parts of layers alone; set train.tensor"),
+        (
+            megatron.PP,
+            "train.pipeline_parallel: a model that sees is cut in parts of layers alone; remove it, and set train.tensor",
+        ),
+        (
+            megatron.CP,
+            "train.context_parallel: a model that sees is cut in parts of layers alone; remove it, and set train.tensor",
+        ),
         (
             ["model.freeze=[layers]", *megatron.TP],
             "model.freeze: megatron trains all weights but those of model.visual, and model.language_model.layers.0.",
