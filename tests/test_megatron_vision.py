@@ -109,11 +109,11 @@ def test_rows_of_text_of_clips_and_of_both_have_the_log_probs_of_the_whole(tmp_p
         (["model.freeze=[]", *megatron.TP], None),
         (
             megatron.PP,
-            "train.pipeline_parallel: a model that sees is cut in parts of layers alone; remove it, and set train.tensor",
+            "train.pipeline_parallel: a model that sees is cut in parts of layers alone; remove it, and",
         ),
         (
             megatron.CP,
-            "train.context_parallel: a model that sees is cut in parts of layers alone; remove it, and set train.tensor",
+            "train.context_parallel: a model that sees is cut in parts of layers alone; remove it, and",
         ),
         (
             ["model.freeze=[layers]", *megatron.TP],
