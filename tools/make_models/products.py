@@ -92,6 +92,22 @@ class Writer:
         return (called, len(given)), ([*told, *answer, self.end], len(told))
 
 
+def measured(model: Any, writer: Writer, held_out: Sequence[Prompt]) -> dict[str, float]:
+    """The shares of ``held_out`` that are answered right alone, where the tool is shown and behind its result, and of
+    the calls among what is written."""
+    found: dict[str, float] = {}
+    for name, tools in (("alone", False), ("shown", True)):
+        said = replies_to(model, writer.tokenizer, [writer.asked(p, tools=tools) for p in held_out], 1.0)
+        right = [text == f"answer: {p.meta['answer']}" for text, p in zip(said, held_out, strict=True)]
+        found[name] = sum(right) / len(right)
+        found[f"{name}_calls"] = sum("<tool_call>" in text for text in said) / len(said)
+        found[f"{name}_right_calls"] = sum(t == call_of(p) for t, p in zip(said, held_out, strict=True)) / len(said)
+    both = [writer.by_tool(p)[1] for p in held_out]
+    said = replies_to(model, writer.tokenizer, [ids[:given] for ids, given in both], 1.0)
+    found["told"] = sum(t == f"answer: {p.meta['answer']}" for t, p in zip(said, held_out, strict=True)) / len(said)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
@@ -127,17 +143,7 @@ def main() -> None:
             examples.append(writer.direct(prompt, tools=shown))
 
     def measure() -> dict[str, float]:
-        found: dict[str, float] = {}
-        for name, tools in (("alone", False), ("shown", True)):
-            said = replies_to(model, tokenizer, [writer.asked(p, tools=tools) for p in held_out], 1.0)
-            right = [text == f"answer: {p.meta['answer']}" for text, p in zip(said, held_out, strict=True)]
-            found[name] = sum(right) / len(right)
-            found[f"{name}_calls"] = sum("<tool_call>" in text for text in said) / len(said)
-            found[f"{name}_right_calls"] = sum(t == call_of(p) for t, p in zip(said, held_out, strict=True)) / len(said)
-        both = [writer.by_tool(p)[1] for p in held_out]
-        said = replies_to(model, tokenizer, [ids[:given] for ids, given in both], 1.0)
-        found["told"] = sum(t == f"answer: {p.meta['answer']}" for t, p in zip(said, held_out, strict=True)) / len(said)
-        return found
+        return measured(model, writer, held_out)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (arguments.out / "log.jsonl").open("w") as lines:
