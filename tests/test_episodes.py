@@ -399,6 +399,15 @@ def test_a_failed_episode_is_not_trained_on(tmp_path):
     assert "sometimes" in failures
 
 
+def test_a_step_with_too_many_failed_episodes_is_not_trained(tmp_path):
+    file = tmp_path / "worlds.py"
+    file.write_text(WORLDS)
+    world = f"environment={{name: '{file}:World', options: {{how: raise}}, max_tokens: 90}}"
+    with pytest.raises(UserError, match=r"step 1 was not trained: 8 of 8 samples failed .*Mend the environment"):
+        mmrl.train("sums", changes=[*SMALL, world, "eval.every=null"], out=tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_a_pool_gives_every_answer_once_and_late_ones_never():
     pool = Pool(3, 0.2)
     for n in range(9):

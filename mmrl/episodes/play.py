@@ -110,9 +110,9 @@ def reset_seed(seed: int, id: SampleId) -> int:
 
 def play(
     how: How, answers: AnswersAsItGoes, ids: Sequence[SampleId], prompts: Sequence[Prompt], requests: Sequence[Request]
-) -> tuple[list[Played], dict[str, float]]:
-    """Play an episode of each request, whose prompt has what ``reset`` showed. Returns them in order, and the seconds
-    of the environments' calls. Raises ``UserError`` from the engine."""
+) -> list[Played]:
+    """Play an episode of each request, whose prompt has what ``reset`` showed; returns them in order. Raises
+    ``UserError`` from the engine."""
     played = [
         Played(id, prompt, request, how.factory.make())
         for id, prompt, request in zip(ids, prompts, requests, strict=True)
@@ -121,7 +121,7 @@ def play(
     for one in played:
         stage.reset(one)
     stage.run()
-    return played, {"seconds": stage.seconds}
+    return played
 
 
 class _Stage:
@@ -132,7 +132,6 @@ class _Stage:
         self._pool: Pool[Played] = Pool(how.section.workers, how.section.timeout)
         self._asked: dict[int, Played] = {}
         self._resetting: set[int] = set()
-        self.seconds = 0.0
 
     def reset(self, one: Played) -> None:
         self._resetting.add(id(one))
@@ -159,7 +158,6 @@ class _Stage:
             raise
 
     def _returned(self, one: Played, returned: Returned) -> None:
-        self.seconds += returned.seconds
         try:
             told = () if returned.error else observations(returned.value)
             why = returned.error

@@ -19,11 +19,10 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned, or why it failed, and the ``seconds`` it took."""
+    """What a call returned, or why it failed."""
 
     value: Any
     error: str
-    seconds: float
 
 
 class Pool(Generic[K]):
@@ -67,7 +66,9 @@ class Pool(Generic[K]):
         now = time.monotonic()
         late = [key for key, began in self._under_way.items() if now - began >= self._timeout]
         why = f"the call did not return within {self._timeout:g} s (environment.timeout)"
-        return [(key, Returned(None, why, now - self._under_way.pop(key))) for key in late]
+        for key in late:
+            del self._under_way[key]
+        return [(key, Returned(None, why)) for key in late]
 
     def _start(self) -> None:
         while self._waiting and len(self._under_way) < self._workers:
@@ -78,11 +79,10 @@ class Pool(Generic[K]):
     def _run(self, key: K, began: float, call: Callable[[], Any]) -> None:
         try:
             value = call()
-            returned = Returned(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value, "", 0.0)
+            returned = Returned(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value, "")
         except BaseException as error:  # of anybody's code
-            returned = Returned(None, describe(error), 0.0)
-        seconds = time.monotonic() - began
-        self._returned.put((key, began, Returned(returned.value, returned.error, seconds)))
+            returned = Returned(None, describe(error))
+        self._returned.put((key, began, returned))
 
 
 async def _awaited(value: Any) -> Any:

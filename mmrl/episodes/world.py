@@ -76,8 +76,7 @@ class World:
         seed, calls = self._recipe.seed, self._calls
         how = How(self._section, self._factory, self._conditioner, stops, settings, seed, self.role, room, calls)
         first = [self._asked(slot) for slot in slots]
-        played, _ = play(how, answers, ids, first, requests)
-        return played
+        return play(how, answers, ids, first, requests)
 
     def _asked(self, slot: Slot) -> Prompt:
         """The prompt as the data has it, which ``reset`` is given."""
