@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("long") or config.getoption("long_sweeps"):
+            item.add_marker(pytest.mark.timeout(0))  # none: these take as long as they take
     if report := os.environ.get("MMRL_TESTS_PASSED"):
         lines = Path(report).read_text(encoding="utf-8", errors="replace").splitlines()
         passed = {line.removeprefix("PASSED ").strip() for line in lines if line.startswith("PASSED ")}
