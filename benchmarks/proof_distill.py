@@ -42,7 +42,8 @@ from mmrl.distill.folder import NAME, load_encoder, load_students
 from mmrl.distill.measuring import agreement
 from mmrl.distill.sides import VERDICTS, sides_of
 from mmrl.distill.training import scores, table_of
-from mmrl.judge.store import TRANSCRIPTS, rows_of
+from mmrl.judge.store import TRANSCRIPTS
+from mmrl.lines import rows_of
 from mmrl.report.metrics import read
 from mmrl.run import open_run, restored
 from mmrl.training.evaluation import Evaluator

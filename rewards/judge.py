@@ -23,8 +23,9 @@ from mmrl.judge.modes import Job, Mode
 from mmrl.judge.replay import recorded_here
 from mmrl.judge.rubric import Rubric
 from mmrl.judge.sampling import seed_of_samples, seeded
-from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
+from mmrl.judge.store import TRANSCRIPTS, Cache, thumbnail
 from mmrl.judge.usage import note, parse_budget
+from mmrl.lines import lines_of
 from mmrl.rewards.contract import Asks, Context, Declaration, Input, Parts, Spans, Value, Weights
 from mmrl.trajectory import Sample, SampleId
 

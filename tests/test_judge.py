@@ -10,17 +10,18 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 import mmrl
+from mmrl import lines
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
-from mmrl.judge import store
 from mmrl.judge.answers import Json, Number, Ranking, UnreadableError, Words, WrongSteps, parse_kind
 from mmrl.judge.asking import Ask
 from mmrl.judge.json_answer import check_schema, json_in, mismatch
 from mmrl.judge.modes import Mode
 from mmrl.judge.report import extremes
 from mmrl.judge.rubric import Rubric, RubricError, split_steps
-from mmrl.judge.store import CACHE, TRANSCRIPTS, Cache, Lines, rows_of
+from mmrl.judge.store import CACHE, TRANSCRIPTS, Cache
 from mmrl.judge.voting import ranking_scores, vote_number, vote_steps
+from mmrl.lines import Lines, rows_of
 from mmrl.media import Media
 from mmrl.rewards.contract import Context, Failed, Span, Spans
 from mmrl.rewards.scoring import RewardSet
@@ -636,7 +637,7 @@ def test_the_cache_is_by_content_and_survives_the_process_and_a_torn_line(sharp,
     assert scores[0] == scores[2] != scores[1]
     with (tmp_path / CACHE).open("ab") as file:
         file.write(b'{"key": "torn", "verd')
-    store._OPEN.clear()  # as in another process
+    lines._OPEN.clear()  # as in another process
     again = judge(sharp)
     asked = counted(again)
     assert again.score([*made, sample("c", 3)], context=context)["score"][:3] == scores

@@ -16,7 +16,8 @@ from mmrl.errors import UserError
 from mmrl.judge.agreement import measure, read_cases
 from mmrl.judge.rubric import Rubric
 from mmrl.judge.statistics import Confusions, auc, auc_interval, concordance, spearman, wilson
-from mmrl.judge.store import TRANSCRIPTS, rows_of
+from mmrl.judge.store import TRANSCRIPTS
+from mmrl.lines import rows_of
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 

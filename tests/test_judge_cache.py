@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import mmrl
+from mmrl import lines
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.judge import store
 from mmrl.judge.asking import Outcome
 from mmrl.judge.store import CACHE, Cache
 from mmrl.rewards.contract import Context
@@ -100,7 +100,7 @@ def test_a_changed_verdict_is_named_and_asked_again(tmp_path, capsys):
         lines[1] = lines[1].replace(b'"verdict": 0.1', b'"verdict": 0.9')  # still JSON, still a verdict
         lines[2] = b"\x00" * len(lines[2].rstrip()) + b"\n"
         (tmp_path / CACHE).write_bytes(b"".join(lines))
-        store._OPEN.clear()  # as in another process
+        lines._OPEN.clear()  # as in another process
         assert score(judge(server.url), tmp_path, *texts) == before
         assert server.asked == {"case 0": 1, "case 1": 2, "case 2": 2, "case 3": 1}
     said = capsys.readouterr().err
@@ -170,7 +170,7 @@ def test_a_resumed_run_asks_only_what_it_has_not_asked(tmp_path):
         asked = Counter(server.asked)
         assert len(asked) > 8
         shutil.rmtree(out / "checkpoints" / "step_000002")
-        store._OPEN.clear()
+        lines._OPEN.clear()
         train(load_recipe([tmp_path / "recipe.yaml"], [model, "train.steps=3"]), out, resume=True)
         repeated = [text for text, n in server.asked.items() if n > asked[text] > 0]
         assert not repeated

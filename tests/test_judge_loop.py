@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mmrl.config.loader import load_recipe
-from mmrl.judge.store import CACHE, TRANSCRIPTS, rows_of
+from mmrl.judge.store import CACHE, TRANSCRIPTS
+from mmrl.lines import rows_of
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.training.loop import train_step

@@ -16,7 +16,8 @@ from threading import Lock
 
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.asking import Outcome
-from mmrl.judge.store import TRANSCRIPTS, rows_of, texts_of, verdict_of
+from mmrl.judge.store import TRANSCRIPTS, texts_of, verdict_of
+from mmrl.lines import rows_of
 from mmrl.trajectory import SampleId
 
 _Key = tuple[int, str, tuple[tuple[Json, ...], ...], str]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.json_types import Json, JsonObject
-from mmrl.judge.store import TRANSCRIPTS, rows_of
+from mmrl.judge.store import TRANSCRIPTS
+from mmrl.lines import rows_of
 
 
 @dataclass

@@ -14,57 +14,22 @@ import fcntl
 import hashlib
 import io
 import json
-import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from PIL.Image import Image
 
-from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.asking import Outcome, Verdict
 from mmrl.judge.json_answer import whole_numbers
+from mmrl.lines import lines_of, opened, row_of
 from mmrl.report.notices import tell
-from mmrl.stored import LARGEST_LINES
-from mmrl.untrusted import open_file, parse_json
 
 CACHE = "judge-cache.jsonl"
 TRANSCRIPTS = "judge-transcripts.jsonl"
 THUMBNAIL = 128
 """Pixels of the longer side of a picture in a transcript."""
 _NAMED = 8
-_OPEN: dict[Path, Lines] = {}
-_OPENING = threading.Lock()
-
-
-class Lines:
-    """A JSONL file to which several threads and processes append. Use ``lines_of``: one object per file and process."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        _drop_torn_line(path)
-
-    def append(self, *rows: JsonObject) -> None:
-        """Write rows so that each is whole or absent. Raises ``UserError`` where the disk is full."""
-        if not rows:
-            return
-        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        with self._lock:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("ab", buffering=0) as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # the devices of a controller write here too
-                    before, data = file.seek(0, os.SEEK_END), text.encode("utf-8", "replace")
-                    try:
-                        if file.write(data) != len(data):
-                            raise OSError("the disk is full")
-                    except OSError:
-                        file.truncate(before)
-                        raise
-            except OSError as error:
-                raise UserError(f"cannot write {self.path}: {error.strerror or error}; free space there") from error
 
 
 class Cache:
@@ -115,10 +80,10 @@ def _verdicts(path: Path) -> tuple[dict[str, Outcome], list[int]]:
     found: dict[str, Outcome] = {}
     damaged: list[int] = []
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # not while another process is in the middle of a line
             for number, line in enumerate(file, 1):
-                row = _row(line)
+                row = row_of(line)
                 key, verdict = ("", None) if row is None else (row.get("key"), _intact(row))
                 if row is None or verdict is None or not isinstance(key, str):
                     damaged.append(number)
@@ -151,43 +116,6 @@ def _sum(row: JsonObject) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def lines_of(path: Path) -> Lines:
-    """The one appender of ``path`` in this process."""
-    path = Path(os.path.abspath(path))
-    with _OPENING:
-        if path not in _OPEN:
-            _OPEN[path] = Lines(path)
-        return _OPEN[path]
-
-
-def rows_of(path: Path) -> Iterator[JsonObject]:
-    """The rows of a JSONL file that are JSON objects; none where there is no file. Raises ``UserError``."""
-    try:
-        with _opened(path) as file:
-            for line in file:
-                if (row := _row(line)) is not None:
-                    yield row
-    except FileNotFoundError:
-        return
-
-
-def _opened(path: Path) -> io.BufferedReader:
-    try:
-        return open_file(path, most=LARGEST_LINES)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error
-
-
-def _row(line: bytes) -> JsonObject | None:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
 def thumbnail(image: Image) -> str:
     """A small PNG in base64."""
     small = image.copy()
@@ -207,24 +135,3 @@ def verdict_of(value: Json) -> Verdict | None:
 def texts_of(value: Json) -> list[str]:
     """The texts of a list that a row holds; empty where it holds none."""
     return [str(text) for text in value] if isinstance(value, list) else []
-
-
-def _drop_torn_line(path: Path) -> None:
-    try:
-        with path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            end = file.seek(0, os.SEEK_END)
-            kept, step = end, 1 << 16
-            while kept > 0:
-                start = max(0, kept - step)
-                file.seek(start)
-                newline = file.read(kept - start).rfind(b"\n")
-                kept = start + newline + 1 if newline >= 0 else start
-                if newline >= 0:
-                    break
-            if kept < end:
-                file.truncate(kept)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error

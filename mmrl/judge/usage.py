@@ -18,7 +18,7 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
-from mmrl.judge.store import lines_of, rows_of
+from mmrl.lines import lines_of, rows_of
 from mmrl.rewards.contract import Context
 
 USAGE = "judge-usage.jsonl"
