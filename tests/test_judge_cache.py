@@ -94,12 +94,12 @@ def test_a_changed_verdict_is_named_and_asked_again(tmp_path, capsys):
     texts = [f"case {k}" for k in range(4)]
     with Counting() as server:
         before = score(judge(server.url), tmp_path, *texts)
-        lines = (tmp_path / CACHE).read_bytes().splitlines(keepends=True)
-        lines.sort(key=lambda line: json.loads(line)["verdict"])  # they are kept in the order of the answers
-        assert json.loads(lines[1])["verdict"] == 0.1
-        lines[1] = lines[1].replace(b'"verdict": 0.1', b'"verdict": 0.9')  # still JSON, still a verdict
-        lines[2] = b"\x00" * len(lines[2].rstrip()) + b"\n"
-        (tmp_path / CACHE).write_bytes(b"".join(lines))
+        rows = (tmp_path / CACHE).read_bytes().splitlines(keepends=True)
+        rows.sort(key=lambda line: json.loads(line)["verdict"])  # they are kept in the order of the answers
+        assert json.loads(rows[1])["verdict"] == 0.1
+        rows[1] = rows[1].replace(b'"verdict": 0.1', b'"verdict": 0.9')  # still JSON, still a verdict
+        rows[2] = b"\x00" * len(rows[2].rstrip()) + b"\n"
+        (tmp_path / CACHE).write_bytes(b"".join(rows))
         lines._OPEN.clear()  # as in another process
         assert score(judge(server.url), tmp_path, *texts) == before
         assert server.asked == {"case 0": 1, "case 1": 2, "case 2": 2, "case 3": 1}
