@@ -40,6 +40,7 @@ from mmrl.rewards.scoring import Failure
 from mmrl.run import build
 from mmrl.secrets import remember
 from mmrl.stopping import Stop
+from mmrl.text.pipeline import keep_episodes
 from mmrl.training.divergence import Divergence, divergence
 from mmrl.training.early_stopping import EarlyStop
 from mmrl.training.evaluation import Evaluator, measure, unmeasured
@@ -104,6 +105,7 @@ class Session:
                 raise UserError(explained(error, loaded)) from error
             for rewards in self.heldout.rewards:  # those of training among them
                 rewards.folder = directory.path
+            self._episodes = keep_episodes(self.run.pipeline, directory.path)
             progress.advance()
         self.saver = saver_of(self.run, self.checkpoints)
         self._name_bad_records()
@@ -356,6 +358,8 @@ class Session:
         with self.pulse("evaluation"), in_phase("evaluation"):
             row, text = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
         self._evaluating, self._measured = False, self.done
+        if self._episodes is not None:
+            self._episodes.evaluated(self.done)
         self._evaluation_seconds = time.perf_counter() - began
         if self.callbacks is not None:
             self.callbacks.evaluated(self.done, row)

@@ -6,6 +6,7 @@ process that imports them itself takes longer over it than over its test.
 """
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -54,7 +55,12 @@ def free_port():
             return port
 
 
+HANGS = 600
+"""Seconds after which a rank prints where it stands and ends: far longer than any takes."""
+
+
 def run(script, words):
+    faulthandler.dump_traceback_later(HANGS, exit=True)
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
 

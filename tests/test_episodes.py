@@ -465,7 +465,7 @@ def test_check_finds_what_an_environment_owes(tmp_path):
 def figures(run):
     """What a run logged that does not depend on the machine."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time/", "perf/", "plan/", "sent/", "features/", "memory/", "balance/")
+    clocks = ("time/", "perf/", "plan/", "sent/", "features/", "memory/", "balance/", "mismatch/")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 

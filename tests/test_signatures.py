@@ -91,8 +91,8 @@ def constructors() -> Iterator[tuple[str, int]]:
             if not isinstance(node, ast.ClassDef):
                 continue
             if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-                fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and "ClassVar" not in ast.unparse(s)]
-                yield node.name, len(fields)
+                fields = [ast.unparse(s) for s in node.body if isinstance(s, ast.AnnAssign)]
+                yield node.name, sum("ClassVar" not in s and "init=False" not in s for s in fields)
             for f in node.body:
                 if isinstance(f, ast.FunctionDef) and f.name == "__init__":
                     yield node.name, len(f.args.posonlyargs) + len(f.args.args) + len(f.args.kwonlyargs) - 1

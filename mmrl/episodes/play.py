@@ -2,13 +2,15 @@
 
 Tokens in, tokens out: the ids that were sampled are the ids that train, and no text is tokenised again. An episode
 whose environment has answered goes on beside those that wait; what it draws depends on its sample and its turn alone.
+What a journal of an earlier start answers is not asked again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from mmrl.config import environment
@@ -16,9 +18,11 @@ from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, Settings
 from mmrl.episodes.calls import BEFORE, Reader
 from mmrl.episodes.contract import Action, Episode, Exchange, Observation
-from mmrl.episodes.environment import Environment, observations
+from mmrl.episodes.environment import Answer, Environment, observations
+from mmrl.episodes.journal import Journal, digest
 from mmrl.episodes.loading import Factory
 from mmrl.episodes.pool import Pool, Returned
+from mmrl.episodes.tools import Toolbox
 from mmrl.text.chat import Conditioner
 from mmrl.text.stop_strings import StopStrings
 from mmrl.text.told import without_repeated_end
@@ -51,14 +55,14 @@ class InStep:
         return list(zip(asked, answers, strict=True))
 
     def cancel(self, id: int) -> None:
-        del self._asked[id]
+        self._asked.pop(id, None)
 
 
 @dataclass(frozen=True)
 class How:
     """What episodes are played with. ``seed``: the run's, for ``reset``; ``settings``: of a turn; ``room``: tokens of
     prompt and episode that the model and the engine take, None without a limit; ``calls``: reads the calls of
-    a turn."""
+    a turn; ``journal``: keeps the answers."""
 
     section: environment.Environment
     factory: Factory
@@ -69,11 +73,13 @@ class How:
     role: Role
     room: int | None
     calls: Reader
+    journal: Journal | None = None
 
 
 @dataclass(eq=False)
 class Played:
-    """An episode under way. ``tokens`` and ``log_probs`` are those behind the prompt, with 0 for what was told."""
+    """An episode under way. ``tokens`` and ``log_probs`` are those behind the prompt, with 0 for what was told.
+    ``calling``: the turn of the call under way, 0 for ``reset``; ``seen``: the last one that ``world`` saw."""
 
     id: SampleId
     prompt: Prompt
@@ -85,12 +91,19 @@ class Played:
     turns: list[Exchange] = field(default_factory=list)
     end: Literal["answer", "done", "turns", "tokens", "failed"] | None = None
     failure: str = ""
+    calling: int = field(default=0, init=False)
+    seen: int = field(default=-1, init=False)
 
     def append(self, kind: Literal["written", "told"], tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         first = len(self.request.prompt_ids) + len(self.tokens)
         self.segments.append(Segment(first, first + len(tokens), kind, turn=len(self.turns)))
         self.tokens += tokens
         self.log_probs += log_probs
+
+    @property
+    def written(self) -> str:
+        """A digest of what the policy wrote so far."""
+        return digest(token for turn in self.turns for token in turn.action.tokens)
 
     @property
     def episode(self) -> Episode:
@@ -119,7 +132,7 @@ def play(
     ]
     stage = _Stage(how, answers)
     for one in played:
-        stage.reset(one)
+        stage.call(one)
     stage.run()
     return played
 
@@ -131,12 +144,30 @@ class _Stage:
         self._how, self._answers = how, answers
         self._pool: Pool[Played] = Pool(how.section.workers, how.section.timeout)
         self._asked: dict[int, Played] = {}
-        self._resetting: set[int] = set()
 
-    def reset(self, one: Played) -> None:
-        self._resetting.add(id(one))
-        seed = reset_seed(self._how.seed, one.id)
-        self._pool.submit(one, lambda: one.world.reset(one.prompt, seed))
+    def call(self, one: Played) -> None:
+        """Begin the next call of its environment: ``reset``, or ``step`` with the turn that was written last.
+
+        Where a journal answers, it is not called. Its state is then made again before the first call that is: it is
+        called for the turns so far. A function has no state, and is never called twice for a turn."""
+        turn, journal = len(one.turns), self._how.journal
+        stateless = isinstance(one.world, Toolbox) and one.world.stateless
+        kept = None if journal is None else journal.answer(one.id, turn, one.written)
+        if kept is not None and kept.lost and stateless:
+            self._answered(one, (), "the run was ended while a tool was called, and its answer is lost")
+        elif kept is not None and not kept.lost:
+            one.seen = turn if stateless else one.seen
+            self._answered(one, kept.told, kept.failure)
+        else:
+            one.calling = turn if stateless else one.seen + 1
+            if journal is not None and one.calling == turn:
+                journal.asks(one.id, turn, one.written)
+            self._pool.submit(one, partial(self._made, one, one.calling))
+
+    def _made(self, one: Played, turn: int) -> Answer | Awaitable[Answer]:
+        if turn == 0:
+            return one.world.reset(one.prompt, reset_seed(self._how.seed, one.id))
+        return one.world.step(one.turns[turn - 1].action)
 
     def run(self) -> None:
         in_step = isinstance(self._answers, InStep)  # such an engine answers many as fast as one
@@ -163,13 +194,29 @@ class _Stage:
             why = returned.error
         except TypeError as error:
             told, why = (), str(error)
+        one.seen = one.calling
+        if one.seen < len(one.turns):  # the journal has its answer
+            if one.seen and (why or told != one.turns[one.seen - 1].told):
+                why = "called again after the run was ended, it answers otherwise; make it depend on its seed alone"
+            if why:
+                one.end, one.failure = "failed", why
+            else:
+                self.call(one)
+            return
+        if self._how.journal is not None:
+            try:
+                self._how.journal.tells(one.id, one.seen, one.written, told, why)
+            except (TypeError, ValueError) as error:
+                told, why = (), f"it answers what JSON has no value for: {error}"
+        self._answered(one, told, why)
+
+    def _answered(self, one: Played, told: tuple[Observation, ...], why: str) -> None:
         if why:
             one.end, one.failure = "failed", why
-        elif id(one) in self._resetting:
-            self._resetting.discard(id(one))
-            self._ask(one)
-        else:
+        elif one.turns:
             self._told(one, told)
+        else:
+            self._ask(one)
 
     def _told(self, one: Played, told: tuple[Observation, ...]) -> None:
         how = self._how
@@ -218,4 +265,4 @@ class _Stage:
         one.append("written", tokens[:n], list(made.log_probs[:n]))
         action = Action(text, calls, tuple(tokens[:n]), "stop" if stopped else "length")
         one.turns.append(Exchange(action))
-        self._pool.submit(one, lambda: one.world.step(action))
+        self.call(one)

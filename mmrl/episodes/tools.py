@@ -33,6 +33,11 @@ class Toolbox:
         self._by_name = {tool.__name__: tool for tool in self.tools}
         self._world = world
 
+    @property
+    def stateless(self) -> bool:
+        """Whether it is of functions alone, which may be called without the calls before."""
+        return self._world is None
+
     async def reset(self, prompt: Prompt, seed: int) -> str | None:
         if not hasattr(self._world, "reset"):
             return None

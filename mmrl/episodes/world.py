@@ -10,7 +10,9 @@ from functools import partial
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
 from mmrl.episodes.calls import reader_of
+from mmrl.episodes.contract import Observation
 from mmrl.episodes.environment import observations
+from mmrl.episodes.journal import GROUP, Journal
 from mmrl.episodes.loading import opened
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
 from mmrl.episodes.pool import Pool
@@ -34,13 +36,15 @@ class World:
         self._factory = opened(recipe.environment)
         self.role: Role = role_of(conditioner, recipe)
         self.plays = True
-        """Whether episodes are played; a plan takes the longest one as one turn."""
+        """Whether episodes are played; a plan takes the longest one as one turn, and one slot's beginning for all."""
+        self.journal: Journal | None = None
+        """Keeps what the environment answers, where a run has one."""
         self._calls = reader_of(recipe.environment.calls, conditioner.saved, self._factory.schemas)
         self._shown: OrderedDict[SampleId, tuple[Prompt, Prompt]] = OrderedDict()
 
     def begun(self, slot: Slot) -> Slot:
         """``slot`` with what ``reset`` showed at the end of its prompt. Raises ``BadPromptError``."""
-        key = SampleId(slot.step, slot.index, slot.attempt, 0)
+        key = SampleId(slot.step, slot.index, slot.attempt, 0) if self.plays else SampleId(0, 0, 0, 0)
         known = self._shown.get(key)
         if known is None or slot.prompt not in known:
             known = self._shown[key] = slot.prompt, self._with_first(slot.prompt, key)
@@ -49,18 +53,29 @@ class World:
         return replace(slot, prompt=known[1])
 
     def _with_first(self, prompt: Prompt, key: SampleId) -> Prompt:
-        pool: Pool[SampleId] = Pool(1, self._section.timeout)
-        seed = reset_seed(self._recipe.seed, key)
-        pool.submit(key, partial(self._factory.make().reset, prompt, seed))
-        ((_, returned),) = pool.ready(wait=True)
-        try:
-            told = () if returned.error else observations(returned.value)
-        except TypeError as error:
-            raise BadPromptError(prompt.id, f"environment: reset: {error}") from error
-        if returned.error:
-            raise BadPromptError(prompt.id, f"environment: reset failed: {returned.error}")
+        told, why = self._reset(prompt, replace(key, sample=GROUP))
+        if why:
+            raise BadPromptError(prompt.id, f"environment: reset{why}")
         shown = [text for text in (prompt.text, *(one.content for one in told)) if text]
         return replace(prompt, text="\n\n".join(shown))
+
+    def _reset(self, prompt: Prompt, id: SampleId) -> tuple[Sequence[Observation], str]:
+        """What ``reset`` shows to a group, and why it failed."""
+        kept = None if self.journal is None else self.journal.answer(id, 0, "")
+        if kept is not None and not kept.lost:
+            return kept.told, kept.failure
+        pool: Pool[SampleId] = Pool(1, self._section.timeout)
+        pool.submit(id, partial(self._factory.make().reset, prompt, reset_seed(self._recipe.seed, id)))
+        ((_, returned),) = pool.ready(wait=True)
+        told: tuple[Observation, ...] = ()
+        why = f" failed: {returned.error}" if returned.error else ""
+        try:
+            told = () if why else observations(returned.value)
+            if self.journal is not None:
+                self.journal.tells(id, 0, "", told, why)
+        except (TypeError, ValueError) as error:
+            why = f": {error}"
+        return told, why
 
     def play(
         self,
@@ -74,7 +89,9 @@ class World:
     ) -> list[Played]:
         """An episode of each sample, in their order; ``slots`` have begun."""
         seed, calls = self._recipe.seed, self._calls
-        how = How(self._section, self._factory, self._conditioner, stops, settings, seed, self.role, room, calls)
+        how = How(
+            self._section, self._factory, self._conditioner, stops, settings, seed, self.role, room, calls, self.journal
+        )
         first = [self._asked(slot) for slot in slots]
         return play(how, answers, ids, first, requests)
 

@@ -9,6 +9,7 @@ heldout_samples.jsonl  of each evaluation the prompt and the rewards of every sa
 failures.jsonl     every sample or record left out, by name
 placement.jsonl    what each device did when, and why roles were moved (several devices to a controller)
 judge-*.jsonl      what generative judges read and wrote (transcripts), verdicts by content (cache), and their usage
+episodes/          what an environment answered: 000012.jsonl in training step 12, counted from 0
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
 profile/           step_000002.json.gz, a trace by torch's profiler (profile: true)
 controllers/1/     the same of another controller: its own log, failures, verdicts and samples
@@ -60,7 +61,10 @@ FILES = (
     "calling.json",
     "report.html",
 )
-FOLDERS = ("samples", "checkpoints", "controllers", "profile", "strength", "tensorboard", "wandb", "trackio")
+FOLDERS = (
+    *("samples", "episodes", "checkpoints", "controllers", "profile", "strength"),
+    *("tensorboard", "wandb", "trackio"),
+)
 LOCK = "run.lock"
 _OVERRIDE = "# override: "
 _LOCK_PATIENCE = 0.5

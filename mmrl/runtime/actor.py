@@ -33,6 +33,7 @@ from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.secrets import remember
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop
+from mmrl.text.pipeline import keep_episodes
 
 NO_VARIABLES: Mapping[str, str] = {}
 _SEEN = 5.0
@@ -176,6 +177,7 @@ class Actor:
         except UserError as error:  # the controller reports the same error, or that this device is missing
             return Outcome(False, 0, 0, 0.0, str(error))
         run.rewards.folder = whole.of_controller(self._rank).path
+        keep_episodes(run.pipeline, run.rewards.folder)
         serve(run, connection, saver_of(run, whole.checkpoints), self._pulse)
 
     def _devices(self, loaded: LoadedRecipe) -> MultiDevice | None:

@@ -26,6 +26,7 @@ from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
 from mmrl.engines.slots import Slots
+from mmrl.episodes.journal import Journal
 from mmrl.episodes.play import InStep
 from mmrl.episodes.world import World
 from mmrl.errors import UserError
@@ -492,3 +493,13 @@ class LanguagePipeline:
         if self.pairs is not None and self.pairs.scores:
             return scoring.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
         return export.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
+
+
+def keep_episodes(pipeline: object, folder: Path, replayed: int | None = None) -> Journal | None:
+    """Have what its environment answers kept in ``folder``, of a run or one of its controllers, and taken from there
+    where an earlier start has asked; ``replayed``: see ``Journal``. None where the pipeline has no environment."""
+    world = pipeline.world if isinstance(pipeline, LanguagePipeline) else None
+    if world is None:
+        return None
+    world.journal = Journal(folder, replayed)
+    return world.journal

@@ -19,7 +19,7 @@ from mmrl.report.metrics import read_numbers
 from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Verified
 from mmrl.run import open_run
-from mmrl.verify.notes import hints, of_environment, of_judges, of_servers, of_weights
+from mmrl.verify.notes import hints, of_environment, of_episodes, of_judges, of_servers, of_weights
 from mmrl.verify.replay import Replay
 from mmrl.verify.span import span_of
 
@@ -39,7 +39,7 @@ def verify(path: Path, step: int | None = None) -> Verified:
     recorded = Recorded([path, *(d.path for d in directory.of_others(1))], [-1, *(n - 1 for n in span.steps)])
     recipe = recipe.model_copy(update={"scoring": recipe.scoring.model_copy(update={"patience": 0.0})})
     with tempfile.TemporaryDirectory(prefix="mmrl-verify-") as folder, within(recorded):
-        replay = Replay(recipe, directory, RunDir(folder))
+        replay = Replay(recipe, directory, RunDir(folder), span.last)
         try:
             parts = list(replay.parts(span, rows, evaluated))
         finally:
@@ -47,6 +47,7 @@ def verify(path: Path, step: int | None = None) -> Verified:
     notes = [
         *replay.notes,
         *of_judges(recorded),
+        *of_episodes(replay.episodes),
         *of_servers(recipe, evaluated=span.last in evaluated),
         *of_environment(directory),
         *of_weights(directory, rows, span.last, step),

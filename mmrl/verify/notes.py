@@ -11,6 +11,7 @@ from mmrl.checkpoint.manifest import entries
 from mmrl.checkpoint.resume import flatten
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Recipe
+from mmrl.episodes.journal import Journal
 from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.judge.replay import Recorded
 from mmrl.report.environment import environment, read_environment
@@ -29,6 +30,16 @@ def of_judges(recorded: Recorded) -> list[str]:
         f"{label} was asked again: {n} questions are not in the run's records." for label, n in missing.items() if n
     ]
     return notes + asked
+
+
+def of_episodes(journal: Journal | None) -> list[str]:
+    """How many answers of its environment the replay took from the run's records, and how many it asked for again."""
+    if journal is None:
+        return []
+    notes = [f"{journal.taken} answers of the environment were taken from the run's records."]
+    if journal.missing:
+        notes.append(f"The environment was called again {journal.missing} times: these are not in the run's records.")
+    return notes
 
 
 def of_servers(recipe: Recipe, *, evaluated: bool) -> list[str]:

@@ -22,6 +22,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.varying_values import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.verified import Compared, Part, compared, metrics_of
 from mmrl.run import build
+from mmrl.text.pipeline import keep_episodes
 from mmrl.training.evaluation import Evaluator, measure
 from mmrl.training.guards import PREFIX
 from mmrl.training.loop import train_step
@@ -30,12 +31,14 @@ from mmrl.verify.span import Rows, Span, fault
 
 NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS
 """Metrics that do not depend on what was computed, and why."""
+_OF_EPISODES = {"mismatch/*": "rounding: which episodes are sampled side by side depends on when they are answered"}
 
 
 class Replay:
-    """Final class: repeats steps of the run in ``directory``, and writes their records into ``scratch``."""
+    """Final class: repeats steps of the run in ``directory``, ``last`` the last of them, and writes their records into
+    ``scratch``."""
 
-    def __init__(self, recipe: Recipe, directory: RunDir, scratch: RunDir) -> None:
+    def __init__(self, recipe: Recipe, directory: RunDir, scratch: RunDir, last: int) -> None:
         self.recipe, self.directory, self.scratch = recipe, directory, scratch
         scratch.samples.mkdir()
         self.notes: list[str] = []
@@ -45,6 +48,7 @@ class Replay:
         with Progress(1, "load", "model") as progress:
             self.run: StepContext = build(recipe)
             self.run.rewards.folder = scratch.path
+            self.episodes = keep_episodes(self.run.pipeline, directory.path, last)
             progress.advance()
 
     def parts(self, span: Span, rows: Rows, evaluated: Rows) -> Iterator[Part]:
@@ -94,9 +98,10 @@ class Replay:
         return read(self.scratch.metrics)[-1]
 
     def _compared(self, recorded: JsonObject, replayed: JsonObject) -> list[Compared]:
-        why = {name: why_not_compared(name, NOT_COMPARED) for name in metrics_of(recorded)}
+        left_out = NOT_COMPARED | (_OF_EPISODES if self.recipe.environment is not None else {})
+        why = {name: why_not_compared(name, left_out) for name in metrics_of(recorded)}
         self._skipped |= {name: reason for name, reason in why.items() if reason is not None}
-        new = [n for n in metrics_of(replayed) if n not in recorded and why_not_compared(n, NOT_COMPARED) is None]
+        new = [n for n in metrics_of(replayed) if n not in recorded and why_not_compared(n, left_out) is None]
         self._new |= dict.fromkeys(new)
         return compared(recorded, replayed, [name for name, reason in why.items() if reason is None])
 

@@ -1,0 +1,239 @@
+"""What environments answered is kept: a step that is taken again asks for no answer again."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mmrl
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.episodes.contract import Observation
+from mmrl.episodes.journal import FOLDER, Journal, Kept
+from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.verify import verify
+from tests.test_episodes import SMALL, Script, figures, written
+
+allow_cpu_only()  # before transformers imports torchvision
+
+WORLD = '''
+import os, pathlib, random, time
+from mmrl.episodes.contract import Observation
+
+class Counter:
+    """Adds up what it is told, from a number that ``reset`` draws; every call is noted in a file."""
+    def __init__(self, log, seconds=0.0):
+        self.log, self.seconds = log, seconds
+    def note(self, what):
+        with open(self.log, "ab", buffering=0) as file:
+            file.write((what + "\\n").encode())
+        time.sleep(self.seconds)
+    def reset(self, prompt, seed):
+        self.sum, self.seed, self.turn = random.Random(seed).randint(1, 9), seed, 0
+        self.note(f"reset {seed}")
+        return f"Begin with {self.sum}."
+    def step(self, action):
+        self.sum += len(action.text)
+        self.turn += 1
+        self.note(f"step {self.seed} {self.turn}")
+        return Observation(f"{self.sum}", reward=0.1 * (self.sum % 3), done=self.turn == 3)
+
+class Forgetful(Counter):
+    def step(self, action):
+        return Observation(f"{random.random()}", done=False)
+
+def double(n: int) -> int:
+    """Doubles.
+
+    Args:
+        n: a number
+    """
+    with open(os.environ["DOUBLE_LOG"], "a") as file:
+        file.write(f"{n}\\n")
+    return 2 * n
+
+class Gone:
+    def __init__(self, **options): ...
+    def reset(self, prompt, seed): raise RuntimeError("nobody may call this")
+    def step(self, action): raise RuntimeError("nobody may call this")
+'''
+
+
+@pytest.fixture
+def worlds(tmp_path):
+    (tmp_path / "worlds.py").write_text(WORLD)
+    (tmp_path / "calls").touch()
+    return tmp_path
+
+
+def calls(worlds):
+    return (worlds / "calls").read_text().splitlines()
+
+
+def section(worlds, name="Counter", **more):
+    options = {"log": str(worlds / "calls")}
+    return (
+        f"environment={json.dumps({'name': f'{worlds}/worlds.py:{name}', 'options': options, 'max_tokens': 90} | more)}"
+    )
+
+
+class Stops(Script):
+    """An engine that fails at a turn, as a run that is killed there."""
+
+    def __init__(self, turns, at):
+        super().__init__(turns)
+        self.left = at
+
+    def generate(self, requests, settings):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return super().generate(requests, settings)
+
+
+def play(worlds, folder, environment, texts, at=99, recipe="sums"):
+    """The rows of two samples, and the journal; None in place of rows where the engine stops at turn ``at``."""
+    loaded = load_recipe([recipe], [*SMALL, "sampling.max_new_tokens=64", environment])
+    import torch
+
+    pipeline = mmrl.load("pipelines", "llm/chat").build(loaded.recipe, loaded.recipe.model.path, torch.device("cpu"))
+    pipeline.engine = Stops([(written(pipeline.conditioner.saved, t), "stop") for t in texts], at)
+    pipeline.world.journal = journal = Journal(folder)
+    slots, ids = [Slot(3, 0, 0, Prompt("p", "Add"))] * 2, [SampleId(3, 0, 0, n) for n in range(2)]
+    try:
+        pipeline.encode(slots)
+        return pipeline.sample(slots, ids, [], 0), journal
+    except KeyboardInterrupt:
+        return None, journal
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_episode_that_was_ended_goes_on_as_if_it_had_not_been(worlds, at):
+    texts = ["1", "22", "333"]
+    whole, _ = play(worlds, worlds / "whole", section(worlds), texts)
+    before = len(calls(worlds))
+    play(worlds, worlds / "run", section(worlds), texts, at)
+    again, journal = play(worlds, worlds / "run", section(worlds), texts)
+    assert again.tokens.tolist() == whole.tokens.tolist()
+    assert again.episodes == whole.episodes
+    assert journal.taken == 1 + 2 * (1 + at)  # the group's beginning, and of each sample that and its turns
+    assert len(calls(worlds)) > before
+
+
+def test_a_world_that_is_gone_is_replayed_from_its_answers(worlds):
+    texts = ["1", "22", "333"]
+    whole, _ = play(worlds, worlds / "run", section(worlds), texts)
+    made = calls(worlds)
+    again, journal = play(worlds, worlds / "run", section(worlds, "Gone"), texts)
+    assert again.episodes == whole.episodes
+    assert (journal.missing, calls(worlds)) == (0, made)
+
+
+def test_other_words_get_other_answers(worlds):
+    play(worlds, worlds / "run", section(worlds), ["1", "22", "333"])
+    again, journal = play(worlds, worlds / "run", section(worlds), ["1", "4444", "333"])
+    whole, _ = play(worlds, worlds / "whole", section(worlds), ["1", "4444", "333"])
+    assert again.episodes == whole.episodes
+    assert journal.missing
+
+
+def test_a_world_that_answers_otherwise_when_it_is_called_again_is_named(worlds):
+    play(worlds, worlds / "run", section(worlds, "Forgetful"), ["1", "22", "333", "4"], 2)
+    again, _ = play(worlds, worlds / "run", section(worlds, "Forgetful"), ["1", "22", "333", "4"])
+    assert [one.end for one in again.episodes] == ["failed"] * 2
+    assert "make it depend on its seed alone" in again.episodes[0].failure
+
+
+def test_a_function_is_never_called_twice(worlds, monkeypatch):
+    monkeypatch.setenv("DOUBLE_LOG", str(worlds / "calls"))
+    asks = '<tool_call>{"name": "double", "arguments": {"n": %d}}</tool_call>'
+    texts = [asks % 1, asks % 2, "4"]
+    environment = section(worlds, "double", options={}, max_tokens=200)
+    play(worlds, worlds / "run", environment, texts, 2, "sums-tool")
+    again, _ = play(worlds, worlds / "run", environment, texts, recipe="sums-tool")
+    assert [one.turns[1].told[0].content for one in again.episodes] == ["4", "4"]
+    assert sorted(calls(worlds)) == ["1", "1", "2", "2"]
+    (file,) = (worlds / "run" / FOLDER).iterdir()
+    rows = [row for row in file.read_text().splitlines() if '"turn": 2' not in row or "asked" in row]
+    file.write_text("".join(f"{row}\n" for row in rows))  # as if the run had been killed during the second call
+    again, _ = play(worlds, worlds / "run", environment, texts, recipe="sums-tool")
+    assert [one.end for one in again.episodes] == ["failed"] * 2
+    assert "its answer is lost" in again.episodes[0].failure
+    assert len(calls(worlds)) == 4
+
+
+def test_rows_that_are_torn_or_from_somebody_else_say_nothing(tmp_path):
+    id = SampleId(3, 0, 0, 1)
+    told = Observation("a\u2028b", 0.1, True, False, "call_0_0", {"n": [1]})
+    journal = Journal(tmp_path / "controllers" / "1")
+    journal.asks(id, 1, "x")
+    journal.tells(id, 1, "x", [told], "")
+    journal.asks(id, 2, "y")
+    journal.tells(id, 3, "z", [], "it failed")
+    for wrong in (float("nan"), object()):
+        with pytest.raises((TypeError, ValueError)):
+            journal.tells(id, 4, "w", [Observation("", 0.0, info={"x": wrong})], "")
+    file = tmp_path / "controllers" / "1" / FOLDER / "000003.jsonl"
+    draw = random.Random(0)
+    keys = ("slot", "attempt", "sample", "turn", "after", "told", "failed", "asked")
+    values = (None, -1, 10**30, "x", [], [[]], [{}], {"content": 3}, True, 1.5)
+    with file.open("a") as f:
+        for _ in range(300):
+            f.write(json.dumps({key: draw.choice(values) for key in keys}) + "\n")
+        f.write('{"slot": 0, "attempt": 0, "sam')
+    again = Journal(tmp_path)
+    assert again.answer(id, 1, "x") == Kept((told,))
+    assert again.answer(id, 2, "y") == Kept(lost=True)
+    assert again.answer(id, 3, "z") == Kept(failure="it failed")
+    assert again.answer(id, 1, "y") is None
+
+
+def test_verify_replays_a_step_without_its_environment(worlds):
+    changes = [*SMALL, section(worlds), "checkpoint.every=1"]
+    mmrl.train("sums", changes=changes, rewards=["environment"], out=worlds / "run")
+    made = calls(worlds)
+    text = (worlds / "worlds.py").read_text().replace("class Gone:", "class Counter:")
+    (worlds / "worlds.py").write_text(text)  # the later class counts, and nobody may call it
+    found = verify(worlds / "run", 2)
+    assert [(part.of, one.name) for part in found.parts for one in part.found if not one.same] == []
+    assert any("answers of the environment were taken" in note for note in found.notes)
+    assert calls(worlds) == made
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_is_as_one_that_was_not(worlds):
+    changes = [*SMALL, section(worlds, options={"log": str(worlds / "calls"), "seconds": 0.02}), "checkpoint.every=1"]
+    changes += ["train.steps=3", "eval.every=3", "environment.workers=2"]
+    mmrl.train("sums", changes=changes, rewards=["environment"], out=worlds / "whole")
+    command = [sys.executable, "-m", "mmrl", "train", "sums", *changes, "rewards=[{name: environment}]"]
+    draw, kills = random.Random(0), 0
+    for n in range(16):
+        how = "--resume" if (worlds / "run" / "recipe.yaml").exists() else "--overwrite"
+        process = subprocess.Popen(
+            [*command, "--out", str(worlds / "run"), how],
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=(worlds / "log").open("w"),
+            cwd=Path(mmrl.__file__).parents[1],
+        )
+        end = time.monotonic() + 600
+        noted = len(calls(worlds))
+        wait = draw.randint(1, 25)  # calls; the last starts are left alone
+        while process.poll() is None and time.monotonic() < end:
+            if n < 8 and len(calls(worlds)) - noted >= wait:
+                os.killpg(process.pid, signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.005)
+        if process.wait() == 0:
+            break
+    else:
+        raise AssertionError((worlds / "log").read_text()[-2000:])
+    assert kills >= 3
+    assert figures(worlds / "run") == figures(worlds / "whole")
