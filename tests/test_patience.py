@@ -518,7 +518,13 @@ def test_a_run_whose_endpoint_is_killed_stops_with_3_and_resumes_to_the_same_num
 def test_an_endpoint_that_comes_back_in_time_costs_nothing_but_time(length, tmp_path, clock, capsys):
     back = []
     server = Killed(length, at=1)
-    clock.sleep = lambda seconds: back or back.append(Killed(length, server.server_port))
+
+    def sleep(seconds):
+        clock.now += seconds
+        if not back:
+            back.append(Killed(length, server.server_port))
+
+    clock.sleep = sleep
     assert train(tmp_path / "late", remote(server.server_port), "train.steps=2").finished
     assert len(back) == 1
     back[0].kill()
