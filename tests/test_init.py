@@ -14,6 +14,7 @@ from mmrl import cli
 from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import init
 from mmrl.config.loader import load_recipe
+from mmrl.episodes.tools import Toolbox, schemas_of
 from mmrl.errors import UserError
 from mmrl.planner import first_model
 from mmrl.planner.first_data import UnknownColumnError, look_at_data
@@ -138,6 +139,16 @@ def test_a_reward_of_pictures_in_a_recipe_of_text_is_a_problem_and_the_recipe_is
     assert "first.yaml exists and is left as it is" in capsys.readouterr().err
 
 
+def test_tools_are_begun_and_named_in_the_recipe(models, folder, capsys):
+    flags = ("--model", models["text"], "--data", "questions.csv", "--device", "cpu", "--full")
+    mmrl_init("first.yaml", *flags, "--tool", "my.py:words", "--tool", "my.py:other")
+    assert "wrote my.py: an example, to change" in capsys.readouterr().out
+    section = load_recipe(["first.yaml"]).recipe.environment
+    assert section.options["tools"] == [str(folder / "my.py:words"), str(folder / "my.py:other")]
+    first, second = schemas_of(Toolbox(section.options["tools"]).tools)
+    assert (first["function"]["name"], second["function"]["name"]) == ("words", "other")
+
+
 MISTAKES = [
     (["--model", "./gone"], "--model: there is no './gone'"),
     (["--model", "nobody/knows-it"], "or say what it makes: --modality text, vision-language, pictures, clips"),
@@ -153,6 +164,10 @@ MISTAKES = [
     (["--reward", "answr:number"], "--reward: there is no reward 'answr'"),
     (["--reward", "made.py:scor"], "has no 'scor'; did you mean 'score'?"),
     (["--reward", "no/such/folder.py:score"], "--reward: there is no folder no/such"),
+    (["--tool", "search"], "--tool: search names no file; a tool is a function in one: write --tool tools.py:search"),
+    (["--tool", "made.py:scor"], "--tool: "),
+    (["--tool", "no/such/folder.py:f"], "--tool: there is no folder no/such"),
+    (["--tool", "new.py:f", "--algorithm", "dpo"], "--tool: dpo acts over no turns, and calls nothing; leave it out"),
     (["--algorithm", "dpo", "--reward", "made.py:score"], "dpo trains on what the data gives, and asks no reward"),
     (["--algorithm", "grop"], "did you mean 'grpo'?"),
 ]

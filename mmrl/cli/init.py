@@ -81,6 +81,12 @@ def init(
         list[str] | None,
         typer.Option(metavar="NAME|FILE.py:NAME", help="May be repeated. A file that is not there is begun for you."),
     ] = None,
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:NAME", help="A function that the model can call. As --reward, may be repeated or new."
+        ),
+    ] = None,
     modality: Annotated[
         Modality | None, typer.Option(help="What the model is for.", show_default="as its configuration says")
     ] = None,
@@ -112,15 +118,9 @@ def init(
     algorithm = algorithm or _algorithm(chosen, ask)
     adapters = ask.yes("Train LoRA adapters, and not all weights?", default=True) if lora is None else lora
     where = device or ask.one_of("--device", "Computes on", list(Device), "auto")
-    wanted, begun = _wanted(file, _Chosen(chosen, found, reward, algorithm, str(where), adapters), ask)
+    wanted, begun = _wanted(file, _Chosen(chosen, found, reward, algorithm, str(where), adapters, tool or []), ask)
     _write(file, wanted, begun)
-    problems = [*_lacks(wanted), *_problems(file)]
-    for problem in problems:
-        print(f"problem: {problem}")
-    print("then:" if problems else "next:")
-    for command in ("data check", "plan", "train"):
-        print(f"  mmrl {command} {quote(str(file))}")
-    if problems:
+    if not _usable(file, wanted):
         raise typer.Exit(1)
 
 
@@ -134,6 +134,7 @@ class _Chosen:
     algorithm: str
     device: str
     lora: bool
+    tools: list[str]
 
 
 def _check_target(file: Path, ask: _Asker, *, overwrite: bool) -> None:
@@ -189,8 +190,9 @@ def _algorithm(model: FirstModel, ask: _Asker) -> str:
 def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path, str]]:
     """What the recipe is for, and the texts of the files of rewards that are to be begun. Raises ``UserError``."""
     from mmrl.config.algorithms import find_algorithm
+    from mmrl.planner.first_model import TEXTS
     from mmrl.planner.first_recipe import Wanted, name_of
-    from mmrl.planner.first_reward import files_to_begin, named_in_recipe, usual_reward
+    from mmrl.planner.first_reward import files_to_begin, named_in_recipe, tools_to_begin, usual_reward
 
     home, modality, answers = file.absolute().parent, chosen.model.modality, chosen.data.answers
     offline = find_algorithm(chosen.algorithm).settings.kind == "offline"
@@ -201,15 +203,19 @@ def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path
         usual = usual_reward(modality, answers)
         asked = ask.text("--reward", "Reward: a name (mmrl ls rewards), or FILE.py:function, which may be new", usual)
         rewards = [asked]
-    begun = files_to_begin(rewards, home, modality, answers=bool(answers))
+    if chosen.tools and (offline or modality not in TEXTS):
+        which = chosen.algorithm if offline else f"a model of {modality.value}"
+        raise UserError(f"--tool: {which} acts over no turns, and calls nothing; leave it out")
+    begun = files_to_begin(rewards, home, modality, answers=bool(answers)) | tools_to_begin(chosen.tools, home)
     named = [named_in_recipe(name, home) for name in rewards]
     algorithm = named_in_recipe(chosen.algorithm, home)
     name, model, data = name_of(file), chosen.model, chosen.data
-    return Wanted(name, home, model, data, named, algorithm, chosen.device, chosen.lora, offline), begun
+    tools = [named_in_recipe(tool, home) for tool in chosen.tools]
+    return Wanted(name, home, model, data, named, algorithm, chosen.device, chosen.lora, offline, tools), begun
 
 
 def _write(file: Path, wanted: Wanted, begun: dict[Path, str]) -> None:
-    """The recipe, and the rewards that it needs. Raises ``UserError``."""
+    """The recipe, and the rewards and tools that it needs. Raises ``UserError``."""
     from mmrl.planner.first_recipe import text_of
 
     for path, text in (*begun.items(), (file, text_of(wanted))):
@@ -217,7 +223,18 @@ def _write(file: Path, wanted: Wanted, begun: dict[Path, str]) -> None:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
-        print(f"wrote {path}" + ("" if path == file else ": an example of a reward, to change"))
+        print(f"wrote {path}" + ("" if path == file else ": an example, to change"))
+
+
+def _usable(file: Path, wanted: Wanted) -> bool:
+    """Say the problems of the recipe, and what to do with it. Returns whether it has none."""
+    problems = [*_lacks(wanted), *_problems(file)]
+    for problem in problems:
+        print(f"problem: {problem}")
+    print("then:" if problems else "next:")
+    for command in ("data check", "plan", "train"):
+        print(f"  mmrl {command} {quote(str(file))}")
+    return not problems
 
 
 def _lacks(wanted: Wanted) -> list[str]:

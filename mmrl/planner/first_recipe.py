@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ _OWN = ("batch_size",)
 @dataclass(frozen=True)
 class Wanted:
     """What the recipe is for. ``home``: the folder that it will lie in. ``rewards``: as the recipe names them; empty
-    where ``offline``, an algorithm that samples nothing. ``lora``: adapters, not all weights."""
+    where ``offline``, an algorithm that samples nothing. ``lora``: adapters, not all weights. ``tools``:
+    functions that the model can call."""
 
     name: str
     home: Path
@@ -31,6 +32,7 @@ class Wanted:
     device: str = "auto"
     lora: bool = True
     offline: bool = False
+    tools: Sequence[str] = ()
 
     @property
     def texts(self) -> bool:
@@ -73,6 +75,7 @@ def text_of(wanted: Wanted) -> str:
         *_model(wanted),
         *_data(wanted),
         *_sampling(wanted),
+        *_environment(wanted),
         *_rewards(wanted),
         *_algorithm(wanted),
         *_training(wanted),
@@ -142,6 +145,16 @@ def _sampling(wanted: Wanted) -> Iterator[str]:
             comments["sde"] = f"the noise of training; as in the shipped recipe {like.name}, {kind}"
     yield "sampling:"
     yield from _section(made, comments)
+
+
+def _environment(wanted: Wanted) -> Iterator[str]:
+    if wanted.tools:
+        most = min(4 * _TOKENS[wanted.model.modality], (wanted.model.context or 10**9) // 2)
+        yield "environment: # the model can call these functions (docs/environments.md)"
+        yield "  name: tools"
+        yield f"  options: {_yaml({'tools': list(wanted.tools)})}"
+        yield "  max_turns: 4 # a turn without a call is the answer"
+        yield f"  max_tokens: {most} # of all turns and results together"
 
 
 def _rewards(wanted: Wanted) -> Iterator[str]:

@@ -1,11 +1,13 @@
-"""Rewards of a first recipe (``mmrl init``): how the recipe names them, and a small file to begin one of one's own."""
+"""Rewards and tools of a first recipe (``mmrl init``): how it names them, and a file to begin one of one's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from os.path import expanduser
 from pathlib import Path
+from typing import Literal
 
+from mmrl._load import Kind
 from mmrl.config.drop_ins import DEFAULT, missing_drop_in, split_file
 from mmrl.errors import UserError
 from mmrl.json_types import Cell
@@ -58,23 +60,37 @@ def usual_reward(modality: Modality, answers: Sequence[Cell]) -> str:
     return "answer:number" if all(_ends_with_number(answer) for answer in answers) else "answer:exact"
 
 
-def missing_file(name: str, home: Path) -> Path | None:
-    """The file that the reward ``name`` is to be in, where there is none yet: from the current folder, or from the
-    recipe's, ``home``. Raises ``UserError`` for a reward that is neither one of ours nor in its file."""
+_TOOL = '''
+def {name}(text: str) -> str:
+    """Count the words of a text. (The model reads this, and what stands under Args.)
+
+    Args:
+        text: The text.
+    """
+    return str(len(text.split()))  # an example
+'''
+
+
+def missing_file(name: str, home: Path, kind: Literal["reward", "tool"] = "reward") -> Path | None:
+    """The file that the reward or tool ``name`` is to be in, where there is none yet: from the current folder, or from
+    the recipe's, ``home``. Raises ``UserError`` for one that is neither one of ours nor in its file."""
+    folder: Kind = "rewards" if kind == "reward" else "environments"
     file, attribute = split_file(expanduser(name))
     if file is None:
-        if wrong := missing_drop_in("rewards", name, "looked in the current folder"):
+        if kind == "tool":
+            raise UserError(f"--tool: {name} names no file; a tool is a function in one: write --tool tools.py:{name}")
+        if wrong := missing_drop_in(folder, name, "looked in the current folder"):
             raise UserError(f"--reward: {wrong}")
         return None
     there = _place(file, home)
     if there.is_file():
-        if wrong := missing_drop_in("rewards", f"{there}:{attribute}" if attribute else str(there), ""):
-            raise UserError(f"--reward: {wrong}")
+        if wrong := missing_drop_in(folder, f"{there}:{attribute}" if attribute else str(there), ""):
+            raise UserError(f"--{kind}: {wrong}")
         return None
     if attribute and not attribute.isidentifier():
-        raise UserError(f"--reward: {attribute!r} is no name of a function; write --reward {file}:score")
+        raise UserError(f"--{kind}: {attribute!r} is no name of a function; write --{kind} {file}:score")
     if not there.parent.is_dir():
-        raise UserError(f"--reward: there is no folder {there.parent}, to write {there.name} into; make it")
+        raise UserError(f"--{kind}: there is no folder {there.parent}, to write {there.name} into; make it")
     return there
 
 
@@ -95,6 +111,18 @@ def files_to_begin(names: Sequence[str], home: Path, modality: Modality, *, answ
         if path is not None:
             functions.setdefault(path, []).append(split_file(name)[1] or DEFAULT["rewards"])
     return {path: starting_point(modality, listed, answers=answers) for path, listed in functions.items()}
+
+
+def tools_to_begin(names: Sequence[str], home: Path) -> dict[Path, str]:
+    """The files that the tools ``names`` are in and that are not there yet, with a function each, to change. Raises
+    ``UserError``."""
+    begun: dict[Path, str] = {}
+    for name in names:
+        path = missing_file(name, home, "tool")
+        if path is not None:
+            first = begun.get(path, '"""Functions that the model can call, to change (docs/environments.md)."""\n')
+            begun[path] = f"{first}\n{_TOOL.format(name=split_file(name)[1] or path.stem)}"
+    return begun
 
 
 def starting_point(modality: Modality, functions: Sequence[str], *, answers: bool) -> str:
