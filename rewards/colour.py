@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 
+@mmrl.reward(checks=True)
 def brightness(samples: Sequence[Sample], *, context: Context) -> list[float]:
     """Mean luma (Rec. 601), 0 for black to 1 for white."""
     return [float((_pixels(s) @ [0.299, 0.587, 0.114]).mean()) / 255 for s in samples]
 
 
+@mmrl.reward(checks=True)
 def saturation(samples: Sequence[Sample], *, context: Context) -> list[float]:
     """Mean saturation as in HSV, 0 for grey to 1 for pure colours."""
     found = []
@@ -33,12 +35,13 @@ def saturation(samples: Sequence[Sample], *, context: Context) -> list[float]:
     return found
 
 
+@mmrl.reward(checks=True)
 def share(samples: Sequence[Sample], *, context: Context, rgb: Sequence[float], tolerance: float = 60.0) -> list[float]:
     """Share of the pixels no further than ``tolerance`` (Euclidean, in 0..255 RGB) from ``rgb``; 0 to 1."""
     return [float((((_pixels(s) - list(rgb)) ** 2).sum(-1) <= tolerance**2).mean()) for s in samples]
 
 
-@mmrl.reward(inputs=("tensor",), differentiable=True)
+@mmrl.reward(inputs=("tensor",), differentiable=True, checks=True)
 def target(samples: Sequence[Sample], *, context: Context, rgb: Sequence[float]) -> torch.Tensor:
     """Minus the mean squared distance of a picture's mean colour from ``rgb``, both in [0, 1]; 0 is best."""
     import torch

@@ -26,7 +26,7 @@ Rows = dict[str, Sequence[Value]]
 Asked = Mapping[str, Any]
 
 
-@mmrl.reward(inputs=("text",))
+@mmrl.reward(inputs=("text",), checks=True)
 def score(samples: Sequence[Sample], *, context: Context, close_weight: float = 0.3) -> Rows:
     """Judge each response by its prompt's constraint. All parts but ``words`` are in [0, 1].
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
+import mmrl
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Sample
 
 
+@mmrl.reward(checks=True)
 def compressibility(samples: Sequence[Sample], *, context: Context, quality: int = 95) -> list[float]:
     """Minus the kilobytes: flat pictures score high."""
     return [-kilobytes(sample, quality) for sample in samples]
 
 
+@mmrl.reward(checks=True)
 def incompressibility(samples: Sequence[Sample], *, context: Context, quality: int = 95) -> list[float]:
     """The kilobytes: busy pictures score high."""
     return [kilobytes(sample, quality) for sample in samples]

@@ -38,7 +38,7 @@ STRAY = 0.25
 """Most pixels of other colours, as a share of the shape's."""
 
 
-@mmrl.reward(inputs=("video",))
+@mmrl.reward(inputs=("video",), checks=True)
 def score(
     samples: Sequence[Sample], *, context: Context | None = None, success_weight: float = 0.5
 ) -> dict[str, list[float]]:
@@ -60,7 +60,7 @@ def score(
     return {part: [row[part] for row in rows] for part in PARTS}
 
 
-@mmrl.reward(inputs=("video",))
+@mmrl.reward(inputs=("video",), checks=True)
 def looks(samples: Sequence[Sample], *, context: Context | None = None) -> dict[str, list[float]]:
     """What moves: the grades of ``shapes.score`` for one object of the prompt's colour and kind, mean over the frames.
     Raises ``ValueError`` as ``score`` does."""
@@ -126,7 +126,7 @@ def _checked(sample: Sample) -> Sequence[Image.Image]:
         )
     if sample.video is None or len(sample.video) < 2:
         raise ValueError(
-            f"the motion reward needs a clip of two frames or more, and the sample of {sample.prompt.id!r} has none: "
-            "use a pipeline that makes clips (diffusion/wan)"
+            f"the motion reward needs a clip of two frames or more, and the sample of {sample.prompt.id!r} has "
+            f"{len(sample.video or ())}: use a pipeline that makes clips (diffusion/wan), and more sampling.frames"
         )
     return sample.video

@@ -26,6 +26,7 @@ import scipy  # its parts are loaded when they are first used
 from numpy.typing import NDArray
 from PIL import Image
 
+import mmrl
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Prompt, Sample
 
@@ -75,6 +76,7 @@ class Found:
     overlaps: dict[str, float]
 
 
+@mmrl.reward(checks=True)
 def score(
     samples: Sequence[Sample], *, context: Context | None = None, success_weight: float = 0.5
 ) -> dict[str, list[float]]:
@@ -298,7 +300,8 @@ def _checked_image(sample: Sample) -> Image.Image:
         got = "none" if image is None else f"{image.mode} {image.width}x{image.height}"
         raise ValueError(
             f"the shapes reward needs an RGB image of at least {SMALLEST_SIDE} pixels a side, and the sample of "
-            f"{sample.prompt.id!r} has {got}: use a pipeline that makes images, and image.convert('RGB')"
+            f"{sample.prompt.id!r} has {got}: use a pipeline that makes images, sampling.height and sampling.width of "
+            f"{SMALLEST_SIDE} or more, and image.convert('RGB')"
         )
     return image
 

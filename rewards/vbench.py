@@ -36,7 +36,7 @@ AT_ONCE = 32
 SHORT = Failed("a clip of one frame has nothing to compare")
 
 
-@mmrl.reward(inputs=("video",))
+@mmrl.reward(inputs=("video",), checks=True)
 def flicker(samples: Sequence[Sample], *, context: Context | None = None) -> list[float | Failed]:
     """One number per clip, 0 to 1."""
     return [_flicker(sample.video or ()) for sample in samples]

@@ -5,6 +5,7 @@ fit. ``attempt`` calls a command in this process and says what came of it.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -288,10 +289,18 @@ def attempt(call, seconds=60, mib=600):
     return wrong or (f"{grown:.0f} MiB more" if grown > mib else "")
 
 
-def command(name, run, recipe, scratch):
-    """A call of ``mmrl`` ``name`` on the folder ``run``."""
+@functools.cache
+def mmrl_command():
+    """The command line, which typer would make of its functions at each call."""
+    import typer.main
+
     from mmrl.cli import app
 
+    return typer.main.get_command(app)
+
+
+def command(name, run, recipe, scratch):
+    """A call of ``mmrl`` ``name`` on the folder ``run``."""
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
     arguments = {
@@ -307,7 +316,7 @@ def command(name, run, recipe, scratch):
         "simulate": ["simulate", *recipe, "--trace", str(run)],
     }
     if name in arguments:
-        return lambda: app(arguments[name], standalone_mode=False)
+        return lambda: mmrl_command()(arguments[name], standalone_mode=False)
     return {"read": lambda: _read(run), "label": lambda: _label(run)}[name]
 
 

@@ -151,6 +151,16 @@ def test_a_model_whose_rows_cannot_be_cut_is_refused(tmp_path):
     assert "with layers of sliding_attention" in next(refusals(policy, 2))
 
 
+@pytest.mark.slow
+def test_a_model_that_nobody_knows_is_refused_and_trains_with_whole_rows(tmp_path, says):
+    path = tiny(tmp_path / "model", "Llama")
+    for said in megatron.together(tmp_path, 2, "unknown", path, *SHARDS):
+        says(said)
+        assert "a setting that is not known here; remove train.context_parallel" in said
+    whole = [word for word in SHARDS if not word.startswith("train.context_parallel")]
+    assert megatron.together(tmp_path, 2, "unknown", path, *whole) == ["", ""]
+
+
 if __name__ == "__main__":
     what, out, rank, size, port = sys.argv[1:]
     attention(Path(out), int(rank), int(size), int(port))

@@ -3,11 +3,16 @@
 For messages that no recipe on the stack causes alone (``tests/carried.py``); ``tests/carried_table.py`` lists them.
 """
 
+import contextlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +30,8 @@ from mmrl.api.recipes import Objects, read  # noqa: E402
 from mmrl.config.loader import load_recipe  # noqa: E402
 from mmrl.controller.features import FeatureStore  # noqa: E402
 from mmrl.engines import own_class  # noqa: E402
-from mmrl.engines.engine_weights import model_folder  # noqa: E402
+from mmrl.engines.engine_weights import Counted, model_folder  # noqa: E402
+from mmrl.engines.weight_groups import WeightGroup  # noqa: E402
 from mmrl.errors import UserError  # noqa: E402
 from mmrl.planner.fit_check import edits  # noqa: E402
 from mmrl.planner.plan import plan  # noqa: E402
@@ -288,6 +294,59 @@ class Slow(BaseHTTPRequestHandler):
         pass
 
 
+class Half(BaseHTTPRequestHandler):
+    """A server whose group ends before it has received, and which reads files."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        work, how = self.server.work, asked["kwargs"]
+        if asked["method"] == "join_weights":
+            work.submit(self._receive, Path(how["meeting"]))
+        elif "weights_path" in how:
+            self.server.files += sorted(Path(how["weights_path"]).iterdir())
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def _receive(self, meeting):
+        group = WeightGroup(meeting, 1, 2, "gloo", torch.device("cpu"), patience=60)
+        group.prove()
+        next(group.received())
+        group.close()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("edit", ["shm", "files"])
+def test_weights_whose_connection_breaks_go_through_files(tmp_path, edit):
+    from mmrl.engines.group_sender import GroupSender
+    from mmrl.engines.server_process import Client, Timeouts
+    from mmrl.engines.vllm_server import VllmServer
+    from mmrl.engines.weight_files import Room, Sending
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Half)
+    server.work, server.files = ThreadPoolExecutor(1), []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = Client("it", f"http://127.0.0.1:{server.server_port}", timeout_s=60)
+    mode = SimpleNamespace(filled=contextlib.nullcontext)
+    large = [(f"w{n}", torch.zeros(2**20)) for n in range(8)]
+    many = len(large) * 2**20
+    try:
+        sender = GroupSender(client, tmp_path, Sending(2**20, "gloo"), {}, 1, Timeouts(60, 60))
+        send = lambda: sender.send(Counted(iter(large)), many, mode)  # noqa: E731
+        refused(send, "through gloo")
+        room, sending = Room(4 * many), Sending(2**20, edit)
+        one = SimpleNamespace(_room=room, _sending=sending, _dtypes={}, _values=many, _mode=mode, _client=client)
+        VllmServer._update_by_files(one, iter(large))
+        room.close()
+        assert len([file for file in server.files if file.suffix == ".safetensors"]) == 8
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_server_that_needs_longer_is_waited_for():
     from mmrl.engines.server_process import Client
 
@@ -316,6 +375,86 @@ def test_a_prompt_that_is_too_long_is_cut_left_out_or_allowed():
         encode("skip")
     assert len(encode("cut")[1]["input_ids"]) <= 40
     assert encode("error", 4000)
+
+
+def test_moments_of_eight_bits_go_on_with_whole_weights():
+    """Of a checkpoint that bitsandbytes' own optimizer wrote; weights in parts have the lockstep of shards."""
+    pytest.importorskip("bitsandbytes")
+    from tests.test_performance import policy, updates
+
+    first, parts, whole = policy("adamw_8bit"), policy(), policy("adamw_8bit")
+    updates(first, 0, 2)
+    tensors, numbers = first.state()
+    saved = {part: {k: t.clone() for k, t in of.items()} for part, of in tensors.items()}
+    parts.weights.lockstep = True
+    refused(lambda: parts.rooms(saved), "go on with train.backend=replicated")
+    rooms = whole.rooms(saved)
+    for part, of in saved.items():
+        for k, t in of.items():
+            rooms[part][k].copy_(t)
+    whole.load_state(rooms, numbers)
+    assert all(torch.equal(p, whole.trainable[k]) for k, p in first.trainable.items())
+    assert load_recipe(["sums"], ["train.backend=replicated", "performance.optimizer=adamw_8bit"])
+
+
+# -- environments ----------------------------------------------------------------------------------------------------
+
+FIRST = (
+    "{% for m in messages %}{% if loop.first or m.role in SHOWN %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+"""A chat template that shows the first message, and those of some roles."""
+
+
+def test_answers_of_an_environment_are_shown_in_a_role_of_the_template():
+    from mmrl.episodes.world import role_of
+    from tests.test_template_answers import chat_of
+
+    def role(asked, *shown):
+        template = FIRST.replace("SHOWN", json.dumps(shown))
+        recipe = load_recipe(["sums"], [f"environment={{name: guess, role: {asked}}}"]).recipe
+        return role_of(chat_of(tiny.tokenizer(), template), recipe)
+
+    refused(lambda: role("user", "assistant", "tool"), "; set environment.role to auto")
+    assert role("auto", "assistant", "tool") == "tool"
+    refused(lambda: role("auto", "assistant"), "; set model.chat_template to one that shows them")
+    assert role("auto", "assistant", "user") == "user"
+
+
+WORLD = """
+class World:
+    def __init__(self, mended):
+        self.mended = mended
+    def reset(self, prompt, seed):
+        self.bad = seed % 2
+    def step(self, action):
+        if self.bad and not self.mended:
+            raise ValueError("no")
+        return None
+"""
+
+
+@pytest.mark.slow
+def test_failed_episodes_are_mended_or_left_out(tmp_path):
+    (tmp_path / "world.py").write_text(WORLD)
+
+    def train(name, mended, *more):
+        world = f"{{name: '{tmp_path}/world.py:World', options: {{mended: {mended}}}, max_tokens: 90}}"
+        words = [*ONE_STEP, "eval.every=null", "train.prompts_per_step=4", f"environment={world}", *more]
+        start.train(load_recipe(["sums"], words), tmp_path / name)
+
+    refused(lambda: train("bad", "false"), "set scoring.max_failed above 0.25 to train on the other samples")
+    train("mended", "true")
+    train("others", "false", "scoring.max_failed=1")
+
+
+def test_pieces_are_not_scored_in_an_environment():
+    from mmrl.run import build
+
+    world = "environment={name: guess, max_tokens: 90}"
+    refused(lambda: build(load_recipe(["sums-capo"], [world]).recipe), "take a reward without spans, or remove")
+    build(load_recipe(["sums-capo"], []).recipe)
+    build(load_recipe(["sums"], [world]).recipe)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -553,6 +692,26 @@ def test_what_does_not_fit_is_lowered(says):
         assert after.parts.get("optimizer state", 0) < before.parts["optimizer state"]
 
 
+@pytest.mark.slow
+def test_engines_and_judges_sleep_or_take_less(says):
+    """The plan of each edit has less of them in the phase that was too large."""
+    small = ["device=cpu", "train.prompts_per_step=2", "train.group_size=2", "train.micro_batch_size=2"]
+    judged, apart = ["sums-capo", *small, "devices_per_controller=2"], "placement={type: colocate, sleep: true}"
+    engine, less = ["sums", *small, "rollout.engine=vllm"], "rollout.options={kv_cache_memory_bytes: 67108864}"
+    for words, phase, part, change, names in (
+        (judged, "train", "rewards' models", apart, apart),
+        (engine, "train", "engine", apart, apart),
+        (engine, "sample", "engine", less, "a lower rollout.options.kv_cache_memory_bytes"),
+    ):
+        before, after = (planned(*words, *more, device_memory=2**34) for more in ((), (change,)))
+        was, now = (next(one for one in made.phases if one.name == phase) for made in (before, after))
+        told = "; ".join(edits(before, was))
+        says(told)
+        assert names in told
+        assert not after.problems
+        assert now.parts.get(part, 0) < was.parts[part] / 2
+
+
 def test_without_triton_nothing_is_compiled(monkeypatch):
     compiling = mmrl.load("pipelines", "diffusion/compiling")
     from mmrl.run import build
@@ -598,3 +757,38 @@ def test_a_process_is_waited_for_as_long_as_the_recipe_says(says):
     says(str(error.value))
     watch._patience = 300.0
     watch._check_silent((1, 0), 200.0)
+
+
+CONNECT = """
+import ray, sys
+ray.__version__ = sys.argv[2] or ray.__version__
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.runtime.cluster import cluster
+try:
+    with cluster(load_recipe(["sums"], ["controllers=2", "ray=" + sys.argv[1]]).recipe):
+        print("connected")
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_is_reached_by_its_address_and_the_same_ray(says):
+    """Another version of Ray is one whose number a process takes before it connects."""
+    ray = pytest.importorskip("ray")
+    from mmrl.runtime.cluster import cluster
+
+    def connected(address, version=""):
+        done = subprocess.run([sys.executable, "-c", CONNECT, address, version], capture_output=True, text=True)
+        said = done.stdout.strip()
+        assert said, done.stderr
+        if said != "connected":
+            says(said)
+        return said
+
+    assert "correct the address, start one (ray start --head)" in connected("127.0.0.1:1")
+    with cluster(load_recipe(["sums"], ["controllers=2", "ray=local"]).recipe):
+        address = ray.get_runtime_context().gcs_address
+        assert "install the same Ray and Python on all nodes, or set ray=local" in connected(address, "0.0.1")
+        assert connected(address) == "connected"

@@ -16,6 +16,7 @@ SMALL = [
     *("train.steps=1", "train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2"),
     "eval.every=null",
 ]
+FEW = {"sums": ["data.train.count=8", "data.heldout.count=8"], "shapes-lora": []}
 INIT = {
     "sums": ["--data", "sums", "--reward", "sums", "--yes"],
     "shapes-lora": ["--data", "shapes", "--reward", "shapes", "--yes"],
@@ -43,11 +44,9 @@ def spoiled(rng, folder, scratch):
 
 def commands(name, folder, scratch):
     """The commands that read a checkpoint."""
-    from mmrl.cli import app
-
-    out = scratch / "out"
+    out, app = scratch / "out", hostile.mmrl_command()
     shutil.rmtree(out, ignore_errors=True)
-    recipe = [name, f"model.path={folder}", *SMALL]
+    recipe = [name, f"model.path={folder}", *SMALL, *FEW[name]]
     return {
         "plan": lambda: app(["plan", *recipe], standalone_mode=False),
         "train": lambda: app(["train", *recipe, "--out", str(out)], standalone_mode=False),

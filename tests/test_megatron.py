@@ -1,6 +1,7 @@
 """Megatron-Core's ranks come to what one process of Hugging Face does, over real gloo process groups."""
 
 import faulthandler
+import functools
 import json
 import shutil
 import sys
@@ -139,6 +140,29 @@ def serve(out, rank, size, port, path, *overrides, name="sums"):
                 run.pipeline.write(out.with_suffix(""), "merged")
     share = size // run.policy.weights.width
     torch.save(updates(run, rows_of(run, rank // run.policy.weights.width, share)), out)
+    peers.close()
+
+
+def unknown(out, rank, size, port, path, *overrides):
+    """One rank of a model that computes what no key of its config.json says: why its layout is refused, or nothing."""
+    import transformers
+
+    plain = transformers.LlamaForCausalLM.forward
+
+    @functools.wraps(plain)
+    def forward(self, *given, **named):
+        made = plain(self, *given, **named)
+        made.logits = made.logits - 0.5 * made.logits.mean(1, keepdim=True)  # of all tokens of the row
+        return made
+
+    transformers.LlamaForCausalLM.forward = forward
+    peers = Group(rank, size, "127.0.0.1", port, devices=size)
+    try:
+        made(path, Controller(0, 0, 1, peers), *overrides)
+        said = ""
+    except UserError as error:
+        said = str(error)
+    torch.save(said, out)
     peers.close()
 
 
@@ -356,6 +380,15 @@ def test_what_megatron_would_compute_otherwise_is_refused(tmp_path):
     ]
 
 
+@pytest.mark.slow
+def test_a_model_that_nobody_knows_is_refused_and_trains_in_shards(tmp_path, says):
+    path = tiny(tmp_path / "model", "Llama")
+    for said in together(tmp_path, 2, "unknown", path, *TP):
+        says(said)
+        assert "a setting that is not known here; set train.backend to fsdp" in said
+    assert together(tmp_path, 2, "unknown", path, "train.backend=fsdp", "devices_per_controller=2") == ["", ""]
+
+
 if __name__ == "__main__":
     what, out, rank, size, port, *rest = sys.argv[1:]
-    {"serve": serve, "words": words}[what](Path(out), int(rank), int(size), int(port), *rest)
+    {"serve": serve, "words": words, "unknown": unknown}[what](Path(out), int(rank), int(size), int(port), *rest)

@@ -107,7 +107,11 @@ def test_a_record_has_one_or_none():
     assert read({"negative_prompt": ""}) == ""
     assert read({"negative_prompt": " blurry\n"}) == "blurry"
     assert read({"avoid": "blurry"}, negative_prompt="avoid") == "blurry"
-    for wrong, why in ((3, "is not text"), ("a\0b", "control characters"), ("\ud800", "half of a surrogate")):
+    system, user = ({"role": role, "content": text} for role, text in (("system", "Describe."), ("user", " blurry ")))
+    for messages in ([user], [system, user], json.dumps([system, user])):  # as verl-omni's files have it
+        assert read({"negative_prompt": messages}) == "blurry"
+    twice = ([user, user], "2 messages of the user")
+    for wrong, why in (twice, (3, "is not text"), ("a\0b", "control characters"), ("\ud800", "half of a surrogate")):
         with pytest.raises(ValueError, match=why):
             read({"negative_prompt": wrong})
 

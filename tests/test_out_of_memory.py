@@ -1,5 +1,6 @@
 """Memory runs out: sampling goes on with fewer rows, training stops and says what the plan expected and what helps."""
 
+import json
 import threading
 from contextlib import contextmanager
 from multiprocessing import Pipe
@@ -119,6 +120,27 @@ def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, ask
     for name in ("clean", "states", "log_probs"):
         torch.testing.assert_close(getattr(drawn, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
     assert [s.id for s in said] == [s.id for s in shown]
+
+
+def test_in_half_precision_training_takes_as_few_rows(tmp_path, capsys, says):
+    """A GPU's kernels may round by the shape; on a CPU the ratio is one either way."""
+    half = build(loaded("model.dtype=bfloat16").recipe)
+    slots = [Slot(0, 0, 0, half.prompts[0])] * 8
+    half.pipeline.features.hold(half.pipeline.encode(slots[:1]))
+    asked = (
+        Chunk(slots, [SampleId(0, 0, 0, k) for k in range(8)]),
+        SamplingSpec([0], "current", 0, frozenset({"image"})),
+    )
+    limit = (max(takes(half, asked, 4)) + min(takes(half, asked, 8))) // 2
+    with a_run_that_begins(half), Device(limit):
+        device_tasks.sample(half, *asked)
+    says(told := capsys.readouterr().err)
+    assert "sampling.batch_size=4 starts with that; bfloat16 rounds differently in training's larger batch" in told
+    fewer = ["model.dtype=bfloat16", "sampling.batch_size=4", "train.micro_batch_size=4"]
+    start.train(loaded(*fewer), tmp_path / "run")
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["policy/first_ratio_max_dev"] == 0
+    assert "out of memory" not in capsys.readouterr().err
 
 
 def test_where_one_row_is_too_much_the_phase_is_named(run, asked):

@@ -1,17 +1,27 @@
 """``mmrl plan`` refuses what training refuses before it loads anything: constructors of rewards, and this machine."""
 
 import inspect
+import math
+import random
 import socket
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
+import torch
+from PIL import Image
 
 import mmrl
 from mmrl.config.drop_ins import entries
 from mmrl.config.loader import load_recipe
+from mmrl.datasets.loading import load_prompts
 from mmrl.errors import UserError
+from mmrl.planner.judge_work import sample_like
 from mmrl.planner.plan import plan
-from mmrl.rewards.contract import CheckedError, before_loading, only_checks
+from mmrl.planner.prompt_check import unscored
+from mmrl.rewards.contract import CheckedError, Context, Failed, before_loading, only_checks
 from mmrl.rewards.loading import build, find, refused
+from tests.planning import planned_in_short
 
 SHOWN = "rewards=[{{name: {name}, options: {options}}}]"
 ASKS = "rubric: 'Is {{ response }} good?'"
@@ -99,6 +109,101 @@ def test_outside_of_a_plan_the_mark_does_nothing():
     with only_checks(), pytest.raises(CheckedError):
         before_loading()
     assert mmrl.before_loading() is None
+
+
+ONE_FRAME = ["sampling.frames=1"]
+SMALL = ["sampling.height=16", "sampling.width=16"]
+NEEDS = {
+    "pixels": ("shapes-lora", SMALL, "rewards[0]: shapes cannot score what this recipe makes", "at least 24 pixels"),
+    "pixels at evaluations": (
+        "shapes-lora",
+        [*SMALL, "rewards=[{name: jpeg:incompressibility}]", "eval.rewards=[{name: shapes}]"],
+        "eval.rewards[0]",
+    ),
+    "frames": ("moving-shapes", ONE_FRAME, "a clip of two frames or more", "more sampling.frames"),
+    "frames of a function of parts": ("moving-shapes", [*ONE_FRAME, SHOWN.format(name="vbench:flicker", options="{}")]),
+    "a share": ("shapes-lora", [SHOWN.format(name="shapes", options="{success_weight: 3}")], "must be in [0, 1]"),
+    "three numbers": ("shapes-lora", [SHOWN.format(name="colour:share", options="{rgb: [1, 2]}")], "colour:share"),
+    "tensors": ("shapes-lora", [SHOWN.format(name="colour:target", options="{rgb: [1, 2]}")], "colour:target"),
+    "other prompts": ("sums", [SHOWN.format(name="constraints", options="{}")], "no constraint of a known kind"),
+    "a share of text": ("sums", [SHOWN.format(name="constraints", options="{close_weight: -1}")], "close_weight is -1"),
+}
+"""What the functions that are rewards need of a recipe: its name, the changes, and what the refusal says."""
+
+
+@pytest.mark.parametrize("case", NEEDS)
+def test_what_a_function_cannot_score_is_refused_in_plan(case):
+    name, changes, *words = NEEDS[case]
+    made = planned_in_short(name, *changes)
+    assert any(all(word in problem for word in words) for problem in made.problems), made.problems
+
+
+def test_a_function_of_ones_own_is_asked_where_it_declares_it(tmp_path):
+    for name, declared in (("asked", "checks=True, "), ("unasked", "")):
+        (tmp_path / f"{name}.py").write_text(
+            f"import mmrl\n@mmrl.reward({declared}inputs=('text',))\ndef score(samples, *, context, least=0):\n"
+            "    if least < 0:\n        raise ValueError('least is below 0')\n    return [0.0 for _ in samples]\n"
+        )
+
+    def said(name, options):
+        made = planned_in_short("sums", SHOWN.format(name=f"{tmp_path}/{name}.py:score", options=options))
+        return [problem for problem in made.problems if "cannot score" in problem]
+
+    assert "least is below 0" in said("asked", "{least: -1}")[0]
+    assert not said("asked", "{}")
+    assert not said("unasked", "{least: -1}")
+    assert not planned_in_short(
+        "sums", f"rewards=[{{name: '{tmp_path}/asked.py:score', options: {{least: -1}}, on_failure: drop}}]"
+    ).problems[1:]  # LEFT_OUT
+
+
+@pytest.mark.sweep("sizes of pictures, clips and texts that the plan accepts, scored")
+def test_what_the_plan_accepts_is_scored(sweep):
+    """Noise of every size, by every function that declares ``checks``."""
+    draw, functions = random.Random(0), [find(entry.name) for entry in entries("rewards")]
+    functions = [one for one in functions if not inspect.isclass(one.target) and one.declaration.checks]
+    options = {"colour:share": "{rgb: [9, 99, 200]}", "colour:target": "{rgb: [9, 99, 200]}"}
+    kinds = {"image": "shapes-lora", "tensor": "shapes-lora", "video": "moving-shapes", "text": "smollm2-instructions"}
+    prompts = {name: load_prompts(load_recipe([name]).recipe, "train")[:9] for name in set(kinds.values())}
+    accepted = 0
+    for n in range(sweep.size(80, 2000)):
+        one = functions[n % len(functions)]
+        name = kinds[one.declaration.inputs[0]]
+        words = [f"sampling.{side}={8 * draw.randint(1, 9)}" for side in ("height", "width")]
+        words += [f"sampling.frames={1 + 4 * draw.randint(0, 2)}"] if name == "moving-shapes" else []
+        words = words if name != kinds["text"] else [f"sampling.max_new_tokens={draw.randint(1, 99)}"]
+        recipe = load_recipe(
+            [name], [*words, "eval.rewards=[]", SHOWN.format(name=one.name, options=options.get(one.name, "{}"))]
+        ).recipe
+        shown = draw.choice(prompts[name])
+        if list(unscored(recipe, [shown], [shown])):
+            sweep.check(name != kinds["text"], f"{one.name} {words}: refused")
+            continue
+        accepted += 1
+        sweep.check(scores(one, recipe, noise(sample_like(recipe, shown), draw)), f"{one.name} {words}")
+    sweep.done()
+    assert accepted > sweep.tried // 2
+
+
+def noise(sample, draw):
+    """The sample with noise in place of what is empty."""
+
+    def picture():
+        return Image.frombytes("RGB", sample.image.size, draw.randbytes(3 * sample.image.width * sample.image.height))
+
+    if sample.image is None:
+        return replace(
+            sample, text=" ".join(draw.choices(["a", "soap", "Is", "it", "3", ".", "{"], k=draw.randint(0, 40)))
+        )
+    tensor = torch.rand(sample.tensor.shape, generator=torch.Generator().manual_seed(draw.randrange(999)))
+    video = None if sample.video is None else tuple(picture() for _ in sample.video)
+    return replace(sample, image=picture(), tensor=tensor, video=video)
+
+
+def scores(found, recipe, sample):
+    returned = found.target([sample], context=Context(), **recipe.rewards[0].options)
+    value = (returned["score"] if isinstance(returned, Mapping) else returned)[0]
+    return not isinstance(value, Failed) and math.isfinite(value)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,10 @@ def test_a_number_is_read_in_the_forms_in_which_models_write_it(text):
     assert number(text).verdict == 0.8
 
 
+def test_a_fraction_of_a_number_is_kept():
+    assert number("8.5 out of 10").verdict == 0.85
+
+
 def test_only_the_labels_of_the_recipe_name_the_verdict():
     assert number("errors found: 4").verdict is None
     assert "its last line is 'errors found'" in number("errors found: 4").reason

@@ -57,7 +57,7 @@ def test_what_cannot_be_replayed_is_refused(written, capsys):
 @pytest.mark.parametrize(
     ("controllers", "placement"),
     [
-        (1, "{type: disaggregated, trainers: 1, split: adaptive, lend: true, log: true}"),
+        pytest.param(1, "{type: disaggregated, trainers: 1, split: adaptive, lend: true, log: true}", id="lent"),
         pytest.param(2, "{type: adaptive, log: true}", marks=pytest.mark.long),
     ],
 )
@@ -86,3 +86,7 @@ def test_a_real_run_decides_as_its_log_says(tmp_path, capsys, controllers, place
     said = " ".join(capsys.readouterr().out.split())
     assert "in step 4 it DIFFERS: seconds under each candidate" in said
     assert said.endswith("the replayed decisions are NOT the same")
+    kept = [json.dumps(line) for line in lines if "heard" not in line]  # what a run without the log writes
+    (out / "placement.jsonl").write_text("\n".join([*kept, ""]))
+    assert mmrl("verify", str(out), "--decisions") == 2
+    assert "train it with placement.log=true" in " ".join(capsys.readouterr().err.split())

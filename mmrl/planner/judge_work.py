@@ -66,10 +66,12 @@ def answering(model: Weights, sample: Sample, rows: int) -> Answering:
 
 
 def sample_like(recipe: Recipe, prompt: Prompt) -> Sample:
-    """A sample of the recipe's size, empty of content: what a judge is shown."""
+    """A sample of the recipe's size, empty of content: what a reward is shown."""
     name = SampleId(0, 0, 0, 0)
     if recipe.sampling.type == "text":
         return Sample(prompt, name, text="1 " * (recipe.decoding.max_new_tokens // 2))
     how = recipe.denoising
     picture = Image.new("RGB", (how.width, how.height))
-    return Sample(prompt, name, image=picture, video=(picture,) * how.frames if how.frames else None)
+    clip = (picture,) * how.frames if how.frames else None
+    shape = (3, how.height, how.width)
+    return Sample(prompt, name, picture, torch.zeros((how.frames, *shape) if how.frames else shape), video=clip)

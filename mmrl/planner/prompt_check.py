@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 
 from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError
+from mmrl.errors import BadPromptError, UserError
+from mmrl.json_types import JsonObject
+from mmrl.planner.judge_work import sample_like
+from mmrl.rewards import loading
+from mmrl.rewards.contract import Context, Failed
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.template_probe import TemplateFaultError, reads_key
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import Prompt, Sample
+from mmrl.user_code import describe
 
 _NAMED = 5
 MOST = 500
 """Prompts whose conversations are rendered, at equal distances: a template takes up to a millisecond for each."""
 _ANSWERS = "answer:"
+_PIXELS = 1 << 24
+"""Of a picture or clip at most that a reward is shown in a plan."""
 _NONE = (None, "", [])
 
 
@@ -32,6 +40,37 @@ def lacking_truths(recipe: Recipe, train: Sequence[Prompt], heldout: Sequence[Pr
                 f"prompts have none ({_listed(without)}); take them out, give them an answer, or set on_failure: drop "
                 "for this reward"
             )
+
+
+def unscored(recipe: Recipe, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> Iterator[str]:
+    """Problems: a function that declares ``checks``, called with an empty sample of the recipe's size for the first
+    prompt of each split, raises or fails it: its options, that size or the prompts are not what it needs."""
+    if recipe.sampling.type != "text":
+        made = recipe.denoising
+        if made.height * made.width * (made.frames or 1) > _PIXELS:
+            return
+    of_heldout = [("eval.rewards", n, reward, heldout[:1]) for n, reward in enumerate(recipe.eval.rewards)]
+    both = [("rewards", n, reward, [*train[:1], *heldout[:1]]) for n, reward in enumerate(recipe.rewards)]
+    for key, n, reward, prompts in [*both, *of_heldout]:
+        if reward.on_failure == "drop":
+            continue
+        said = [why for prompt in prompts if (why := _fails(reward.name, reward.options, sample_like(recipe, prompt)))]
+        yield from (f"{key}[{n}]: {reward.name} cannot score what this recipe makes: {why}" for why in said[:1])
+
+
+def _fails(name: str, options: JsonObject, sample: Sample) -> str:
+    """Why the reward, a function that declares ``checks``, does not score ``sample``; empty where it does."""
+    try:
+        found = loading.find(name)
+        if inspect.isclass(found.target) or not found.declaration.checks or loading.problems(found, options):
+            return ""
+        returned = found.target([sample], context=Context(), **options)
+    except UserError:
+        return ""  # said by the check of its name and options
+    except Exception as error:
+        return describe(error)
+    first = (returned["score"] if isinstance(returned, Mapping) else returned)[0]
+    return first.reason if isinstance(first, Failed) else ""
 
 
 def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> tuple[list[str], list[str]]:

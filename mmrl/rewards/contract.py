@@ -119,8 +119,8 @@ class Declaration:
     files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder. Spell
     them out in the decorator: a recipe's paths are resolved without importing its rewards. ``checks``: the constructor
     of a class calls ``before_loading`` between the checks of its options and the loading of a model or a connection, or
-    does neither; ``mmrl plan`` then runs it up to there. Raises ``ValueError`` for ``inputs`` and ``per`` that do not
-    exist.
+    does neither; ``mmrl plan`` then runs it up to there. A function that declares it is called in a plan with an empty
+    sample of the recipe's size. Raises ``ValueError`` for ``inputs`` and ``per`` that do not exist.
     """
 
     inputs: tuple[Input, ...] = ("image",)

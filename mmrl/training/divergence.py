@@ -110,7 +110,7 @@ _LOOK_AT = {
     "the encoded pictures": "the VAE made them: look at the pictures, at vae/config.json (scaling_factor, "
     "shift_factor, latents_mean, latents_std) and at the VAE's weights",
     "the logits": "the model made them: look at the checkpoint",
-    "the gradient": "the loss was finite: look at the rewards' gradients, where they have some, and at the checkpoint",
+    "the gradient": "the loss was finite: look at the checkpoint",
 }
 """What to look at for numbers that nothing trained has made, by the first words of the error."""
 
@@ -125,6 +125,8 @@ def _mend(found: Divergence, recipe: Recipe) -> str:
     known = (look for begins, look in _LOOK_AT.items() if found.what.startswith(begins))
     rewards = "the rewards and at " if recipe.rewards else ""
     look = next(known, f"nothing that trained made them: look at {rewards}the checkpoint")
+    if found.what.startswith("the gradient") and recipe.algorithm.kind == "pathwise":
+        look += " and at the rewards' gradients"
     return look + (
         "" if recipe.model.dtype == "float32" else f"; or {recipe.model.dtype} overflows: set model.dtype=float32"
     )
