@@ -163,8 +163,12 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
                 name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
                 rows.append({**of, "file": _keep(sample, folder, name)})
             else:
-                shown = _pictures(sample.prompt, folder, f"prompts/{sample.id.slot:03d}")
+                shown = _pictures(sample.prompt.media, folder, f"prompts/{sample.id.slot:03d}")
                 rows.append({**of, "text": sample.transcript, "truncated": sample.truncated, **shown})
+                if sample.episode is not None:
+                    name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
+                    found = _pictures(sample.episode.pictures, folder, name)
+                    rows[-1] |= {f"episode_{key}": files for key, files in found.items()}
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
     shown = [replace(one, samples=one.samples[:MOST_SHOWN]) for one in drawn]
@@ -176,10 +180,10 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
         print(f"note: the sheet shows the first {MOST_SHOWN} of {len(drawn[0].samples)} samples", file=sys.stderr)
 
 
-def _pictures(prompt: Prompt, folder: Path, name: str) -> JsonObject:
-    """Write the pictures of a prompt, once; their files' names inside ``folder``. Clips are left out."""
+def _pictures(media: Sequence[Media], folder: Path, name: str) -> JsonObject:
+    """Write the pictures of a prompt or an episode, once; their files' names inside ``folder``. Clips are left out."""
     files = []
-    for n, medium in enumerate(prompt.media):
+    for n, medium in enumerate(media):
         if medium.kind != "image":
             continue
         files.append(f"{name}_{n}.png")

@@ -15,6 +15,7 @@ from mmrl.episodes.environment import observations
 from mmrl.episodes.loading import Factory, opened
 from mmrl.episodes.pool import Pool
 from mmrl.json_types import JsonObject
+from mmrl.media import open_image
 from mmrl.trajectory import Prompt
 
 PROMPT = Prompt("mmrl check/1", "Begin.", {"answer": "1"})
@@ -37,9 +38,12 @@ class Case:
         ((_, returned),) = pool.ready(wait=True)
         expect(not returned.error, f"{what} failed: {returned.error}")
         try:
-            return observations(returned.value)
-        except TypeError as error:
+            told = observations(returned.value)
+            for picture in (picture for one in told for picture in one.pictures):
+                open_image(picture)
+        except (TypeError, ValueError) as error:
             raise AssertionError(f"{what}: {error}") from error
+        return told
 
     def played(self, seed: int, noise: int) -> list[tuple[Observation, ...]]:
         """The answers to ``TURNS`` of a new environment; ``noise`` seeds Python's own generator before."""

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+from PIL.Image import Image
 
 from mmrl.json_types import JsonObject
+from mmrl.media import Media
+
+Content: TypeAlias = "str | Media | Image | Mapping[str, Any] | Sequence[str | Media | Image | Mapping[str, Any]]"
+"""A text, a picture, or a list of them; a mapping is a part of a message, as chat templates take it
+(``{"type": "image", "image": picture}``)."""
 
 REWARD = "environment"
 """What recipes call the environment's own reward."""
@@ -35,16 +42,34 @@ class Action:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers. ``content`` is shown to the policy; ``reward`` is added to the episode's; ``done``:
-    the episode is over; ``truncated``: so it is, before its end. ``call_id``: the call that it answers. ``info`` is
-    kept for rewards, JSON values only."""
+    """What an environment answers. ``content``, texts and pictures, is shown to the policy; ``reward`` is added to the
+    episode's; ``done``: the episode is over; ``truncated``: so it is, before its end. ``call_id``: the call that it
+    answers. ``info`` is kept for rewards, JSON values only.
 
-    content: str = ""
+    In an ``Episode`` the content is a text, or a tuple of texts and ``Media`` with the bytes of the pictures."""
+
+    content: Content = ""
     reward: float = 0.0
     done: bool = False
     truncated: bool = False
     call_id: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> tuple[str | Media, ...]:
+        """The content of an observation of an ``Episode``."""
+        parts = self.content if isinstance(self.content, tuple) else (self.content,)
+        return tuple(part for part in parts if isinstance(part, str | Media))
+
+    @property
+    def text(self) -> str:
+        """Its content, with ``<image>`` for each picture."""
+        return "".join(part if isinstance(part, str) else "<image>" for part in self.parts)
+
+    @property
+    def pictures(self) -> list[Media]:
+        """Those of its content, in order."""
+        return [part for part in self.parts if isinstance(part, Media)]
 
 
 @dataclass(frozen=True)
@@ -72,12 +97,23 @@ class Episode:
         return self.turns[-1].action.text if self.turns else ""
 
     @property
-    def text(self) -> str:
-        """What the policy wrote, and behind ``->`` what it was told, a line for each."""
-        parts = list[str]()
+    def parts(self) -> list[str | Media]:
+        """What the policy wrote, and behind ``->`` what it was told, a line for each: texts and pictures, in order."""
+        lines = list[tuple[str | Media, ...]]()
         for one in self.turns:
-            parts += [one.action.text, *(f"-> {told.content}" for told in one.told if told.content)]
-        return "\n".join(part for part in parts if part)
+            lines += [(one.action.text,), *(("-> ", *told.parts) for told in one.told if told.content)]
+        shown = [line for line in lines if any(line)]
+        return [part for n, line in enumerate(shown) for part in (*(("\n",) if n else ()), *line)]
+
+    @property
+    def text(self) -> str:
+        """``parts``, with ``<image>`` for each picture."""
+        return "".join(part if isinstance(part, str) else "<image>" for part in self.parts)
+
+    @property
+    def pictures(self) -> list[Media]:
+        """What the policy was shown behind its prompt, in the order of the marks ``<image>`` in ``text``."""
+        return [part for part in self.parts if isinstance(part, Media)]
 
 
 def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:

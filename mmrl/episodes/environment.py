@@ -14,12 +14,14 @@ with types and a docstring. Their answers go back to the model, and the episode 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from mmrl.episodes.contract import Action, Observation
+from mmrl.episodes.contract import Action, Content, Observation
+from mmrl.episodes.shown import content_of
 from mmrl.trajectory import Prompt
 
-Answer: TypeAlias = "Observation | Sequence[Observation] | str | None"
+Answer: TypeAlias = "Observation | Sequence[Observation] | Content | None"
 
 
 @runtime_checkable
@@ -37,13 +39,16 @@ class Environment(Protocol):
 
 
 def observations(answer: object) -> tuple[Observation, ...]:
-    """What an environment returned, as observations. Raises ``TypeError`` for what is none."""
+    """What an environment returned, as observations of an ``Episode``. Raises ``TypeError`` for what is none, and
+    ``ValueError`` for a picture that cannot be read."""
     if answer is None:
         return ()
-    if isinstance(answer, str):
-        return (Observation(answer),)
-    if isinstance(answer, Observation):
-        return (answer,)
-    if isinstance(answer, Sequence) and all(isinstance(one, Observation) for one in answer):
-        return tuple(answer)
-    raise TypeError(f"an environment answers with a text, an Observation, or a list of them, not {answer!r:.80}")
+    found = (answer,) if isinstance(answer, Observation) else answer
+    try:
+        if isinstance(found, list | tuple) and all(isinstance(one, Observation) for one in found):
+            return tuple(replace(one, content=content_of(one.content)) for one in found)
+        return (Observation(content_of(answer)),)
+    except TypeError as error:
+        raise TypeError(
+            f"an environment answers with a text, a picture, an Observation, or a list of them: {error}"
+        ) from error

@@ -10,6 +10,7 @@ other words is none. Turn 0 is ``reset``. A call whose second row is missing was
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import threading
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 from mmrl.episodes.contract import Observation
 from mmrl.json_types import JsonObject
 from mmrl.lines import lines_of, rows_of
+from mmrl.media import Media
 from mmrl.trajectory import SampleId
 
 FOLDER = "episodes"
@@ -129,14 +131,36 @@ def _kept(step: int, rows: Iterable[JsonObject]) -> dict[_Key, Kept]:
 
 
 def _row(one: Observation) -> JsonObject:
-    row: dict[str, Any] = {"content": one.content, "reward": one.reward, "done": one.done, "truncated": one.truncated}
+    shown: list[Any] = [part if isinstance(part, str) else {"image": _base64(part)} for part in one.parts]
+    content = one.content if isinstance(one.content, str) else shown
+    row: dict[str, Any] = {"content": content, "reward": one.reward, "done": one.done, "truncated": one.truncated}
     return row | {"call_id": one.call_id, "info": dict(one.info)}
+
+
+def _base64(picture: Media) -> str:
+    return base64.b64encode(picture.data or b"").decode()
+
+
+def _content(kept: object) -> str | tuple[str | Media, ...]:
+    """What ``_row`` made of a content."""
+    if not isinstance(kept, list):
+        return kept if isinstance(kept, str) else ""
+    parts = list[str | Media]()
+    for part in kept:
+        match part:
+            case str():
+                parts.append(part)
+            case {"image": str(data)}:
+                parts.append(Media("image", data=base64.b64decode(data)))
+            case _:
+                pass
+    return tuple(parts)
 
 
 def _observation(row: JsonObject) -> Observation:
     content, reward, call, info = (row.get(name) for name in ("content", "reward", "call_id", "info"))
     return Observation(
-        content if isinstance(content, str) else "",
+        _content(content),
         float(reward) if isinstance(reward, int | float) else 0.0,
         row.get("done") is True,
         row.get("truncated") is True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,12 @@ from mmrl.user_code import describe
 
 @dataclass(frozen=True)
 class Factory:
-    """``make`` makes an environment for one episode; ``schemas``: the tools that it shows to the model."""
+    """``make`` makes an environment for one episode; ``schemas``: the tools that it shows to the model; ``pictures``:
+    it says that it shows pictures, by an attribute ``pictures = True`` or by the type that a tool returns."""
 
     make: Callable[[], Environment]
     schemas: list[JsonObject]
+    pictures: bool = False
 
 
 def opened(settings: environment.Environment) -> Factory:
@@ -40,7 +43,15 @@ def opened(settings: environment.Environment) -> Factory:
     else:
         make = partial(_of_class, found, settings)
     first = make()
-    return Factory(make, schemas_of(getattr(first, "tools", ())))
+    tools = getattr(first, "tools", ())
+    pictures = getattr(first, "pictures", False) is True or any(map(_returns_picture, tools))
+    return Factory(make, schemas_of(tools), pictures)
+
+
+def _returns_picture(tool: Callable[..., Any]) -> bool:
+    """Whether its type says so: ``Image`` of PIL, or ``Media``, alone or in a list."""
+    returned = getattr(tool, "__annotations__", {}).get("return", "")
+    return re.search(r"\b(Image|Media)\b", returned if isinstance(returned, str) else repr(returned)) is not None
 
 
 def _of_class(found: Callable[..., Any], settings: environment.Environment) -> Environment:

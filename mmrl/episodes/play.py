@@ -8,10 +8,13 @@ What a journal of an earlier start answers is not asked again.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
+
+from PIL.Image import Image
+from torch import Tensor
 
 from mmrl.config import environment
 from mmrl.controller.randomness import seed_of
@@ -24,8 +27,9 @@ from mmrl.episodes.loading import Factory
 from mmrl.episodes.pool import Pool, Returned
 from mmrl.episodes.tools import Toolbox
 from mmrl.text.chat import Conditioner
+from mmrl.text.features import with_told
 from mmrl.text.stop_strings import StopStrings
-from mmrl.text.told import without_repeated_end
+from mmrl.text.told import Contents, Told, key_of_told, pictures_of
 from mmrl.trajectory import Prompt, SampleId, Segment
 
 Role = Literal["user", "tool"]
@@ -73,13 +77,16 @@ class How:
     role: Role
     room: int | None
     calls: Reader
+    told: Callable[[Role, Contents], Told]
     journal: Journal | None = None
 
 
 @dataclass(eq=False)
 class Played:
     """An episode under way. ``tokens`` and ``log_probs`` are those behind the prompt, with 0 for what was told.
-    ``calling``: the turn of the call under way, 0 for ``reset``; ``seen``: the last one that ``world`` saw."""
+    ``calling``: the turn of the call under way, 0 for ``reset``; ``seen``: the last one that ``world`` saw.
+    ``unexpanded``, ``images`` and ``shown``: behind the prompt, tokens with a placeholder for each picture, the
+    pictures, and what the processor made of them, from a token of the row on each."""
 
     id: SampleId
     prompt: Prompt
@@ -89,16 +96,33 @@ class Played:
     log_probs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Exchange] = field(default_factory=list)
+    unexpanded: list[int] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    shown: list[tuple[int, Mapping[str, Tensor]]] = field(default_factory=list)
     end: Literal["answer", "done", "turns", "tokens", "failed"] | None = None
     failure: str = ""
     calling: int = field(default=0, init=False)
     seen: int = field(default=-1, init=False)
 
-    def append(self, kind: Literal["written", "told"], tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        first = len(self.request.prompt_ids) + len(self.tokens)
-        self.segments.append(Segment(first, first + len(tokens), kind, turn=len(self.turns)))
-        self.tokens += tokens
+    def wrote(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Append a turn of the policy."""
+        self._append("written", tokens, None)
         self.log_probs += log_probs
+        self.unexpanded += tokens
+
+    def heard(self, told: Told, key: str) -> None:
+        """Append what it was told; ``key`` names the features of pictures."""
+        if told.features:
+            self.shown.append((len(self.request.prompt_ids) + len(self.tokens), told.features))
+        self._append("told", told.tokens, key if told.features else None)
+        self.log_probs += [0.0] * len(told.tokens)
+        self.unexpanded += told.unexpanded
+        self.images += told.images
+
+    def _append(self, kind: Literal["written", "told"], tokens: Sequence[int], key: str | None) -> None:
+        first = len(self.request.prompt_ids) + len(self.tokens)
+        self.segments.append(Segment(first, first + len(tokens), kind, key, turn=len(self.turns)))
+        self.tokens += tokens
 
     @property
     def written(self) -> str:
@@ -192,7 +216,7 @@ class _Stage:
         try:
             told = () if returned.error else observations(returned.value)
             why = returned.error
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             told, why = (), str(error)
         one.seen = one.calling
         if one.seen < len(one.turns):  # the journal has its answer
@@ -226,13 +250,24 @@ class _Stage:
         elif any(observation.truncated for observation in told) or len(one.turns) >= how.section.max_turns:
             one.end = "turns"
         else:
-            ids = how.conditioner.told(how.role, [observation.content for observation in told])
-            ids = without_repeated_end(ids, one.tokens, how.conditioner.stop_tokens)
-            if self._left(one) - len(ids) < 1:
-                one.end = "tokens"
-            else:
-                one.append("told", ids, [0.0] * len(ids))
-                self._ask(one)
+            self._shown(one, told)
+
+    def _shown(self, one: Played, told: tuple[Observation, ...]) -> None:
+        """Tell the policy, and ask it for its next turn."""
+        how, contents, most = self._how, [observation.parts for observation in told], self._how.section.max_pictures
+        try:
+            before = len(one.images) + len(one.request.media) - len(one.prompt.media)
+            if (n := before + len(pictures_of(contents))) > most:
+                raise ValueError(f"the environment showed {n} pictures, and environment.max_pictures is {most}")
+            shown = how.told(how.role, contents).behind(one.tokens, how.conditioner.stop_tokens)
+        except ValueError as error:  # a picture that cannot be read, or that the model or its template cannot be shown
+            one.end, one.failure = "failed", str(error)
+            return
+        if self._left(one) - len(shown.tokens) < 1:
+            one.end = "tokens"
+        else:
+            one.heard(shown, key_of_told(how.role, contents))
+            self._ask(one)
 
     def _left(self, one: Played) -> int:
         """Tokens that the episode may still have."""
@@ -247,9 +282,12 @@ class _Stage:
         request = replace(one.request, max_new_tokens=most)
         if turn:
             seed = seed_of(request.seed, "turn", turn)
-            unexpanded = [*request.unexpanded_ids, *one.tokens] if request.media else ()
+            media = [*request.media, *one.images]
+            unexpanded = [*(request.unexpanded_ids or request.prompt_ids), *one.unexpanded] if media else ()
             ids = [*request.prompt_ids, *one.tokens]
+            features = with_told(request.features, one.shown) if one.shown else request.features
             request = replace(request, prompt_ids=ids, unexpanded_ids=unexpanded, text="", seed=seed)
+            request = replace(request, media=media, features=features)
         self._asked[self._answers.submit(request, how.settings)] = one
 
     def _wrote(self, one: Played, completion: Completion) -> None:
@@ -262,7 +300,7 @@ class _Stage:
         calls = how.calls(text, tokens[:n], before, len(one.turns))
         if not stopped and calls:  # a parser may take what was cut for a whole call
             calls = (*calls[:-1], replace(calls[-1], error=calls[-1].error or "the turn was cut before the call ended"))
-        one.append("written", tokens[:n], list(made.log_probs[:n]))
+        one.wrote(tokens[:n], list(made.log_probs[:n]))
         action = Action(text, calls, tuple(tokens[:n]), "stop" if stopped else "length")
         one.turns.append(Exchange(action))
         self.call(one)

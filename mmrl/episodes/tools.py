@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
 from mmrl._load import load
-from mmrl.episodes.contract import Action, Call, Observation
+from mmrl.episodes.contract import Action, Call, Content, Observation
+from mmrl.episodes.shown import content_of, is_content
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.trajectory import Prompt
@@ -38,7 +39,7 @@ class Toolbox:
         """Whether it is of functions alone, which may be called without the calls before."""
         return self._world is None
 
-    async def reset(self, prompt: Prompt, seed: int) -> str | None:
+    async def reset(self, prompt: Prompt, seed: int) -> Content | None:
         if not hasattr(self._world, "reset"):
             return None
         said = await _awaited(self._world.reset(**{**prompt.meta, "prompt": prompt.text}))
@@ -53,7 +54,7 @@ class Toolbox:
         reward = 0.0 if asks is None else float(await _awaited(asks()))
         return [Observation(reward=reward, done=True)]
 
-    async def _made(self, call: Call) -> str:
+    async def _made(self, call: Call) -> Content:
         if call.error:
             return _error(call.error)
         tool = self._by_name.get(call.name)
@@ -61,12 +62,13 @@ class Toolbox:
             return _error(f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}")
         try:
             checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
-            return shown(await _awaited(checked(**call.arguments)))
+            result = await _awaited(checked(**call.arguments))
         except ValidationError as error:
             first = error.errors()[0]
             return _error(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
         except Exception as error:
             return _error(describe(error))
+        return shown(result)  # what it raises ends the episode: the model cannot mend a picture
 
 
 def of_class(made: Any) -> Toolbox:
@@ -101,17 +103,9 @@ def schemas_of(tools: Sequence[Tool]) -> list[JsonObject]:
     return found
 
 
-def shown(result: object) -> str:
-    """The text of what a tool returned: text as it is, blocks of text joined, all else as ``str``. Raises
-    ``TypeError`` for pictures, which answers cannot hold yet."""
-    if isinstance(result, str):
-        return result
-    if isinstance(result, Sequence) and result and all(isinstance(part, Mapping) and "type" in part for part in result):
-        kinds = {str(part["type"]) for part in result} - {"text"}
-        if kinds:
-            raise TypeError(f"a tool returned {', '.join(sorted(kinds))}; answers of tools are text")
-        return "".join(str(part.get("text", "")) for part in result)
-    return str(result)
+def shown(result: object) -> Content:
+    """What a tool returned: a text, a picture or parts of a message as they are, all else as ``str``."""
+    return content_of(result) if isinstance(result, str) or is_content(result) else str(result)
 
 
 def _error(why: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+
+from PIL import Image
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
@@ -16,12 +18,16 @@ from mmrl.episodes.journal import GROUP, Journal
 from mmrl.episodes.loading import opened
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
 from mmrl.episodes.pool import Pool
+from mmrl.episodes.shown import content_of
 from mmrl.errors import BadPromptError, UserError
 from mmrl.text.chat import Conditioner
+from mmrl.text.conversation import PLACEHOLDER
 from mmrl.text.stop_strings import StopStrings
 from mmrl.text.template_probe import TemplateFaultError
+from mmrl.text.told import Contents, Told
 from mmrl.trajectory import Prompt, SampleId, Slot
 
+_BLANK = Image.new("RGB", (64, 64))
 _MOST_KEPT = 10_000
 """Slots whose prompts are remembered with what the environment showed."""
 
@@ -34,6 +40,11 @@ class World:
         assert recipe.environment is not None
         self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
         self._factory = opened(recipe.environment)
+        if self._factory.pictures and conditioner.no_pictures:
+            raise UserError(
+                f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or take an "
+                "environment that shows text"
+            )
         self.role: Role = role_of(conditioner, recipe)
         self.plays = True
         """Whether episodes are played; a plan takes the longest one as one turn, and one slot's beginning for all."""
@@ -56,8 +67,10 @@ class World:
         told, why = self._reset(prompt, replace(key, sample=GROUP))
         if why:
             raise BadPromptError(prompt.id, f"environment: reset{why}")
-        shown = [text for text in (prompt.text, *(one.content for one in told)) if text]
-        return replace(prompt, text="\n\n".join(shown))
+        try:
+            return _shown_first(prompt, told, self._section.max_pictures)
+        except ValueError as error:
+            raise BadPromptError(prompt.id, f"environment: reset: {error}") from error
 
     def _reset(self, prompt: Prompt, id: SampleId) -> tuple[Sequence[Observation], str]:
         """What ``reset`` shows to a group, and why it failed."""
@@ -86,11 +99,22 @@ class World:
         settings: Settings,
         stops: StopStrings,
         room: int | None,
+        told: Callable[[Role, Contents], Told],
     ) -> list[Played]:
-        """An episode of each sample, in their order; ``slots`` have begun."""
+        """An episode of each sample, in their order; ``slots`` have begun. ``told``: as ``Conditioner.told``."""
         seed, calls = self._recipe.seed, self._calls
         how = How(
-            self._section, self._factory, self._conditioner, stops, settings, seed, self.role, room, calls, self.journal
+            self._section,
+            self._factory,
+            self._conditioner,
+            stops,
+            settings,
+            seed,
+            self.role,
+            room,
+            calls,
+            told,
+            self.journal,
         )
         first = [self._asked(slot) for slot in slots]
         return play(how, answers, ids, first, requests)
@@ -101,6 +125,34 @@ class World:
         return slot.prompt if known is None else known[0]
 
 
+def _shown_first(prompt: Prompt, told: Sequence[Observation], most: int) -> Prompt:
+    """``prompt`` with what ``reset`` told at its end. Raises ``ValueError`` for more than ``most`` pictures."""
+    pictures = [picture for one in told for picture in one.pictures]
+    if len(pictures) > most:
+        raise ValueError(f"it showed {len(pictures)} pictures, and environment.max_pictures is {most}")
+    if not pictures:
+        return replace(prompt, text="\n\n".join(text for text in (prompt.text, *(one.text for one in told)) if text))
+    first, turns = prompt.text, list(prompt.turns)
+    if not prompt.media:  # what looks like a mark is text there
+        first = _unmarked(first)
+        turns = [turn._replace(text=_unmarked(turn.text)) if turn.role == "user" else turn for turn in turns]
+    elif not any(PLACEHOLDER.search(text) for text in (first, *(t.text for t in turns if t.role == "user"))):
+        marks = "".join(f"<{medium.kind}>" for medium in prompt.media)  # before the first message of the user
+        at = next((n for n, turn in enumerate(turns) if turn.role == "user"), None)
+        if at is None:
+            first = marks + first
+        else:
+            turns[at] = turns[at]._replace(text=marks + turns[at].text)
+    shown = ["".join(_unmarked(p) if isinstance(p, str) else "<image>" for p in one.parts) for one in told]
+    text = "\n\n".join(text for text in (first, *shown) if text)
+    return replace(prompt, text=text, turns=tuple(turns), media=(*prompt.media, *pictures))
+
+
+def _unmarked(text: str) -> str:
+    """``text`` with a space in what looks like the mark of a picture or clip."""
+    return PLACEHOLDER.sub(r"< \1>", text)
+
+
 def role_of(conditioner: Conditioner, recipe: Recipe) -> Role:
     """How answers are shown. Raises ``UserError`` where the chat template shows them in no such way."""
     section = recipe.environment
@@ -108,9 +160,10 @@ def role_of(conditioner: Conditioner, recipe: Recipe) -> Role:
     if section is not None and section.role != "auto":
         roles = (section.role,)
     why = ""
+    probe: Contents = ["x"] if conditioner.no_pictures else [["x", *content_of([_BLANK])]]
     for role in roles:
         try:
-            conditioner.told(role, ["x"])
+            conditioner.told(role, probe)
             return role
         except TemplateFaultError as error:
             why = str(error)

@@ -119,7 +119,10 @@ class LocalModel(Sleeping):
     def _fits(self, asks: list[Ask], inputs: BatchEncoding | BatchFeature, room: int) -> None:
         """Raise ``ValueError`` where a question cannot be asked as a whole."""
         if any(ask.pictures for ask in asks) and not self.sees:
-            raise ValueError("it reads text only and the question has pictures; write prompt_text for prompt")
+            raise ValueError(
+                "it reads text only and the question has pictures; write prompt_text for prompt, and response_text "
+                "for response"
+            )
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         length = inputs["input_ids"].shape[1]
         if limit is not None and length + room > limit:

@@ -26,8 +26,8 @@ from mmrl.rewards.contract import Input
 from mmrl.trajectory import Prompt, Sample
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "pointwise": ("response", "image", "clip"),
-    "steps": ("steps", "response"),
+    "pointwise": ("response", "response_text", "image", "clip"),
+    "steps": ("steps", "response", "response_text"),
     "pairwise": ("a", "b"),
     "ranking": ("candidates",),
 }
@@ -165,7 +165,8 @@ class Rubric:
             return {**found, "candidates": compared, **names}
         text = samples[0].text
         if text is not None:
-            found["response"] = self.clean_response(samples[0].transcript)
+            found["response_text"] = self.clean_response(samples[0].transcript)
+            found["response"] = self._said(samples[0], page) if "response" in self.names else found["response_text"]
             steps = (self._frame.item(self.clean_response(step.text)) for step in split_steps(text))
             found["steps"] = Steps(steps, fence)
         image, clip = samples[0].image, samples[0].video
@@ -175,8 +176,19 @@ class Rubric:
             found["clip"] = self._clip(clip, page)
         return found
 
+    def _said(self, sample: Sample, page: _Page) -> str:
+        """The response; of an episode all its turns, with the pictures that its environment showed."""
+        parts = [sample.transcript] if sample.episode is None else sample.episode.parts
+        return "".join(self.clean_response(p) if isinstance(p, str) else self._told(p, page) for p in parts)
+
+    def _told(self, media: Media, page: _Page) -> str:
+        try:
+            return page.mark(open_image(media))
+        except BadMediaError as error:
+            raise RubricError(f"a picture of the episode cannot be shown: {error}") from None
+
     def _candidate(self, sample: Sample, page: _Page) -> Candidate:
-        response = None if sample.text is None else self._frame.item(self.clean_response(sample.transcript))
+        response = None if sample.text is None else self._frame.item(self._said(sample, page))
         shown = sample.image is not None and "image" in self.inputs
         clip = self._clip(sample.video, page) if sample.video and "video" in self.inputs else None
         return Candidate(response, page.mark(sample.image) if shown and sample.image else None, clip)
@@ -222,7 +234,7 @@ class Rubric:
                     f"options.rubric: say what of a candidate is shown: {name}.response, {name}.image or {name}.clip"
                 )
         else:
-            shown = {"response" if name == "steps" else name for name in self.names}
+            shown = {"response" if name in ("steps", "response_text") else name for name in self.names}
         fields: tuple[tuple[str, Input], ...] = (("response", "text"), ("image", "image"), ("clip", "video"))
         return tuple(field for name, field in fields if name in shown)
 

@@ -39,7 +39,7 @@ class Folded:
 
 
 def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Sequence[Mapping[str, float]]) -> None:
-    """Write ``samples/step_NNNNNN.json``: per sample its prompt, text, scores and the files of the prompt's pictures.
+    """Write ``samples/step_NNNNNN.json``: per sample its prompt, text, scores and the files of the pictures of both.
 
     The list is written last: where it stands, the pictures it names are whole.
     """
@@ -95,9 +95,9 @@ def _encodable(text: str) -> str:
 
 
 def _pictures(run: RunDir, name: str, i: int, sample: Sample) -> list[str]:
-    """Save the pictures of a prompt, and of a clip a few frames."""
+    """Save the pictures of a prompt, of a clip a few frames, and what the environment of an episode showed."""
     files = []
-    for n, medium in enumerate(sample.prompt.media):
+    for n, medium in enumerate([*sample.prompt.media, *(sample.episode.pictures if sample.episode else ())]):
         try:
             found = [open_image(medium)] if medium.kind == "image" else open_clip(medium, count=FRAMES).frames
         except BadMediaError:

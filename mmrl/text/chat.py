@@ -13,12 +13,12 @@ from torch import Tensor
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import JsonObject
-from mmrl.media import Clip
+from mmrl.media import BadMediaError, Clip
 from mmrl.text.conditioner import Processor, Tokenizer, tokenizer_of
 from mmrl.text.conversation import MEND, messages_of, messages_with_media, rendered
 from mmrl.text.spelled import Saved, Spelled
 from mmrl.text.template_probe import TemplateFaultError
-from mmrl.text.told import behind_an_answer
+from mmrl.text.told import Contents, Told, behind_an_answer, pictures_of
 from mmrl.trajectory import Prompt
 
 
@@ -32,6 +32,8 @@ class Chat(Generic[Saved]):
     model for pictures that are not there. ``shown``: see ``Spelled``.
     """
 
+    no_pictures: str = "the model reads only text; take a vision-language model and set pipeline: vlm/chat"
+    """Why it cannot be shown pictures behind an answer; empty where it can."""
     own_positions: bool = False
     """The model counts positions itself (multimodal RoPE); otherwise they are counted from the attention mask."""
 
@@ -86,13 +88,24 @@ class Chat(Generic[Saved]):
         messages = self._messages(prompt, self._tools)
         return rendered(prompt, messages, self.saved, self.variables, answer=answer, asks=asks)
 
-    def told(self, role: Literal["user", "tool"], contents: Sequence[str]) -> list[int]:
-        """The tokens behind an answer: what ends it, a message for each of ``contents``, and what begins the next
-        answer. Raises ``TemplateFaultError`` where the chat template does not show such messages."""
-        texts = [self._spelled.plain(text) for text in contents]
-        parts = texts if self.tokenizer is self.saved else [[{"type": "text", "text": text}] for text in texts]
-        messages: list[JsonObject] = [{"role": role, "content": part} for part in parts]
-        return self._spelled.ids(behind_an_answer(self.saved, self.variables, messages))
+    def told(self, role: Literal["user", "tool"], contents: Contents) -> Told:
+        """What is behind an answer: what ends it, a message for each of ``contents``, and what begins the next answer.
+        Raises ``TemplateFaultError`` where the chat template does not show such messages, and ``BadMediaError``."""
+        if self.no_pictures and pictures_of(contents):
+            raise BadMediaError(f"a picture was shown, and {self.no_pictures}")
+        ids = self._spelled.ids(self._behind(role, contents))
+        return Told(ids, ids)
+
+    def _behind(self, role: str, contents: Contents) -> str:
+        """The text of ``told``, a placeholder for each picture; ``Spelled.ids`` reads it."""
+        messages: list[JsonObject] = []
+        for content in contents:
+            parts = [content] if isinstance(content, str) else content
+            shown = [self._spelled.plain(part) if isinstance(part, str) else part for part in parts]
+            listed = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in shown]
+            message = "".join(map(str, shown)) if self.tokenizer is self.saved else listed
+            messages.append({"role": role, "content": message})
+        return behind_an_answer(self.saved, self.variables, messages)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips."""

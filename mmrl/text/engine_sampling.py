@@ -60,8 +60,9 @@ def open_engine(
         "dtype": recipe.model.dtype,
         "lora_rank": recipe.model.lora.rank if recipe.model.lora else None,
     }
+    images = 4 + (0 if recipe.environment is None else recipe.environment.max_pictures)
     if rollout.own_class:
-        return _own(recipe, path, {**given, "device": device, "images": 4 if sees else 0, "clips": 0})
+        return _own(recipe, path, {**given, "device": device, "images": images if sees else 0, "clips": 0})
     for name in ("environment", "url", "key", "images", "clips"):
         if name in options:
             given[name] = options.pop(name)
@@ -71,7 +72,7 @@ def open_engine(
     if rollout.engine != "vllm":  # which takes tensor after tensor
         given["sending"] = _sending(recipe, device)
     if sees and rollout.engine != "sglang":
-        given.setdefault("images", 4)
+        given.setdefault("images", images)
         pixels: dict[str, Json] = {name: getattr(recipe.model, name) for name in ("min_pixels", "max_pixels")}
         pixels = {name: value for name, value in pixels.items() if value is not None}
         if pixels:  # it makes tokens of pictures itself

@@ -17,6 +17,10 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_toke
 """Features with one entry per prompt token; all others belong to media and are joined along their first dimension."""
 
 
+PICTURES_IN_ROWS = 5
+"""Dimensions of ``pixel_values`` in families that have the pictures of a prompt in its row, ``[1, pictures, ...]``."""
+
+
 def key_of(prompt: Prompt) -> str:
     """Names a prompt's features: equal for equal content, whatever the prompt is called."""
     media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames, m.show) for m in prompt.media]
@@ -32,6 +36,25 @@ def features_of(store: FeatureStore, key: str, tokens: int) -> dict[str, Tensor]
     return {name: value[:tokens] if name in PER_TOKEN else value for name, value in found.items()}
 
 
+def with_told(prompt: Mapping[str, Tensor], told: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """The features of a prompt, and of pictures that were told behind it, each from a token of the row on. What there
+    is per token ends with the last of them; ``input_ids`` stay those of the prompt."""
+    found = dict(prompt)
+    for start, features in told:
+        for name, value in features.items():
+            known = found.get(name)
+            if name in PER_TOKEN:
+                known = value[:0] if known is None else known
+                found[name] = torch.cat([pad(known, (0, start - len(known))), value])
+            elif known is None:
+                found[name] = value
+            elif features["pixel_values"].ndim == PICTURES_IN_ROWS:
+                found[name] = torch.cat(_alike([known[0], value[0]])).unsqueeze(0)
+            else:
+                found[name] = torch.cat([known, value])
+    return found
+
+
 def joined(
     rows: Sequence[Mapping[str, Tensor]],
     pad_token: int,
@@ -43,23 +66,32 @@ def joined(
     """The model's arguments for prompts padded on the left, and responses ``[B, T]`` with their mask behind them.
 
     ``own_positions``: the model counts positions itself; otherwise they are counted here, from the attention mask.
+    What ``rows`` have per token beyond the prompt (``with_told``) is that of the response.
     """
-    longest = max(len(row["input_ids"]) for row in rows)
+    lengths = [len(row["input_ids"]) for row in rows]
+    longest = max(lengths)
     own = [torch.ones_like(row["input_ids"]) for row in rows]
     out: dict[str, Tensor] = {"attention_mask": torch.stack([pad(m, (longest - len(m), 0)) for m in own])}
-    for name in rows[0]:
-        if name in PER_TOKEN:
-            fill = pad_token if name == "input_ids" else 0
-            out[name] = torch.stack([pad(row[name], (longest - len(row[name]), 0), value=fill) for row in rows])
+    behind = {} if responses is None or mask is None else {"input_ids": responses, "attention_mask": mask.long()}
+    for name in {name: None for row in rows for name in row if name in PER_TOKEN}:
+        fill = pad_token if name == "input_ids" else 0
+        of = [row.get(name, row["input_ids"][:0]) for row in rows]
+        asked = [_fitted(value, n) for value, n in zip(of, lengths, strict=True)]
+        out[name] = torch.stack([pad(value, (longest - len(value), 0), value=fill) for value in asked])
+        if responses is not None and name not in behind:
+            width = responses.shape[1]
+            behind[name] = torch.stack([_fitted(value[n:], width) for value, n in zip(of, lengths, strict=True)])
     for name in {name for row in rows for name in row} - PER_TOKEN:
         out[name] = torch.cat(_alike([row[name] for row in rows if name in row]))
-    if responses is not None and mask is not None:
-        behind = {"input_ids": responses, "attention_mask": mask.long()}
-        for name in set(out) & PER_TOKEN:
-            out[name] = torch.cat([out[name], behind.get(name, torch.zeros_like(responses))], 1)
+    out |= {name: torch.cat([out[name], value], 1) for name, value in behind.items()}
     if not own_positions:
         out["position_ids"] = (out["attention_mask"].cumsum(1) - 1).clamp(min=0)
     return out
+
+
+def _fitted(values: Tensor, length: int) -> Tensor:
+    """The first ``length`` values, with zeros behind them where there are fewer."""
+    return pad(values[:length], (0, max(0, length - len(values))))
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:

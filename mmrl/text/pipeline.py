@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
 from mmrl.engines.slots import Slots
+from mmrl.episodes.contract import Episode
 from mmrl.episodes.journal import Journal
 from mmrl.episodes.play import InStep
 from mmrl.episodes.world import World
@@ -37,7 +38,7 @@ from mmrl.text import engine_sampling, export, generation, scoring
 from mmrl.text.base_model import base_model
 from mmrl.text.chat import Conditioner
 from mmrl.text.critic import Critic
-from mmrl.text.features import as_weights, features_of, joined, key_of
+from mmrl.text.features import PER_TOKEN, as_weights, features_of, joined, key_of, with_told
 from mmrl.text.given import GivenTexts
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
@@ -47,7 +48,8 @@ from mmrl.text.shared_pictures import Shared
 from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
-from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, TextRows, text_rows
+from mmrl.text.told import Contents, Told, key_of_told
+from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Segment, Slot, TextRows, text_rows
 
 MISMATCHED = "mismatched_log_ratio"
 
@@ -148,8 +150,35 @@ class LanguagePipeline:
         """The model's arguments: prompts padded on the left, then what is behind them, ``[R, T]``."""
         found = zip(rows.features, rows.prompts, strict=True)
         prompts = [features_of(self.features, key, length) for key, length in found]
+        keys = [" ".join(s.features for s in of if s.features) for of in rows.segments]
+        for n, played in enumerate(rows.episodes or ()):
+            if told := self._told_in(rows.segments[n], played):
+                prompts[n] = with_told(prompts[n], told)
         tokens = torch.where(rows.inside, rows.padded("tokens"), self.conditioner.pad_token)
-        return self._inputs(rows.features, prompts, tokens, rows.inside)
+        return self._inputs(keys, prompts, tokens, rows.inside)
+
+    def _told_in(self, segments: Sequence[Segment], played: Episode) -> list[tuple[int, Mapping[str, Tensor]]]:
+        """The features of the pictures that a row was told, each from a token on. They are made again of the episode
+        where the store has dropped them, and where another device sampled it."""
+        found: list[tuple[int, Mapping[str, Tensor]]] = []
+        for segment in segments[1:]:
+            if segment.features is not None and self.world is not None:
+                if segment.features not in self.features:
+                    told = played.turns[segment.turn - 1].told
+                    self._told(self.world.role, [observation.parts for observation in told])
+                made, n = self.features.get(segment.features), segment.stop - segment.start
+                cut = {name: of[len(of) - n :] if name in PER_TOKEN else of for name, of in made.items()}
+                found.append((segment.start, cut))
+        return found
+
+    def _told(self, role: Literal["user", "tool"], contents: Contents) -> Told:
+        """As ``Conditioner.told``; the features of pictures are on the device, and in the store."""
+        told = self.conditioner.told(role, contents)
+        if not told.features:
+            return told
+        features = as_weights(told.features, self.policy, self.device)
+        self.features.put(key_of_told(role, contents), features)
+        return replace(told, features=features)
 
     def _inputs(self, keys: Sequence[str], prompts: Sequence[dict[str, Tensor]], *behind: Tensor) -> dict[str, Tensor]:
         chat = self.conditioner
@@ -279,7 +308,8 @@ class LanguagePipeline:
         settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
         answers = self.answering() or InStep(self._ask)
         room = self.context if self.engine is None else self.engine.max_model_len
-        played = world.play(answers, slots, ids, self.requests(slots, ids, seed), settings, self.stops, room)
+        asked = self.requests(slots, ids, seed)
+        played = world.play(answers, slots, ids, asked, settings, self.stops, room, self._told)
         tokens = [torch.tensor(one.tokens, dtype=torch.long, device=self.device) for one in played]
         log_probs = [torch.tensor(one.log_probs, dtype=torch.float32, device=self.device) for one in played]
         cut = torch.tensor([one.cut for one in played], device=self.device)

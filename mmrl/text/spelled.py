@@ -91,10 +91,12 @@ class Spelled(Generic[Saved]):
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text of the chat template, whose contents went through ``plain``."""
-        if SEAM not in text:
-            return tokenizer_of(self._saved)(text, add_special_tokens=False).input_ids
-        made = tokenizer_of(self._reader)(text, add_special_tokens=False).input_ids
-        return [token for token in made if token != self._seam]
+        made = tokenizer_of(self.reader(text))(text, add_special_tokens=False).input_ids
+        return made if SEAM not in text else [token for token in made if token != self._seam]
+
+    def reader(self, text: str) -> Saved:
+        """What makes the tokens of such a text; these go through ``joined``."""
+        return self._reader if SEAM in text else self._saved
 
     @cached_property
     def _reader(self) -> Saved:

@@ -7,12 +7,57 @@ content of a message becomes text whatever it spells.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from PIL.Image import Image
+from torch import Tensor
 
 from mmrl.json_types import JsonObject
+from mmrl.media import Media
 from mmrl.text.conditioner import Messages, Processor, Tokenizer
+from mmrl.text.features import PER_TOKEN
 from mmrl.text.template_probe import TemplateFaultError, render
+
+Contents: TypeAlias = "Sequence[str | Sequence[str | Media]]"
+"""What each message shows: a text, or texts and pictures."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Messages behind an answer. ``tokens``: with every picture's placeholder expanded; ``unexpanded``: with one each.
+    ``features``: of the pictures, as the processor makes them, and per token; empty without pictures."""
+
+    tokens: list[int]
+    unexpanded: list[int]
+    images: Sequence[Image] = ()
+    features: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def behind(self, written: Sequence[int], stop: Sequence[int]) -> Told:
+        """Without the token that ends the turn, where it was sampled: the policy ended its turn itself."""
+        if not (self.tokens and written and self.tokens[0] in stop and written[-1] in stop):
+            return self
+        features = {name: of[1:] if name in PER_TOKEN else of for name, of in self.features.items()}
+        return replace(self, tokens=self.tokens[1:], unexpanded=self.unexpanded[1:], features=features)
+
+
+def pictures_of(contents: Contents) -> list[Media]:
+    """Those of all messages, in order."""
+    return [part for content in contents for part in content if isinstance(part, Media)]
+
+
+def key_of_told(role: str, contents: Contents) -> str:
+    """Names the features of the pictures of messages: equal for equal messages."""
+    made = hashlib.blake2b(role.encode(), digest_size=12)
+    for n, content in enumerate(contents):
+        for part in [content] if isinstance(content, str) else content:
+            data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else repr(part.path).encode()
+            of = part.data or b"" if isinstance(part, Media) else b""
+            made.update(f"{n} {type(part).__name__} {len(data)} {len(of)} ".encode() + data + of)
+    return made.hexdigest()
 
 
 def behind_an_answer(saved: Tokenizer | Processor, variables: JsonObject, messages: Messages) -> str:
@@ -25,9 +70,3 @@ def behind_an_answer(saved: Tokenizer | Processor, variables: JsonObject, messag
     if shown.count(mark) != 1:
         raise TemplateFaultError("the chat template does not show an answer before them once", shown)
     return shown.partition(mark)[2]
-
-
-def without_repeated_end(told: Sequence[int], written: Sequence[int], stop: Sequence[int]) -> list[int]:
-    """``told`` without the token that ends the turn, where it was sampled: the policy ended its turn itself."""
-    both = told and written and told[0] in stop and written[-1] in stop
-    return list(told[1:] if both else told)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.own_pixels import own_pixels, resized
 from mmrl.text.pipeline import LanguagePipeline
+from mmrl.text.template_probe import TemplateFaultError
+from mmrl.text.told import Contents, Told, pictures_of
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -46,6 +48,7 @@ class Chat(chat.Chat[Processor]):
     """Final class; see ``mmrl.text.chat.Chat``. A conversation with pictures and clips."""
 
     own_positions = True
+    no_pictures = ""
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         (text, reader), (images, clips) = self._spelled.read(prompt), self.media(prompt)
@@ -66,6 +69,25 @@ class Chat(chat.Chat[Processor]):
         out = {name: value[0] if name in PER_TOKEN else value for name, value in made.items()}
         del out["attention_mask"]  # one prompt has no padding
         return self._spelled.joined(out)
+
+    def told(self, role: Literal["user", "tool"], contents: Contents) -> Told:
+        if self.no_pictures or not (pictures := pictures_of(contents)):
+            return super().told(role, contents)
+        text = self._behind(role, contents)
+        ids = self._spelled.ids(text)
+        if (shown := sum(token in self.forbidden for token in ids)) != len(pictures):
+            raise TemplateFaultError(f"the chat template shows {shown} of {len(pictures)} pictures as {role}", text)
+        images = [open_image(medium) for medium in pictures]
+        try:
+            reader = self._spelled.reader(text)
+            made = reader(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+        except Exception as error:  # processors raise anything
+            raise BadMediaError(f"the processor cannot read {len(images)} pictures: {error}") from error
+        out = {name: value[0] if name in PER_TOKEN else value for name, value in made.items()}
+        del out["attention_mask"]
+        features = self._spelled.joined(out)
+        tokens = features.pop("input_ids").tolist()
+        return Told(tokens, ids, images, features)
 
     def unexpanded(self, prompt: Prompt) -> list[int]:
         text, _ = self._spelled.read(prompt)
@@ -127,7 +149,18 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
     stop = stop_tokens(model, processor.tokenizer)
     by_engine, forbidden = recipe.rollout.engine == "sglang", placeholders(model.config)
-    return Chat(processor, stop, *tools_shown(processor, recipe), forbidden=forbidden, shown=by_engine), model
+    made = Chat(processor, stop, *tools_shown(processor, recipe), forbidden=forbidden, shown=by_engine)
+    if model.config.model_type not in TESTED:
+        made.no_pictures = untested(model.config.model_type)
+    return made, model
+
+
+def untested(kind: str) -> str:
+    """``Chat.no_pictures`` of models of another type than ``TESTED``."""
+    return (
+        f"the tokens of pictures behind an answer are not known for models of type {kind}; take one of "
+        f"{', '.join(TESTED)}"
+    )
 
 
 def placeholders(config: PretrainedConfig) -> list[int]:

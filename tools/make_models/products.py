@@ -61,7 +61,7 @@ class Writer:
     """The examples of products in the chat format of ``tokenizer``."""
 
     def __init__(self, tokenizer: Any) -> None:
-        from mmrl.text.told import behind_an_answer, without_repeated_end
+        from mmrl.text.told import Told, behind_an_answer
 
         self.tokenizer = tokenizer
         self.tools = schemas_of([mmrl.load("environments", "calculator:calculate")])
@@ -69,7 +69,8 @@ class Writer:
 
         def told(result: str, written: list[int]) -> list[int]:
             text = behind_an_answer(tokenizer, {"tools": self.tools}, [{"role": "tool", "content": result}])
-            return without_repeated_end(tokenizer(text).input_ids, written, [self.end])
+            ids = tokenizer(text).input_ids
+            return Told(ids, ids).behind(written, [self.end]).tokens
 
         self._told = told
 

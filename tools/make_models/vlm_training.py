@@ -53,11 +53,13 @@ Log = Callable[..., None]
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation about pictures, or about the frames of one clip: ``turns`` are a user's words and the answer."""
+    """A conversation about pictures, or about the frames of one clip: ``turns`` are a user's words and the answer.
+    ``at``: the turn that shows each picture; empty: the first shows all."""
 
     turns: Sequence[tuple[str, str]]
     images: Sequence[Image.Image] = ()
     frames: Sequence[Image.Image] = ()
+    at: Sequence[int] = ()
 
 
 def build(texts: Sequence[str]) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
@@ -134,10 +136,11 @@ def prompt_inputs(processor: Any, examples: Sequence[Example], start: str = "") 
 
 
 def _messages(e: Example, turns: Sequence[tuple[str, str | None]]) -> list[dict[str, Any]]:
-    media: list[dict[str, str]] = [{"type": "image"}] * len(e.images) + [{"type": "video"}] * bool(e.frames)
+    at = e.at or [0] * len(e.images)
     messages = []
     for i, (asked, answer) in enumerate(turns):
-        messages.append({"role": "user", "content": [*(media if i == 0 else ()), {"type": "text", "text": asked}]})
+        media = [{"type": "image"}] * sum(turn == i for turn in at) + [{"type": "video"}] * (i == 0 and bool(e.frames))
+        messages.append({"role": "user", "content": [*media, {"type": "text", "text": asked}]})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
     return messages

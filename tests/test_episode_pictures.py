@@ -1,0 +1,411 @@
+"""Pictures in what an environment answers: their tokens, their pixels, and the faults of those who show them.
+
+The oracle is the processor's own ``apply_chat_template`` on the whole conversation.
+"""
+
+import io
+import json
+import random
+import re
+
+import pytest
+import torch
+from PIL import Image
+
+import mmrl
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Recipe
+from mmrl.contracts import environments
+from mmrl.contracts.running import results
+from mmrl.episodes.contract import Action, Episode, Exchange, Observation
+from mmrl.episodes.environment import observations
+from mmrl.episodes.shown import content_of
+from mmrl.errors import UserError
+from mmrl.judge.rubric import Rubric
+from mmrl.media import BadMediaError
+from mmrl.planner.plan import plan
+from mmrl.report.rundir import RunDir
+from mmrl.report.texts import write_texts
+from mmrl.text.features import with_told
+from mmrl.text.template_probe import TemplateFaultError
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+from tests import processors, tiny
+from tests.test_episodes import SMALL, Script, played, written
+
+allow_cpu_only()
+pytest.importorskip("torchvision")
+
+chat = mmrl.load("pipelines", "vlm/chat")
+KINDS = ["qwen2_5_vl", "qwen3_vl", "smolvlm"]
+SIZES = [(16, 16), (40, 32), (32, 90), (64, 64), (100, 30), (200, 160)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words")
+    return request.param
+
+
+def picture(draw, size=None):
+    size = size or draw.choice(SIZES)
+    return Image.frombytes("RGB", size, draw.randbytes(size[0] * size[1] * 3))
+
+
+def spelling(draw, saved, marks):
+    """A text that may spell control tokens; not ``marks``: nor what stands for a picture or clip in a prompt."""
+    names = {*(str(token) for token in saved.tokenizer.added_tokens_decoder.values()), "<image>", "<video>", "{{ x }}"}
+    names = sorted(names if marks else names - {"<image>", "<video>"})
+    return " ".join(draw.choice([*names, "a", "two words", "17", "<", "|>"]) for _ in range(draw.randint(1, 5)))
+
+
+def message(draw, saved, role, neutral):
+    """A message with up to three pictures: its parts, and as the oracle is given it, with a neutral word in place of
+    each text; ``neutral``: the texts by their words."""
+    parts, given = [], []
+    for what in draw.choices(["text", "image"], k=draw.randint(1, 4)):
+        if what == "image" and sum(not isinstance(part, str) for part in parts) < 3:
+            parts.append(picture(draw))
+            given.append({"type": "image", "image": parts[-1]})
+        elif not (parts and isinstance(parts[-1], str)):
+            word = f"zq{len(neutral)}zq"
+            neutral[word] = spelling(draw, saved, marks=bool(neutral))
+            parts.append(neutral[word])
+            given.append({"type": "text", "text": word})
+    return parts, {"role": role, "content": given}
+
+
+def told_tokens(saved, ids, neutral):
+    """``ids`` with the tokens of each text in place of its neutral word, a character at a time."""
+    tokenizer = saved.tokenizer
+
+    def letters(text):
+        return [token for letter in text for token in tokenizer(letter, add_special_tokens=False).input_ids]
+
+    for word, text in neutral.items():
+        of = letters(word)
+        at = [n for n in range(len(ids)) if ids[n : n + len(of)] == of]
+        assert len(at) == 1
+        ids = [*ids[: at[0]], *letters(text), *ids[at[0] + len(of) :]]
+    return ids
+
+
+def asked(draw, saved, neutral):
+    """A prompt with a picture or none, and as the oracle is given it."""
+    media, word = ([picture(draw)] if draw.random() < 0.6 else []), f"zq{len(neutral)}zq"
+    neutral[word] = spelling(draw, saved, marks=False)
+    made = tuple(content_of([one])[0] for one in media)
+    given = [*({"type": "image", "image": one} for one in media), {"type": "text", "text": word}]
+    return Prompt("p", "<image>" * len(media) + neutral[word], media=made), {"role": "user", "content": given}
+
+
+def conversation(draw, made, neutral):
+    """A random episode in tokens as the product makes them: the row, the row with one placeholder for each picture, the
+    features; and the whole conversation as the oracle is given it."""
+    saved, stop = made.saved, made.stop_tokens
+    prompt, first = asked(draw, saved, neutral)
+    features = made.encode(prompt)
+    row, unexpanded, shown, said = features["input_ids"].tolist(), [*made.unexpanded(prompt)], [], [first]
+    for turn in range(draw.randint(1, 4)):
+        answer, role = f"said {turn}", draw.choice(["user", "tool"])
+        wrote = written(saved.tokenizer, answer, stop=draw.random() < 0.7)
+        row, unexpanded = [*row, *wrote], [*unexpanded, *wrote]
+        messages = [message(draw, saved, role, neutral) for _ in range(draw.randint(1, 2))]
+        said += [
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+            *(given for _, given in messages),
+        ]
+        told = made.told(role, [content_of(parts) for parts, _ in messages]).behind(row, stop)
+        if told.features:
+            shown.append((len(row), told.features))
+        row, unexpanded = [*row, *told.tokens], [*unexpanded, *told.unexpanded]
+    return row, unexpanded, with_told(features, shown), said
+
+
+@pytest.mark.sweep("pictures that are told, in the processors of three families")
+def test_a_row_is_what_the_processor_makes_of_the_whole_conversation(sweep):
+    pytest.importorskip("num2words")
+    for kind in KINDS:
+        draw, saved = random.Random(0), processors.processor(kind)
+        of = saved.image_token_id
+        made = chat.Chat(saved, [saved.tokenizer.eos_token_id], {}, forbidden=[of])
+        for n in range(sweep.size(8, 500)):
+            neutral = {}
+            row, unexpanded, features, said = conversation(draw, made, neutral)
+            whole = saved.apply_chat_template(
+                said, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+            expected = told_tokens(saved, whole["input_ids"][0].tolist(), neutral)
+            show = saved.tokenizer.decode
+            sweep.check(row == expected, f"{kind} {n}: {show(row)!r}, not {show(expected)!r}")
+            for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
+                alike = name not in whole or torch.equal(features[name], whole[name])
+                sweep.check(alike, f"{kind} {n}: other {name}")
+            if "mm_token_type_ids" in whole:
+                kinds = features["mm_token_type_ids"].tolist()
+                kinds += [0] * (len(row) - len(kinds))
+                sweep.check(kinds == [int(token == of) for token in row], f"{kind} {n}: kinds of tokens")
+            pictures = sum(part["type"] == "image" for one in said for part in one["content"])
+            sweep.check(sum(token == of for token in unexpanded) == pictures, f"{kind} {n}: placeholders")
+    sweep.done()
+
+
+WORLDS = """
+import random
+from PIL import Image
+from mmrl import Observation
+
+class World:
+    pictures = True
+
+    def __init__(self, how="pictures"):
+        self.how = how
+
+    def reset(self, prompt, seed):
+        self.rng, self.turn = random.Random(seed), 0
+        return ["Look.", self.picture()] if self.how == "first" else None
+
+    def picture(self):
+        size = self.rng.choice([(16, 16), (40, 32), (32, 90)])
+        return Image.frombytes("RGB", size, self.rng.randbytes(size[0] * size[1] * 3))
+
+    def step(self, action):
+        self.turn += 1
+        if self.how == "bomb":
+            return Image.new("1", (30_000, 30_000))
+        if self.how == "broken":
+            return [{"type": "image", "image": b"GIF89a no picture"}]
+        if self.how == "type":
+            return [{"type": "sound", "sound": b""}]
+        if self.how == "many":
+            return [self.picture()] * 9
+        if self.turn == 2:
+            return Observation("No picture this time.", reward=0.5)
+        return Observation(["Look: ", self.picture(), f" number {self.turn}"], reward=0.5)
+
+
+def draw(width: int) -> Image.Image:
+    \"\"\"Draw a picture.
+
+    Args:
+        width: Its width.
+    \"\"\"
+    return Image.new("RGB", (width, 16))
+"""
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    file = tmp_path_factory.mktemp("worlds") / "worlds.py"
+    file.write_text(WORLDS)
+    return file
+
+
+def tiny_recipe(path, worlds, **environment):
+    return Recipe.model_validate(
+        {
+            "name": "tiny",
+            "pipeline": "vlm/chat",
+            "model": {"path": str(path)},
+            "data": {"name": "scenes"},
+            "sampling": {"max_new_tokens": 10},
+            "environment": {"name": f"{worlds}:World", "max_turns": 4, "max_tokens": 400, **environment},
+            "rewards": [{"name": "environment"}],
+            "algorithm": {"type": "grpo", "kl_coef": 0.0},
+            "train": {"steps": 1, "prompts_per_step": 2, "group_size": 2, "micro_batch_size": 4},
+        }
+    )
+
+
+def rows_of(path, worlds, turns=None, **environment):
+    """A pipeline of a tiny model, and the rows of four samples of two prompts; ``turns``: what is written, else the
+    model samples."""
+    pipeline = chat.build(tiny_recipe(path, worlds, **environment), str(path), torch.device("cpu"))
+    if turns is not None:
+        tokenizer = pipeline.conditioner.tokenizer
+        pipeline.engine = Script([(written(tokenizer, text), "stop") for text in turns])
+    draw = random.Random(5)
+    prompts = [Prompt("a", "<image>What is it?", media=content_of([picture(draw)])), Prompt("b", "No picture yet.")]
+    slots = [Slot(0, n, 0, prompt) for n, prompt in enumerate(prompts) for _ in range(2)]
+    ids = [SampleId(0, slot.index, 0, n % 2) for n, slot in enumerate(slots)]
+    pipeline.encode(slots)
+    return pipeline, pipeline.sample(slots, ids, [], 3)
+
+
+def replayed(pipeline, rows):
+    return pipeline.replay(rows, [0], frozenset({"log_probs"}), None)["log_probs"]
+
+
+@pytest.fixture(scope="module")
+def path(kind, tmp_path_factory):
+    return tiny.vision_model(tmp_path_factory.mktemp(kind), kind)
+
+
+def test_the_same_log_probs_in_sampling_and_in_training(path, worlds):
+    pipeline, rows = rows_of(path, worlds)
+    assert [len(one.pictures) for one in rows.episodes] == [2] * 4
+    mask = rows.padded("action_mask")
+    assert ((replayed(pipeline, rows) - rows.padded("log_probs")) * mask).abs().max() < 2e-5
+    pipeline.features.close()  # as on another device of the controller: made again of the episode
+    pipeline.encode(rows.slots)
+    again = replayed(pipeline, rows)
+    assert ((again - rows.padded("log_probs")) * mask).abs().max() < 2e-5
+    for number in range(4):
+        alone = rows.rows([number])
+        assert (replayed(pipeline, alone)[0] - again[number, : alone.width]).abs().max() < 2e-5
+
+
+def test_log_probs_are_those_of_the_whole_conversation(path, worlds):
+    pipeline, rows = rows_of(path, worlds, ["I look", "And on", "Once more", "It is red"])
+    found = replayed(pipeline, rows)
+    for number, episode in enumerate(rows.episodes):
+        whole = inputs_of(pipeline, rows.slots[number].prompt, episode)
+        row = rows.rows([number])
+        ids, n = whole["input_ids"][0], row.prompts[0]
+        assert torch.equal(ids[: len(row.tokens)], row.tokens)
+        with torch.no_grad():
+            logits = pipeline.policy(**whole).logits[0].float()
+        logits[:, pipeline.conditioner.forbidden] = -torch.inf
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[n - 1 : len(row.tokens) - 1, 0]
+        wrong = (found[number, : row.responses[0]] - expected)[row.action_mask[n:]].abs().max()
+        assert wrong < 2e-5
+
+
+def inputs_of(pipeline, prompt, episode):
+    """The model's arguments for the whole conversation, by its processor."""
+
+    def parts(content):
+        return [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": Image.open(io.BytesIO(part.data)).convert("RGB")}
+            for part in content
+        ]
+
+    text = prompt.text.removeprefix("<image>")
+    said = [{"role": "user", "content": parts([*prompt.media, text])}]
+    for one in episode.turns:
+        said.append({"role": "assistant", "content": parts([one.action.text])})
+        told = one.told if one is not episode.turns[-1] else ()
+        said += [{"role": pipeline.world.role, "content": parts(observation.parts)} for observation in told]
+    return pipeline.conditioner.saved.apply_chat_template(said, tokenize=True, return_dict=True, return_tensors="pt")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("bomb", "30000 x 30000 pixels"),
+        ("broken", "not a readable picture|none of PNG"),
+        ("type", "an environment answers with a text, a picture"),
+        ("many", "it showed 9 pictures|showed 9 pictures, and environment.max_pictures is 4"),
+    ],
+)
+def test_a_picture_that_cannot_be_shown_ends_its_episode(tmp_path, worlds, how, why):
+    path = tiny.vision_model(tmp_path / "model", "qwen2_5_vl")
+    _, rows = rows_of(path, worlds, ["I look"], options={"how": how}, max_pictures=4)
+    assert [one.end for one in rows.episodes] == ["failed"] * 4
+    assert all(re.search(why, one.failure) for one in rows.episodes), rows.episodes[0].failure
+
+
+def test_what_reset_shows_is_in_the_prompt(tmp_path, worlds):
+    path = tiny.vision_model(tmp_path / "model", "qwen2_5_vl")
+    _, rows = rows_of(path, worlds, ["I look"], options={"how": "first"})
+    first, second = rows.slots[0].prompt, rows.slots[2].prompt
+    assert (first.text, len(first.media)) == ("<image>What is it?\n\nLook.<image>", 2)
+    assert (second.text, len(second.media)) == ("No picture yet.\n\nLook.<image>", 1)
+
+
+def test_a_picture_for_a_model_of_text_is_refused_in_the_plan_or_ends_the_episode(worlds):
+    section = f"environment={{name: '{worlds}:World', max_tokens: 90}}"
+    with pytest.raises(UserError, match="shows pictures, and the model reads only text; take a vision-language model"):
+        plan(load_recipe(["sums"], [*SMALL, section]))
+    with pytest.raises(UserError, match="shows pictures, and the model reads only text"):
+        plan(load_recipe(["sums"], [*SMALL, section.replace(":World", ":draw")]))
+    silent = worlds.with_name("silent.py")
+    silent.write_text(worlds.read_text().replace("pictures = True", ""))
+    section = section.replace("worlds.py", "silent.py")
+    _, _, rows = played(load_recipe(["sums"], [*SMALL, section]), [("4", True, "stop")])
+    assert rows.episodes[0].end == "failed"
+    assert "the model reads only text" in rows.episodes[0].failure
+
+
+def test_families_whose_pictures_are_not_known_are_refused(tmp_path, worlds):
+    saved = processors.processor("llava_onevision")
+    made = chat.Chat(saved, [saved.tokenizer.eos_token_id], {}, forbidden=[saved.image_token_id])
+    made.no_pictures = chat.untested("llava_onevision")
+    with pytest.raises(
+        BadMediaError, match="models of type llava_onevision; take one of qwen2_5_vl, qwen3_vl, smolvlm"
+    ):
+        made.told("user", [content_of([Image.new("RGB", (32, 32))])])
+
+
+def test_a_template_that_leaves_pictures_out_is_refused():
+    saved = processors.processor("qwen2_5_vl")
+    saved.chat_template = saved.chat_template.replace("<|image_pad|>", "")
+    made = chat.Chat(saved, [saved.tokenizer.eos_token_id], {}, forbidden=[saved.image_token_id])
+    with pytest.raises(TemplateFaultError, match="shows 0 of 1 pictures"):
+        made.told("user", [content_of([Image.new("RGB", (32, 32)), "x"])])
+
+
+def test_contents_are_texts_and_pictures():
+    red = Image.new("RGB", (4, 4), "red")
+    (made,) = content_of([{"type": "image", "image": red}])
+    assert made == content_of(red)[0] == content_of([made])[0]
+    assert content_of(["a", {"type": "text", "text": "b"}]) == "ab"
+    (one,) = observations(["a", red])
+    assert (one.text, one.pictures) == ("a<image>", [made])
+    assert observations(Observation(red)) == observations([Observation([red])]) == observations(red)
+    for wrong in (17, [red, 17], {"type": "image"}, {"type": "image", "image": "/etc/passwd"}):
+        with pytest.raises(TypeError, match="an environment answers with"):
+            observations(wrong)
+    with pytest.raises(ValueError, match="data: URL"):
+        observations({"type": "image", "image": "data:image/png;base64,?"})
+
+
+def test_check_plays_it(worlds):
+    def failed(options):
+        found = results(environments.checks(environments.case_of(f"{worlds}:World", options)), None)
+        return {one.name: one.said for one in found if one.outcome == "FAILED"}
+
+    assert not failed({})
+    assert "30000 x 30000" in failed({"how": "bomb"})["every turn is answered"]
+    assert "readable picture" in failed({"how": "broken"})["every turn is answered"]
+
+
+def test_judges_and_saved_samples_show_what_was_seen(tmp_path):
+    red, blue = (content_of(Image.new("RGB", (4, 4), colour)) for colour in ("red", "blue"))
+    turns = (
+        Exchange(Action("zoom"), (Observation(("a ", *red, " b")), Observation(blue))),
+        Exchange(Action("circle"), (Observation(reward=1.0, done=True),)),
+    )
+    episode = Episode(turns)
+    assert episode.text == "zoom\n-> a <image> b\n-> <image>\ncircle"
+    assert episode.pictures == [*red, *blue]
+    one = Sample(Prompt("p", "What?"), SampleId(0, 0, 0, 0), text="circle", episode=episode)
+    shown = Rubric("{{ prompt }} {{ response }}", "pointwise").render([one])
+    assert [part if isinstance(part, str) else part.getpixel((0, 0)) for part in shown] == [
+        "What? zoom\n-> a ", (255, 0, 0), " b\n-> ", (0, 0, 255), "\ncircle",
+    ]  # fmt: skip
+    assert Rubric("{{ response_text }}", "pointwise").render([one]) == (episode.text.replace("<image>", "< image>"),)
+    with RunDir.create(tmp_path / "run") as run:
+        write_texts(run, 0, [one], [{"x": 1.0}])
+        (row,) = json.loads((run.samples / "step_000000.json").read_text())["samples"]
+        assert row["text"] == episode.text
+        assert [Image.open(run.samples / name).getpixel((0, 0)) for name in row["pictures"]] == [
+            (255, 0, 0),
+            (0, 0, 255),
+        ]
+
+
+def test_a_run_trains_on_what_it_was_shown(tmp_path, worlds):
+    small = [*SMALL[:-2], "train.micro_batch_size=4", "data.train={size: 16}", "data.heldout={size: 16}"]
+    section = f"environment={{name: '{worlds}:World', max_turns: 3, max_tokens: 400}}"
+    mmrl.train("scenes", changes=[*small, section], rewards=["environment"], out=tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["policy/first_ratio_max_dev"] <= 1e-5
+        assert row["mismatch/log_prob_gap_max"] < 1e-4
+        assert row["episode/turns"] == 3
+        assert row["episode/failed"] == 0
