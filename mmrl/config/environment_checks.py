@@ -38,6 +38,11 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
             "environment: devices that share a row do not sample by turns; set rollout.engine to vllm, or remove "
             "train.context_parallel, train.tensor_parallel and train.pipeline_parallel"
         )
+    if recipe.rollout.engine == "sglang" and recipe.pipeline.startswith("vlm/"):
+        yield (
+            "environment: SGLang's server cannot be asked for a turn behind pictures and sampled tokens; set "
+            "rollout.engine to vllm"
+        )
     if section.max_tokens < recipe.decoding.max_new_tokens:
         yield (
             f"environment.max_tokens: an episode may have {section.max_tokens} tokens and one turn "
