@@ -371,7 +371,7 @@ def test_control_tokens_in_an_answer_are_text(tmp_path):
     told = next(s for s in rows.segments[0] if s.kind == "told")
     ids = rows.tokens[told.start : told.stop].tolist()
     control = [t for t in ids if t in pipeline.conditioner.saved.all_special_ids]
-    template = pipeline.conditioner.told(pipeline.world.role, ["x"])[1:]  # the policy ended its turn itself
+    template = pipeline.conditioner.told(pipeline.world.role, ["x"]).tokens[1:]  # the policy ended its turn itself
     assert control == [t for t in template if t in pipeline.conditioner.saved.all_special_ids]
 
 

@@ -112,7 +112,7 @@ class Episode:
 
     @property
     def pictures(self) -> list[Media]:
-        """What the policy was shown behind its prompt, in the order of the marks ``<image>`` in ``text``."""
+        """What the environment answered with, in the order of the marks ``<image>`` in ``text``."""
         return [part for part in self.parts if isinstance(part, Media)]
 
 

@@ -50,6 +50,7 @@ from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
 from mmrl.text.told import Contents, Told, key_of_told
 from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Segment, Slot, TextRows, text_rows
+from mmrl.transfer import to_device
 
 MISMATCHED = "mismatched_log_ratio"
 
@@ -416,7 +417,7 @@ class LanguagePipeline:
         temperature, out = self.settings.temperature, {}
         if needs != frozenset({"reference_log_probs"}):
             logits = self._logits(rows)
-            out["log_probs"] = self.token_log_probs(logits, rows.padded("tokens"), temperature)
+            out["log_probs"] = self.token_log_probs(logits, self._drawn_tokens(rows), temperature)
             if "entropy" in needs:
                 found = entropy(logits, temperature, self._vocabulary)
                 out["entropy"] = found if self._cut is None else self._cut.whole(found)
@@ -462,7 +463,15 @@ class LanguagePipeline:
     def response_log_probs(self, rows: TextRows, temperature: float, *, every_token: bool = False) -> Tensor:
         """Log-probs ``[B, T]`` of the rows' tokens. ``every_token``: among the whole vocabulary, see ``_logits``."""
         logits = self._logits(rows, every_token=every_token)
-        return self.token_log_probs(logits, rows.padded("tokens"), temperature)
+        tokens = rows.padded("tokens") if every_token else self._drawn_tokens(rows)
+        return self.token_log_probs(logits, tokens, temperature)
+
+    def _drawn_tokens(self, rows: TextRows) -> Tensor:
+        """``[R, T]``: the tokens, and padding in place of those that no policy draws: pictures that it was told. Their
+        log-probs would be infinite."""
+        tokens = rows.padded("tokens")
+        told = torch.isin(tokens, to_device(torch.tensor(self.conditioner.forbidden, dtype=torch.long), tokens.device))
+        return torch.where(told, self.conditioner.pad_token, tokens)
 
     def response_scores(self, rows: TextRows) -> Tensor:
         """``[B]`` float32: the scores of a reward model."""

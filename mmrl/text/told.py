@@ -65,8 +65,10 @@ def behind_an_answer(saved: Tokenizer | Processor, variables: JsonObject, messag
     with what ends a turn. Raises ``TemplateFaultError`` where it does not show such messages."""
     texts = " ".join(str(message.get("content")) for message in messages)
     mark = next(text for n in itertools.count() if (text := f"Q{n}MARKQ") not in texts)
-    asked = [{"role": "user", "content": "d"}, {"role": "assistant", "content": mark}, *messages]
-    shown = render(saved, asked, variables, asks=True)
+    lists = any(not isinstance(message.get("content"), str) for message in messages)
+    asked, wrote = ([{"type": "text", "text": text}] if lists else text for text in ("d", mark))
+    said: list[JsonObject] = [{"role": "user", "content": asked}, {"role": "assistant", "content": wrote}]
+    shown = render(saved, [*said, *messages], variables, asks=True)
     if shown.count(mark) != 1:
         raise TemplateFaultError("the chat template does not show an answer before them once", shown)
     return shown.partition(mark)[2]
