@@ -29,7 +29,7 @@ from mmrl.episodes.tools import Toolbox
 from mmrl.text.chat import Conditioner
 from mmrl.text.features import with_told
 from mmrl.text.stop_strings import StopStrings
-from mmrl.text.told import Contents, Told, key_of_told, pictures_of
+from mmrl.text.told import Contents, Told, pictures_of
 from mmrl.trajectory import Prompt, SampleId, Segment
 
 Role = Literal["user", "tool"]
@@ -66,7 +66,7 @@ class InStep:
 class How:
     """What episodes are played with. ``seed``: the run's, for ``reset``; ``settings``: of a turn; ``room``: tokens of
     prompt and episode that the model and the engine take, None without a limit; ``calls``: reads the calls of
-    a turn; ``journal``: keeps the answers."""
+    a turn; ``told``: as ``Conditioner.told``; ``journal``: keeps the answers."""
 
     section: environment.Environment
     factory: Factory
@@ -74,10 +74,9 @@ class How:
     stops: StopStrings
     settings: Settings
     seed: int
-    role: Role
     room: int | None
     calls: Reader
-    told: Callable[[Role, Contents], Told]
+    told: Callable[[Contents], Told]
     journal: Journal | None = None
 
 
@@ -96,9 +95,9 @@ class Played:
     log_probs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Exchange] = field(default_factory=list)
-    unexpanded: list[int] = field(default_factory=list)
-    images: list[Image] = field(default_factory=list)
-    shown: list[tuple[int, Mapping[str, Tensor]]] = field(default_factory=list)
+    unexpanded: list[int] = field(default_factory=list, init=False)
+    images: list[Image] = field(default_factory=list, init=False)
+    shown: list[tuple[int, Mapping[str, Tensor]]] = field(default_factory=list, init=False)
     end: Literal["answer", "done", "turns", "tokens", "failed"] | None = None
     failure: str = ""
     calling: int = field(default=0, init=False)
@@ -110,11 +109,11 @@ class Played:
         self.log_probs += log_probs
         self.unexpanded += tokens
 
-    def heard(self, told: Told, key: str) -> None:
-        """Append what it was told; ``key`` names the features of pictures."""
+    def heard(self, told: Told) -> None:
+        """Append what it was told."""
         if told.features:
             self.shown.append((len(self.request.prompt_ids) + len(self.tokens), told.features))
-        self._append("told", told.tokens, key if told.features else None)
+        self._append("told", told.tokens, told.key)
         self.log_probs += [0.0] * len(told.tokens)
         self.unexpanded += told.unexpanded
         self.images += told.images
@@ -259,14 +258,14 @@ class _Stage:
             before = len(one.images) + len(one.request.media) - len(one.prompt.media)
             if (n := before + len(pictures_of(contents))) > most:
                 raise ValueError(f"the environment showed {n} pictures, and environment.max_pictures is {most}")
-            shown = how.told(how.role, contents).behind(one.tokens, how.conditioner.stop_tokens)
+            shown = how.told(contents).behind(one.tokens, how.conditioner.stop_tokens)
         except ValueError as error:  # a picture that cannot be read, or that the model or its template cannot be shown
             one.end, one.failure = "failed", str(error)
             return
         if self._left(one) - len(shown.tokens) < 1:
             one.end = "tokens"
         else:
-            one.heard(shown, key_of_told(how.role, contents))
+            one.heard(shown)
             self._ask(one)
 
     def _left(self, one: Played) -> int:

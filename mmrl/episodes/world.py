@@ -103,19 +103,8 @@ class World:
     ) -> list[Played]:
         """An episode of each sample, in their order; ``slots`` have begun. ``told``: as ``Conditioner.told``."""
         seed, calls = self._recipe.seed, self._calls
-        how = How(
-            self._section,
-            self._factory,
-            self._conditioner,
-            stops,
-            settings,
-            seed,
-            self.role,
-            room,
-            calls,
-            told,
-            self.journal,
-        )
+        shown, of = partial(told, self.role), self._conditioner
+        how = How(self._section, self._factory, of, stops, settings, seed, room, calls, shown, self.journal)
         first = [self._asked(slot) for slot in slots]
         return play(how, answers, ids, first, requests)
 

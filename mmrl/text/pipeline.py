@@ -178,8 +178,9 @@ class LanguagePipeline:
         if not told.features:
             return told
         features = as_weights(told.features, self.policy, self.device)
-        self.features.put(key_of_told(role, contents), features)
-        return replace(told, features=features)
+        key = key_of_told(role, contents)
+        self.features.put(key, features)
+        return replace(told, features=features, key=key)
 
     def _inputs(self, keys: Sequence[str], prompts: Sequence[dict[str, Tensor]], *behind: Tensor) -> dict[str, Tensor]:
         chat = self.conditioner

@@ -29,12 +29,14 @@ Contents: TypeAlias = "Sequence[str | Sequence[str | Media]]"
 @dataclass(frozen=True)
 class Told:
     """Messages behind an answer. ``tokens``: with every picture's placeholder expanded; ``unexpanded``: with one each.
-    ``features``: of the pictures, as the processor makes them, and per token; empty without pictures."""
+    ``features``: of the pictures, as the processor makes them, and per token; empty without pictures. ``key`` names
+    them in a feature store."""
 
     tokens: list[int]
     unexpanded: list[int]
     images: Sequence[Image] = ()
     features: Mapping[str, Tensor] = field(default_factory=dict)
+    key: str | None = None
 
     def behind(self, written: Sequence[int], stop: Sequence[int]) -> Told:
         """Without the token that ends the turn, where it was sampled: the policy ended its turn itself."""
