@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -133,21 +134,24 @@ class Said:
         return wrong + after(self.edits, self.calls, self.node)
 
 
-SAID = Said()
+@cache
+def said() -> Said:
+    """Made by the first test: ``tests/faults`` runs this file before mmrl may be imported."""
+    return Said()
 
 
 @pytest.fixture
 def says() -> Callable[[str], object]:
     """Counts a text as a message of the test, where no ``UserError`` has it."""
-    return lambda text: SAID.texts.append(text)
+    return lambda text: said().texts.append(text)
 
 
 @pytest.fixture(autouse=True)
 def a_message_tells_what_can_be_done(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keys, values, commands and options that a message of the test tells a user to set or to run exist."""
-    SAID.begin(request.node.nodeid)
+    said().begin(request.node.nodeid)
     yield
-    if texts := SAID.texts:
+    if texts := said().texts:
         from tests.messages import faults
 
         wrong = {text: found for text in dict.fromkeys(texts) if (found := faults(text))}
@@ -158,7 +162,7 @@ def a_message_tells_what_can_be_done(request: pytest.FixtureRequest) -> Iterator
 def pytest_runtest_call() -> Iterator[None]:
     """The edit of a message that the test is to carry out (``tests/carried.py``) mends what it complains of."""
     yield
-    assert not (left := SAID.left()), f"edits that messages name are not carried out: {left}"
+    assert not (left := said().left()), f"edits that messages name are not carried out: {left}"
 
 
 @pytest.fixture

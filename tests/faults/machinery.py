@@ -37,6 +37,8 @@ LIBRARIES = (
     "torch.distributed.checkpoint",
     "peft",
 )
+_kept = dict[str, Any]()
+"""What ``mmrl/_torchvision.py`` defines: torch forgets the schemas of torchvision when nobody holds them."""
 
 
 class GoneError(Exception):
@@ -160,7 +162,8 @@ def warm() -> None:
     for name in ("PYTEST_ADDOPTS", "MMRL_TESTS_PASSED"):  # which choose among tests
         os.environ.pop(name, None)
     runpy.run_path(str(ROOT / "tests" / "conftest.py"))  # threads and the hub, before torch is imported
-    runpy.run_path(str(ROOT / "mmrl" / "_torchvision.py"))["allow_cpu_only"]()
+    _kept.update(runpy.run_path(str(ROOT / "mmrl" / "_torchvision.py")))
+    _kept["allow_cpu_only"]()
     for name in LIBRARIES:
         importlib.import_module(name)
     assert not any(name.partition(".")[0] == "mmrl" for name in sys.modules), "mmrl must be imported with the fault"
