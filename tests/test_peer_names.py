@@ -1,5 +1,6 @@
 """Names of settings in other tools: the keys they lead to exist, the messages name them, the page is up to date."""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -47,5 +48,9 @@ def test_a_key_of_another_tool_gets_ours(setting, said):
 
 
 def test_the_page_is_what_the_tables_say():
-    written = (Path(__file__).parents[1] / peer_names.PAGE).read_text()
-    assert written == peer_names.page(), f"python -m mmrl.config.peer_names > {peer_names.PAGE}"
+    root = Path(__file__).parents[1]
+    tool = "tools/from_others_page.py"
+    page = runpy.run_path(str(root / tool))["page"]()
+    assert (root / "docs" / "from_others.md").read_text() == page, (
+        "python tools/from_others_page.py > docs/from_others.md"
+    )

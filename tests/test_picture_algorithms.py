@@ -1,7 +1,6 @@
 """Objectives over pictures against closed forms, golden numbers, the peers' own formulas and float64 differences."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from mmrl.algorithms.objective import GraphSteps, Scored
 from mmrl.algorithms.refl import ReFL, ReFLSettings
 from mmrl.algorithms.rwr import RWR, RWRSettings
 from mmrl.algorithms.srpo import SRPO, SRPOSettings
-from mmrl.report import algorithms as docs
 
 
 def f64(rows):
@@ -403,13 +401,3 @@ def test_several_predictions_of_a_picture_are_averaged():
     loss.value.backward()
     assert loss.value.item() == pytest.approx(-(3.0 + 3.0) / 2)
     assert rewards.grad.flatten().tolist() == pytest.approx([-1 / 6] * 6)
-
-
-# -- the page --------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_of_algorithms_is_what_the_code_says():
-    written = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
-    assert written == docs.page(), "python -m mmrl.report.algorithms > docs/algorithms.md"
-    assert "`alignprop`" in written
-    assert docs.departs_of("x\n\nDeparts: here\nand there.\n") == "here and there."

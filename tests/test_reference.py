@@ -1,6 +1,7 @@
 """The pages of the documentation that code makes are what it makes today, and say what the recipe's models say."""
 
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -15,26 +16,37 @@ from pydantic import BaseModel
 import mmrl
 from mmrl.algorithms.settings import TokenSettings
 from mmrl.cli import app
-from mmrl.config import reference
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.judge.answers import Number, parse_kind
 from mmrl.judge.rubric import Rubric
 from mmrl.trajectory import Prompt, Sample, SampleId
 
-PAGES = Path(__file__).parents[1] / "docs" / "reference"
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "reference"
 CLI = 'typer mmrl.cli utils docs --name mmrl --title "The command line"'
 
 
 @pytest.fixture(scope="module")
-def recipe_page():
-    return reference.page()
+def tool():
+    return runpy.run_path(str(ROOT / "tools" / "recipe_page.py"))
+
+
+@pytest.fixture(scope="module")
+def recipe_page(tool):
+    return tool["page"]()
 
 
 def test_the_page_of_recipe_keys_is_what_the_models_say(recipe_page):
-    assert (PAGES / "recipe.md").read_text() == recipe_page, (
-        "python -m mmrl.config.reference > docs/reference/recipe.md"
-    )
+    assert (PAGES / "recipe.md").read_text() == recipe_page, "python tools/recipe_page.py > docs/reference/recipe.md"
+
+
+def test_the_page_of_algorithms_is_what_the_code_says():
+    tool = runpy.run_path(str(ROOT / "tools" / "algorithms_page.py"))
+    written = (ROOT / "docs" / "algorithms.md").read_text()
+    assert written == tool["page"](), "python tools/algorithms_page.py > docs/algorithms.md"
+    assert "`alignprop`" in written
+    assert tool["departs_of"]("x\n\nDeparts: here\nand there.\n") == "here and there."
 
 
 def test_the_page_of_commands_is_what_they_say():
@@ -82,8 +94,8 @@ def test_every_key_says_what_it_means(recipe_page):
     assert [line for line in lines if not re.search(r"\): \S", line)] == []
 
 
-def test_every_link_inside_the_page_has_its_target(recipe_page):
-    headings = {reference.slug(line.lstrip("# ")) for line in recipe_page.splitlines() if line.startswith("#")}
+def test_every_link_inside_the_page_has_its_target(tool, recipe_page):
+    headings = {tool["slug"](line.lstrip("# ")) for line in recipe_page.splitlines() if line.startswith("#")}
     anchors = re.findall(r'<a id="([^"]+)"', recipe_page)
     assert len(set(anchors)) == len(anchors)
     assert not headings & set(anchors)

@@ -1,12 +1,12 @@
 """Names of settings in TRL, verl, diffusers' training scripts and kohya's sd-scripts, and their equivalents here.
 
-An error about an unknown key uses the tables, and ``python -m mmrl.config.peer_names`` prints docs/from_others.md from
-them. A name that recipes have too, such as ``temperature``, needs no line.
+An error about an unknown key uses the tables, and ``tools/from_others_page.py`` makes docs/from_others.md from them. A
+name that recipes have too, such as ``temperature``, needs no line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -256,7 +256,6 @@ VERL: Mapping[str, Here] = {
 """By the whole path in verl's configuration; ``..._per_gpu`` and other variants of a name are listed once."""
 
 TOOLS = {"TRL": TRL, "diffusers": DIFFUSERS, "kohya": KOHYA, "verl": VERL}
-PAGE = "docs/from_others.md"
 
 
 def peer_message(key: str, written: object = None) -> str:
@@ -278,24 +277,3 @@ def peer_message(key: str, written: object = None) -> str:
 
 def _said(tool: str, name: str, here: Here) -> str:
     return f"; {tool}'s {name} is {here} here" if here.keys else f"; {tool}'s {name}: {here}"
-
-
-def page() -> str:
-    """The page of all names, as Markdown."""
-    return "\n".join(_lines()) + "\n"
-
-
-def _lines() -> Iterator[str]:
-    yield "# Coming from TRL, verl or diffusers"
-    yield ""
-    yield "The names of these tools' settings in a recipe of mmrl. The message about an unknown key names them, too."
-    yield "Values keep their meaning unless the note says otherwise. `python -m mmrl.config.peer_names` makes the page;"
-    yield "a test compares the two."
-    for tool, names in TOOLS.items():
-        yield from ("", f"## {tool}", "", f"| {tool} | mmrl | note |", "|---|---|---|")
-        for name, here in names.items():
-            yield f"| `{name}` | {', '.join(f'`{key}`' for key in here.keys) or '-'} | {here.note} |"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

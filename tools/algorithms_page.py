@@ -1,4 +1,4 @@
-"""Generate the page of all algorithms from their files: ``python -m mmrl.report.algorithms``.
+"""Generate the page of all algorithms from their files: ``python tools/algorithms_page.py``.
 
 Of a file's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where it
 is not its paper's. Settings and defaults are those of the class that the objective takes. A test compares the page with
@@ -91,7 +91,7 @@ and this page takes its formula, its settings and its departures from it. Check 
 goes into `tests/test_protocols.py` and, for text, into `TOKEN_TYPES` of `tests/test_token_algorithms.py`,
 `tests/test_text_loop.py` and the table in [text.md](text.md).
 '''
-TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares the two.\n"
+TAIL = "The page is made by `python tools/algorithms_page.py`; a test compares the two.\n"
 
 
 def page() -> str:

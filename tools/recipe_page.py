@@ -1,4 +1,4 @@
-"""Generate the page of all keys of a recipe: ``python -m mmrl.config.reference``.
+"""Generate the page of all keys of a recipe: ``python tools/recipe_page.py``.
 
 Types, ranges and defaults are those of the pydantic models; meanings are the docstrings below the fields, else below
 the names of their types. A section that several keys take is described once, and so are keys that algorithms share. A
@@ -39,7 +39,7 @@ values that a run would have.
 
 A line has the key, its type and its default, then what it means. None in a text is `null` in YAML.
 
-`python -m mmrl.config.reference` makes this page from the code; a test compares the two.
+`python tools/recipe_page.py` makes this page from the code; a test compares the two.
 """
 ALGORITHM = """`type` names the algorithm; the other keys are its own. The defaults are the settings of its paper.
 [Algorithms](../algorithms.md) has the formulas, where an algorithm departs from its paper, and how to write one."""
