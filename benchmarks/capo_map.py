@@ -228,7 +228,7 @@ def table(rows: dict[str, Any]) -> str:
 def punished(accuracy: float, votes: int, rule: Any) -> tuple[float, float]:
     """The mean penalty of a wrong step and of a right one, where ``votes`` independent critiques are each right about a
     step with the chance ``accuracy``."""
-    from mmrl.judge.voting import vote_steps
+    from mmrl.judge.modes import vote_steps
 
     def mean_of(named: float) -> float:
         chances = [comb(votes, k) * named**k * (1 - named) ** (votes - k) for k in range(votes + 1)]

@@ -28,7 +28,7 @@ from PIL import Image
 
 import mmrl
 from mmrl.config.loader import load_recipe
-from mmrl.distill.collection import collect, open_policy
+from mmrl.distill.distilling import collect, open_policy
 from mmrl.judge.statistics import auc
 from mmrl.labels.baselines import head
 from mmrl.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of

@@ -36,10 +36,8 @@ import torch
 
 from mmrl.config.loader import load_recipe
 from mmrl.datasets.loading import load_prompts
-from mmrl.distill.collection import collect, open_policy
-from mmrl.distill.distilling import judge_of
+from mmrl.distill.distilling import agreement, collect, judge_of, open_policy
 from mmrl.distill.folder import NAME, load_encoder, load_students
-from mmrl.distill.measuring import agreement
 from mmrl.distill.sides import VERDICTS, sides_of
 from mmrl.distill.training import scores, table_of
 from mmrl.judge.store import TRANSCRIPTS

@@ -65,7 +65,7 @@ def drawn_again(given: argparse.Namespace, model: Path, folder: Path) -> tuple[P
     """``--again`` pictures of a trained model for prompts of training, in ``folder``, and which of them are right."""
     import mmrl
     from mmrl.config.loader import load_recipe
-    from mmrl.distill.collection import collect, open_policy
+    from mmrl.distill.distilling import collect, open_policy
 
     loaded = load_recipe([RECIPE], ["model.dtype=float32", "threads=1", f"model.path={model}"])
     context = open_policy(loaded.recipe, loaded.recipe.rewards[0], None, "latest")

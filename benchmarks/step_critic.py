@@ -12,8 +12,8 @@ import random
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.judge.modes import vote_steps
 from mmrl.judge.rubric import split_steps
-from mmrl.judge.voting import vote_steps
 from mmrl.rewards.contract import Spans
 
 sums = mmrl.load("datasets", "sums")

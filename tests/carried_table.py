@@ -48,7 +48,7 @@ BY_HAND: dict[str, str] = {
     "mmrl/cli/simulate.py: midway: mmrl simulate does not know steps that prune groups; add midwa": "tests/test_edits_by_hand.py::test_a_simulated_recipe_prunes_no_groups",
     "mmrl/cli/simulate.py: note: … micro-batches leave devices without work; raise train.prompts_": "tests/test_edits_by_hand.py::test_enough_prompts_leave_no_device_without_work",
     "mmrl/controller/features.py: warning: features past features.budget (… bytes) cannot be written to ": "tests/test_edits_by_hand.py::test_features_that_have_room_are_kept",
-    "mmrl/controller/spill.py: features written to … cannot be read back (…): something removed or ch": "tests/test_edits_by_hand.py::test_features_that_have_room_are_kept",
+    "mmrl/controller/features.py: features written to … cannot be read back (…): something removed or ch": "tests/test_edits_by_hand.py::test_features_that_have_room_are_kept",
     "mmrl/engines/context.py: train.context_parallel: a … whose rows are cut comes to other log-prob": "tests/test_context.py::test_a_model_that_nobody_knows_is_refused_and_trains_with_whole_rows",
     "mmrl/engines/engine_weights.py: … gave sample … a log-prob that is not a number: the weights it was se": "tests/test_edits_by_hand.py::test_a_log_prob_that_is_no_number_comes_of_weights",
     "mmrl/engines/engine_weights.py: …: there is no model directory …, and as a name of the hub it cannot b": "tests/test_edits_by_hand.py::test_an_engine_is_given_a_whole_folder",

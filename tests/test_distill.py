@@ -17,11 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.distill.distilling import check
+from mmrl.distill.distilling import agreement, askings, check
 from mmrl.distill.encoders import Words
 from mmrl.distill.folder import load_students
 from mmrl.distill.formulas import calibrated, losses, maxsim, platt, sureness, threshold_of
-from mmrl.distill.measuring import agreement, askings
 from mmrl.distill.sides import Pairs
 from mmrl.distill.students import Shape, Side, Students, inputs_of, words_of
 from mmrl.distill.training import Settings, Table, scores, split, table_of, train

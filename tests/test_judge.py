@@ -16,11 +16,10 @@ from mmrl.errors import UserError
 from mmrl.judge.answers import Json, Number, Ranking, UnreadableError, Words, WrongSteps, parse_kind
 from mmrl.judge.asking import Ask
 from mmrl.judge.json_answer import check_schema, json_in, mismatch
-from mmrl.judge.modes import Mode
+from mmrl.judge.modes import Mode, ranking_scores, vote_number, vote_steps
 from mmrl.judge.report import extremes
 from mmrl.judge.rubric import Rubric, RubricError, split_steps
 from mmrl.judge.store import CACHE, TRANSCRIPTS, Cache
-from mmrl.judge.voting import ranking_scores, vote_number, vote_steps
 from mmrl.lines import Lines, rows_of
 from mmrl.media import Media
 from mmrl.rewards.contract import Context, Failed, Span, Spans

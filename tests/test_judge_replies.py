@@ -12,7 +12,7 @@ import pytest
 import mmrl
 from mmrl.judge import remote
 from mmrl.judge.answers import Json, Ranking, WrongSteps, schema_of
-from mmrl.judge.structured import response_format
+from mmrl.judge.remote import response_format
 from mmrl.reply_bytes import ReplyBytes, ReplyError
 from mmrl.rewards.contract import Context, Failed
 from mmrl.trajectory import Prompt, Sample, SampleId

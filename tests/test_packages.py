@@ -23,9 +23,8 @@ from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.export import export
-from mmrl.packages.digest import digest_of
 from mmrl.packages.places import ORIGIN, folder_of, found, is_set_up, lacking, models_folder, network_of
-from mmrl.packages.setup import set_up
+from mmrl.packages.setup import digest_of, set_up
 from mmrl.packages.table import BY_NAME, GGUF, PACKAGES, Origin, Package, Wheel
 from mmrl.planner.plan import plan
 from mmrl.report.card import Usage, public, write_card

@@ -52,7 +52,7 @@ LAYERS = {
     "report.progress report.rundir report.texts report.trackers",
     "datasets": "datasets",
     "controllers": "controller",
-    "protocols": "engines.optimizer_state engines.optimizers engines.policy engines.weights pipelines.description "
+    "protocols": "engines.optimizers engines.policy engines.weights pipelines.description "
     "pipelines.lora pipelines.protocol",
     "text": "text",
     "engines": "engines",
@@ -68,7 +68,7 @@ LAYERS = {
     "app": "callbacks checkpoint.continuing checkpoint.resume contracts doctor export hub_upload run sample session "
     "stopping strength training.divergence verify",
     "runtime": "runtime",
-    "python": "api distill.collection distill.distilling labels.spread_folder soup sweep",
+    "python": "api distill.distilling labels.spread_folder soup sweep",
     "cli": "__main__ cli",
 }
 """Lowest first. A module and all below it, without ``mmrl.``; the longest name that fits counts, ``mmrl`` is itself."""

@@ -1,4 +1,7 @@
-"""Load the prompts that a recipe names."""
+"""Load the prompts that a recipe names.
+
+Pairs of responses become responses with labels, two records of each (TRL's ``unpair_preference_dataset``).
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from mmrl.datasets.buckets import with_sizes
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import BadRecord, Records, checked
 from mmrl.datasets.sampler import Chosen
-from mmrl.datasets.unpaired import is_paired, unpaired
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
 
 _TABLE = "jsonl"
 """What reads a data set on the hub."""
+PAIR = ("chosen", "rejected")
 
 
 def load_prompts(recipe: Recipe, split: str) -> Sequence[Prompt]:
@@ -129,3 +132,24 @@ def _with_system(prompts: Sequence[Prompt], system: str | None, bad: Sequence[Ba
     if isinstance(prompts, list):
         return [get(i) for i in range(len(prompts))]
     return Records(len(prompts), get, bad, getattr(prompts, "seen", 0))
+
+
+def unpaired(pairs: Sequence[Prompt], completion: str, label: str) -> Records:
+    """Two prompts for each of ``pairs``: ``2 i`` has the better response of pair ``i`` in the column ``completion`` and
+    true in the column ``label``, ``2 i + 1`` the worse one and false. ``bad`` and ``seen`` are those of the pairs."""
+
+    def get(index: int) -> Prompt:
+        pair, second = divmod(index, 2)
+        prompt, name = pairs[pair], PAIR[second]
+        meta = {key: value for key, value in prompt.meta.items() if key not in PAIR}
+        meta[label] = not second
+        if name in prompt.meta:  # else the record lacks it, and is named when it is read
+            meta[completion] = prompt.meta[name]
+        return replace(prompt, id=f"{prompt.id}/{name}", meta=meta)
+
+    return Records(2 * len(pairs), get, getattr(pairs, "bad", []), getattr(pairs, "seen", len(pairs)))
+
+
+def is_paired(prompt: Prompt, completion: str) -> bool:
+    """Whether a record has a pair and no response of its own."""
+    return completion not in prompt.meta and all(name in prompt.meta for name in PAIR)

@@ -1,22 +1,31 @@
-"""Distil a judge: collect its verdicts, train the students, calibrate and measure them, and write the folder."""
+"""Distil a judge: collect its verdicts, train the students, calibrate and measure them, and write the folder.
+
+The judge of a recipe is asked about samples of the recipe's own policy, or of a run's. A student is measured on
+verdicts that it was not trained on.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import scipy  # its parts are loaded when they are first used
 import torch
+from torch import Tensor
 
+from mmrl.algorithms.objective import sampler
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Recipe, Reward
-from mmrl.distill.collection import Verdicts, collect, open_policy
+from mmrl.controller import Controller
+from mmrl.controller.randomness import seed_of
 from mmrl.distill.comparing import Comparing
 from mmrl.distill.encoders import Backbone, Encoder, Words, backbone_of
 from mmrl.distill.folder import STUDENTS, Record, Student, read, write
-from mmrl.distill.formulas import platt
-from mmrl.distill.measuring import Agreement, Asking, agreement, askings
+from mmrl.distill.formulas import platt, sureness, threshold_of
 from mmrl.distill.read_students import ReadStudents
 from mmrl.distill.sides import VERDICTS, Pairs, read_pairs, sides_of, unique, write_pairs
 from mmrl.distill.students import Inputs, Shape, Students
@@ -24,13 +33,28 @@ from mmrl.distill.training import Settings, Table, scores, split, table_of, trai
 from mmrl.errors import UserError
 from mmrl.export import new_directory, refuse_taken
 from mmrl.json_types import JsonObject, as_object, as_text
-from mmrl.judge.statistics import rows_of
+from mmrl.judge.calibration import calibration
+from mmrl.judge.statistics import auc, rows_of, spearman
+from mmrl.pipelines.protocol import recorded_steps
+from mmrl.report.clock import Clock
+from mmrl.report.progress import Progress
 from mmrl.rewards.loading import find
+from mmrl.rollout.encoding import encode
+from mmrl.rollout.midway import chunked
+from mmrl.run import build, find_checkpoint, open_run
+from mmrl.training.batch import samples_of
+from mmrl.training.step_context import SamplingSpec, StepContext
+from mmrl.trajectory import Sample, Slot
 
 _LEAST_PROMPTS = 8
 _EQUAL = 1e-6
 _READ = {"patience": None, "lr": 1e-3, "weight_decay": 0.1}
 """Settings of students for whom a model reads: with few groups the validation loss is too noisy to choose a pass."""
+_DRAWS = 1000
+CLEAR = 0.1
+"""Pairs whose verdicts are nearer than this are not counted: their order is the judge's noise."""
+SHARES = (0.1, 0.2, 0.3, 0.5)
+"""Shares of samples to ask the judge about, for which the thresholds are printed."""
 
 
 @dataclass(frozen=True)
@@ -262,3 +286,206 @@ def _side(pairs: Pairs) -> int:
     """The pixels of a picture's side that the students read: 32 for small pictures, else 64."""
     sizes = [max(one.size) for of in (pairs.prompts, pairs.answers) for side in of for one in side.pictures]
     return 32 if not sizes or max(sizes) <= 40 else 64
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Samples of one prompt after another, each with the judge's verdict in [0, 1].
+
+    ``groups``: for each sample the number of its group, whose samples have the same prompt. ``failed``: how many more
+    samples the judge could not score, and the first reason.
+    """
+
+    samples: list[Sample]
+    values: list[float]
+    groups: list[int]
+    failed: int = 0
+    reason: str = ""
+
+
+def open_policy(recipe: Recipe, judge: Reward, run: Path | None, checkpoint: str) -> StepContext:
+    """The policy with the judge as its only reward; ``run``: with the weights of a checkpoint of this run.
+
+    Raises ``UserError``.
+    """
+    if recipe.algorithm.kind == "offline":
+        raise UserError(
+            f"algorithm.type: {recipe.algorithm.label} trains on given data, so there are no samples to ask the judge "
+            "about; name a recipe with an algorithm that samples, such as grpo or flow_grpo"
+        )
+    alone = judge.model_copy(update={"weight": 1.0, "normalize": "none", "on_failure": "drop"})
+    evaluation = recipe.eval.model_copy(update={"rewards": []})
+    context = build(recipe.model_copy(update={"rewards": [alone], "eval": evaluation}))
+    if run is not None:
+        found = find_checkpoint(open_run(run)[1], checkpoint)
+        if found is not None:
+            found.into("policy", context.policy.load_state_dict)
+    return context
+
+
+def collect(context: StepContext, samples: int, folder: Path, start: int = 0) -> Verdicts:
+    """Sample ``samples`` samples as training does, in groups, and ask the judge; ``folder`` keeps its verdicts.
+
+    Prompts and noise are not those of a run with the recipe's seed: what a run samples later is new to the students.
+    ``start``: how many groups were drawn before, so that these are others. Raises ``UserError`` where the
+    judge gives no verdict at all.
+    """
+    recipe, size = context.recipe, context.recipe.train.group_size
+    context.rewards.folder = folder
+    seed = seed_of(recipe.seed, "distill")
+    controller = Controller(seed)
+    per_step = recipe.train.prompts_per_step
+    count = max(1, math.ceil(samples / size))
+    made = Verdicts([], [], [])
+    reasons: list[str] = []
+    with Progress(count, "ask the judge", "groups") as progress:
+        for first in range(start, start + count, per_step):
+            indices = range(first, min(first + per_step, start + count))
+            slots = controller.slots_at(indices, 0, context.prompts, per_step)
+            found, values, why = _judged(context, controller, slots, seed)
+            reasons += why
+            for n, sample in enumerate(found):
+                if math.isfinite(values[n]):
+                    made.samples.append(sample)
+                    made.values.append(values[n])
+                    made.groups.append(first + n // size)
+            progress.advance(len(indices))
+    if not made.values:
+        said = f": {reasons[0]}" if reasons else ""
+        raise UserError(f"the judge gave no verdict for {count * size} samples, so there is nothing to distil{said}")
+    return Verdicts(made.samples, made.values, made.groups, len(reasons), reasons[0] if reasons else "")
+
+
+def _judged(
+    context: StepContext, controller: Controller, slots: list[Slot], seed: int
+) -> tuple[list[Sample], list[float], list[str]]:
+    """The samples of ``slots``, group after group, their verdicts (NaN where there is none), and why there is none."""
+    size = context.recipe.train.group_size
+    slots, keys, _ = encode(context, slots, lambda slot, n: controller.replacement(slot, n, context.prompts))
+    actions = recorded_steps(context.pipeline, 0) if "log_probs" in context.objective.needs else []
+    weights = sampler(context.objective, 0)
+    how = SamplingSpec(actions, weights, seed, context.rewards.inputs, step=0)
+    chunks, places = chunked(context, samples_of(slots, size))
+    made: dict[int, Sample] = {}
+    devices = context.compute.devices
+    with devices.sampling_phase(context, weights), torch.no_grad():
+        for n, _, samples in devices.sample(context, chunks, how, Clock(context.compute.device)):
+            made |= zip(places[n], samples, strict=True)
+    context.pipeline.features.release(keys)
+    whole = [made[n] for n in range(len(made))]
+    groups = [list(range(n, n + size)) for n in range(0, len(whole), size)]
+    scores = context.rewards.score(whole, groups)
+    return whole, scores.total.tolist(), [failure.reason for failure in scores.failures]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of a student with the judge. ``order``: of the pairs of one group whose verdicts differ clearly (``CLEAR``), the
+    share that it orders alike, with an interval of 95 % (bootstrap over prompts); 0.5 is chance. ``area``: under the
+    ROC curve of verdicts of 0.5 or more; NaN where all are on one side. ``calibration``: the expected calibration
+    error, and ``error`` the mean distance, of calibrated verdicts."""
+
+    samples: int
+    prompts: int
+    order: tuple[float, float, float]
+    pairs: int
+    spearman: float
+    kendall: float
+    area: float
+    calibration: float
+    error: float
+
+    @property
+    def better_than_chance(self) -> bool:
+        """Whether the interval is above chance; without pairs, whether the ranks correlate at all."""
+        return self.order[1] > 0.5 if self.pairs else self.spearman > 0
+
+    def as_json(self) -> dict[str, float | int | list[float | None] | None]:
+        """JSON, with null for what is not known."""
+        return {
+            "samples": self.samples,
+            "prompts": self.prompts,
+            "order": [_finite(value) for value in self.order],
+            "pairs": self.pairs,
+            "spearman": _finite(self.spearman),
+            "kendall": _finite(self.kendall),
+            "auc": _finite(self.area),
+            "calibration_error": _finite(self.calibration),
+            "mean_error": _finite(self.error),
+        }
+
+
+@dataclass(frozen=True)
+class Asking:
+    """With ``judge_below: threshold`` the judge is asked about the share ``asked``, and the order of pairs is
+    ``order``."""
+
+    threshold: float
+    asked: float
+    order: float
+
+    def as_json(self) -> JsonObject:
+        return {"judge_below": self.threshold, "asked": self.asked, "order": _finite(self.order)}
+
+
+def agreement(said: Tensor, verdicts: Tensor, groups: Sequence[int], prompts: Sequence[int]) -> Agreement:
+    """Of calibrated verdicts ``said`` ``[N]`` with the judge's; the numbers of each sample's group and prompt."""
+    ours, judge = said.double().tolist(), verdicts.double().tolist()
+    of_prompt = rows_of(prompts)
+    counts = np.array(
+        [_alike([ours[n] for n in rows], [judge[n] for n in rows], [groups[n] for n in rows]) for rows in of_prompt]
+    )
+    kendall = scipy.stats.kendalltau(ours, judge).statistic if len({*ours}) > 1 and len({*judge}) > 1 else math.nan
+    return Agreement(
+        len(ours),
+        len(of_prompt),
+        _interval(counts),
+        int(counts[:, 1].sum()),
+        spearman(ours, judge),
+        float(kendall),
+        auc(ours, [value >= 0.5 for value in judge]),
+        calibration(ours, judge).error[0],
+        float((said.double() - verdicts.double()).abs().mean()),
+    )
+
+
+def _alike(said: Sequence[float], judge: Sequence[float], groups: Sequence[int]) -> tuple[float, int]:
+    """How many pairs of one group with clearly different verdicts ``said`` orders alike, and how many there are; where
+    it says the same of both, the pair counts half."""
+    alike, pairs = 0.0, 0
+    for rows in rows_of(groups):
+        ours, theirs = (np.array([of[n] for n in rows]) for of in (said, judge))
+        apart = theirs[:, None] - theirs[None, :]
+        above = apart >= CLEAR
+        alike += float((0.5 * (np.sign(ours[:, None] - ours[None, :]) + 1))[above].sum())
+        pairs += int(above.sum())
+    return alike, pairs
+
+
+def _interval(counts: np.ndarray) -> tuple[float, float, float]:
+    """The share of all pairs that are alike, of counts ``[prompts, (alike, pairs)]``, and the interval."""
+    if not counts[:, 1].sum():
+        return math.nan, math.nan, math.nan
+    draw = np.random.default_rng(0)
+    again = counts[draw.integers(0, len(counts), (_DRAWS, len(counts)))].sum(1)
+    shares = again[again[:, 1] > 0]
+    low, high = np.quantile(shares[:, 0] / shares[:, 1], (0.025, 0.975))
+    alike, pairs = counts.sum(0)
+    return float(alike / pairs), float(low), float(high)
+
+
+def askings(said: Tensor, verdicts: Tensor, groups: Sequence[int]) -> list[Asking]:
+    """What the thresholds for ``SHARES`` would do on these samples."""
+    sure, found = sureness(said), []
+    for share in SHARES:
+        threshold = threshold_of(sure, share)
+        asked = sure < threshold
+        mixed = torch.where(asked, verdicts.double(), said.double())
+        alike, pairs = _alike(mixed.tolist(), verdicts.double().tolist(), groups)
+        order = alike / pairs if pairs else math.nan
+        found.append(Asking(threshold, float(asked.double().mean()), order))
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

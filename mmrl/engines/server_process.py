@@ -3,6 +3,10 @@
 The process ends with us, also where we are killed (``keeper``). It is reached over a Unix socket in a folder that only
 our user can enter, or over loopback with a key. One that ends by itself, or is stopped (``SIGSTOP``), is found within
 seconds (``vigil``), and whoever asks it hears ``LostServerError``.
+
+A thread looks every second whether the server is alive. A process that is stopped (``SIGSTOP``) keeps its sockets, and
+whoever waits for its answer waits on: so it is ended. What a server is slow at is not looked at; the phase that waits
+for it has a usual time (``mmrl.runtime.stall_watchdog``).
 """
 
 from __future__ import annotations
@@ -21,20 +25,22 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from threading import Thread
+from typing import Any, Protocol
 
 import httpx
 import psutil
 from PIL.Image import Image
 
 from mmrl.engines import process_guard, server_devices
-from mmrl.engines.server_watchdog import watch_server
 from mmrl.errors import LostServerError, UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.notices import tell
@@ -47,6 +53,9 @@ _CLOSE_S = process_guard.GRACE_S + 5.0
 _ABORT_S = 10.0
 _KNOWN_S = 5.0
 """Seconds within which a server that broke a connection is known to have ended."""
+LOOK_S = 1.0
+_MEMBERS = 5
+"""Looks after which it is asked anew which processes there are: that reads those of the whole machine."""
 
 
 @dataclass(frozen=True)
@@ -317,3 +326,52 @@ def png_url(image: Image) -> str:
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+class Watched(Protocol):
+    """A server's process and those that it started: ``up`` once it was ready, ``closed`` once it is not needed."""
+
+    up: bool
+    closed: bool
+
+    def ended(self) -> bool: ...
+
+    def members(self) -> list[psutil.Process]: ...
+
+    def lose(self, why: str = "") -> object:
+        """End the server at once because of ``why`` (empty: it has ended by itself)."""
+        ...
+
+
+def watch_server(process: Watched) -> None:
+    """Call ``process.lose`` once it has ended after it was up, or one of its processes is seen stopped twice."""
+    Thread(target=_watch, args=(weakref.ref(process),), name="mmrl-vigil", daemon=True).start()
+
+
+def _watch(there: weakref.ref[Watched]) -> None:
+    members: list[psutil.Process] = []
+    before: set[psutil.Process] = set()
+    for look in count():
+        time.sleep(LOOK_S)
+        process = there()  # not held while we sleep: who drops it ends it
+        if process is None or process.closed:
+            return
+        if process.ended():
+            if process.up:  # else who waits for it says so
+                process.lose()
+            return
+        members = members if look % _MEMBERS else process.members()
+        stopped = {member for member in members if _stopped(member)}
+        if both := stopped & before:
+            named = ", ".join(f"its process {member.pid}" for member in both)
+            process.lose(f"{named} was stopped (SIGSTOP), and has been ended")
+            return
+        before = stopped
+        del process
+
+
+def _stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False

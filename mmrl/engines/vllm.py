@@ -12,6 +12,7 @@ at temperature 1.
 
 from __future__ import annotations
 
+import random
 import shutil
 import sys
 import tempfile
@@ -34,7 +35,6 @@ from mmrl.engines.engine_weights import (
     values_of,
     write_adapter,
 )
-from mmrl.engines.process_state import default_group_kept, process_settings_kept
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.under_way import OneByOne
@@ -379,3 +379,28 @@ def _video(clip: Clip) -> tuple[np.ndarray, JsonObject]:
         "do_sample_frames": False,
     }
     return np.stack([np.asarray(frame) for frame in clip.frames]), metadata
+
+
+@contextmanager
+def process_settings_kept() -> Generator[None]:
+    """Restore Python's and numpy's random states and torch's number of threads, which loading vLLM changes."""
+    python, numpy = random.getstate(), np.random.get_state()
+    threads, setter = torch.get_num_threads(), torch.set_num_threads
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = setter
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def default_group_kept() -> Generator[None]:
+    """Keep torch's default process group. vLLM's shutdown destroys it, whichever part of the process made it."""
+    destroy = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy

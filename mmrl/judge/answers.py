@@ -1,13 +1,17 @@
 """Read a judge's answer: a number, JSON, or the log-prob of one word against another.
 
 A verdict that cannot be read is ``UnreadableError``, with what is wrong in words that follow "the judge's answer".
+
+A number is what the answer ends in, in the forms in which models write one.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 from mmrl.errors import UserError
@@ -15,12 +19,21 @@ from mmrl.json_types import Json as JsonValue
 from mmrl.json_types import JsonObject
 from mmrl.judge.asking import Outcome
 from mmrl.judge.json_answer import begins_as_object, check_schema, json_in, mismatch, whole_numbers, without_thoughts
-from mmrl.judge.number_answer import LABELS, number_in, plain
 
 FLOOR = 0.05
 """What yes and no must have of the probability together: below it the answer begins with something else."""
 _PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
 Key = TypeVar("Key")
+LABELS = ("score", "rating", "grade", "mark", "points", "verdict", "answer")
+"""What a number may be called where the recipe names no label."""
+_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_RATIO = rf"{_NUMBER}(?:\s*(?:/|out of)\s*{_NUMBER})?"
+_DIGITS = re.compile(_NUMBER)
+_MARKUP = re.compile(r"(?<![^\W_])[*_`]+|[*_`]+(?![^\W_])|^[ \t]*#+")
+_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
+_INVISIBLE = dict.fromkeys(
+    [0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF]
+)
 
 
 class UnreadableError(ValueError):
@@ -312,3 +325,40 @@ def _log_sum(values: Iterable[float]) -> float:
         return -math.inf
     top = max(found)
     return top + math.log(math.fsum(math.exp(value - top) for value in found))
+
+
+def plain(text: str) -> str:
+    """``text`` with full-width characters as ASCII and without invisible ones and outer space."""
+    return text.translate(_WIDE).translate(_INVISIBLE).strip()
+
+
+def number_in(text: str, labels: tuple[str, ...]) -> tuple[float, float | None]:
+    """The number of the last line and what it is out of (``7/10``), if said. Raises ``ValueError``."""
+    verdict, label, other = _forms(labels)
+    lines = (_MARKUP.sub("", line).strip().casefold() for line in reversed(text.splitlines()) if line.strip())
+    passed = ""
+    for line in filter(None, lines):
+        if other.fullmatch(line) and not label.match(line):
+            passed = passed or line
+            continue
+        if not verdict.fullmatch(line):
+            break
+        number, *of = _DIGITS.findall(line[named.end() if (named := label.match(line)) else 0 :])
+        return float(number), float(of[0]) if of else None
+    if passed:
+        name = re.split("[:=]", passed)[0].strip()[:40]
+        raise ValueError(
+            f"is no number (its last line is {name!r}; if that is the verdict, name it in options.answer.label)"
+        )
+    raise ValueError("is no number")
+
+
+@lru_cache(64)
+def _forms(labels: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """A line that is a verdict, how one with a label begins, and a line with any label."""
+    names = "|".join(re.escape(label) for label in labels)
+    label = rf"(?:(?:the|my|final|overall|total) )*(?:{names})\s*[:=]\s*"
+    marked = (_RATIO, rf"\[\[\s*{_RATIO}\s*\]\]", rf"\$*\\boxed\s*\{{\s*{_RATIO}\s*\}}\$*")
+    verdict = rf"(?:{label})?(?:{'|'.join(marked)})[.\u3002]?"
+    other = rf"[^\W\d_][\w ()-]{{0,40}}[:=]\s*(?:{_RATIO}%?|\w+)\.?"
+    return re.compile(verdict), re.compile(label), re.compile(other)

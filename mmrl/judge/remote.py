@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -32,7 +32,6 @@ from mmrl.judge.answers import Kind, UnreadableError, Words, read, schema_of
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, unread
 from mmrl.judge.replay import recorded_here
 from mmrl.judge.sampling import seeded
-from mmrl.judge.structured import FORMS, response_format
 from mmrl.judge.usage import request, used
 from mmrl.reply_bytes import ASK, ReplyBytes, ReplyError
 from mmrl.rewards.contract import before_loading
@@ -49,6 +48,8 @@ _BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource"})
 _TOP = 20  # of the likeliest tokens: the most that endpoints give
 _HEALTH_S = 10.0
 T = TypeVar("T")
+FORMS = ("json_schema", "json_object")
+"""From the one that says most to the one that most endpoints have."""
 
 
 class EndpointError(Exception):
@@ -485,3 +486,24 @@ def _secret(token: str | None) -> str | None:
     if not found:
         raise UserError(f"options.model.token: the environment variable {token[1:]} is not set; export it first")
     return found
+
+
+def response_format(form: str, schema: JsonObject) -> JsonObject:
+    """The field of a request that asks for an object by ``schema``; vLLM and SGLang hold every token to it."""
+    if form == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    named: JsonObject = {"name": "verdict", "schema": schema, "strict": _is_strict(schema)}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def _is_strict(schema: Json) -> bool:
+    """Whether each object in it names all of its fields, which ``strict`` asks for."""
+    if not isinstance(schema, Mapping):
+        return True
+    properties, required = schema.get("properties"), schema.get("required")
+    fields = properties if isinstance(properties, Mapping) else {}
+    if schema.get("type") == "object" or fields:
+        named = {str(name) for name in required} if isinstance(required, list | tuple) else set[str]()
+        if schema.get("additionalProperties") is not False or set(fields) != named:
+            return False
+    return all(_is_strict(inner) for inner in [*fields.values(), schema.get("items")])

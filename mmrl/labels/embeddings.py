@@ -3,6 +3,11 @@
 A sample has one part or two, itself and its prompt. Each part is centred on the mean of the samples that the space was
 made of, and gets length 1, so that the cosine of two embeddings is the mean of their parts'. Where a model reads a
 picture with its prompt, the two of them alone are two more parts, which are no part of the embedding.
+
+Answers are embedded by the language model that wrote them, which reads each behind its prompt and its pictures. One
+part are the model's states at the end of the prompt and at the end of the answer (``mmrl.readers.texts``); the other
+are probabilities: what the model gives to the answer's first token, to all of them together, to a token in the mean
+(geometric), to the least likely one, and to the end of the answer. They say how sure the model was.
 """
 
 from __future__ import annotations
@@ -18,10 +23,9 @@ from torch.nn.functional import normalize
 
 import mmrl
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
+from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import JsonObject, as_object, as_text
 from mmrl.labels import pixels
-from mmrl.labels.answers import AnswerReader
 from mmrl.labels.items import Item, Kind
 from mmrl.labels.readers import ModelReader
 from mmrl.labels.readers import described as described_pictures
@@ -29,6 +33,7 @@ from mmrl.media import BadMediaError
 from mmrl.packages.places import lacking
 from mmrl.readers.described import described as described_texts
 from mmrl.readers.described import stored
+from mmrl.readers.texts import Question, States, TextReader
 from mmrl.report.progress import Progress
 
 PIXELS, WORDS, MODEL = "pixels", "words", "model"
@@ -200,3 +205,41 @@ def content_of(item: Item) -> Content:
     if item.kind == "text":
         return Content(item.prompt, item.text, pictures=tuple(item.shown()))
     return Content(item.prompt, frames=tuple(item.frames()))
+
+
+class AnswerReader:
+    """Raises ``UserError`` where the model is not there any more."""
+
+    def __init__(self, model: JsonObject) -> None:
+        self.reader = TextReader(model, "embeds texts", "mmrl spread")
+
+    def parts(
+        self, texts: Sequence[str], prompts: Sequence[str], pictures: Sequence[tuple[Image.Image, ...]]
+    ) -> list[Tensor]:
+        """The states and the probabilities of answers to prompts with pictures, ``[B, D]`` each. Raises ``UserError``
+        for a prompt that the model cannot read."""
+        found: list[Question] = []
+        places: list[int] = []
+        for prompt, shown in zip(prompts, pictures, strict=True):
+            question = Question(prompt, shown)
+            if not found or found[-1] != question:  # the answers to a question mostly follow one another
+                found.append(question)
+            places.append(len(found) - 1)
+        try:
+            read = self.reader.states(self.reader.asked(found, places, texts))
+        except BadPromptError as error:
+            raise UserError(
+                f"--model cannot read the prompt {found[int(error.prompt)].text[:60]!r}: {error.reason}; take its "
+                "samples out of the folder, or leave --model out"
+            ) from error
+        last = read.mask.sum(1).long() - 1
+        ends = read.answers[torch.arange(len(last)), last]
+        return [torch.cat([read.before, ends], 1), _probabilities(read, last)]
+
+
+def _probabilities(read: States, last: Tensor) -> Tensor:
+    log_probs, mask = read.log_probs, read.mask
+    total = log_probs.sum(1)
+    least = log_probs.masked_fill(mask == 0, 0.0).amin(1)
+    end = log_probs[torch.arange(len(last)), last]
+    return torch.stack([log_probs[:, 0], total, total / mask.sum(1), least, end], 1).exp()

@@ -2,10 +2,15 @@
 
 Everything is made in a folder aside, which gets its name when all is there and verified: an interrupted set-up leaves
 no network behind that looks whole, and the next one removes what is left of it.
+
+What is written is verified by a digest of the tensors: of names, dtypes, shapes and bytes, in the order of the names.
+It does not depend on how a version of safetensors or transformers orders them or what else it puts into the header.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -15,19 +20,23 @@ import zipfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from mmrl.checkpoint.manifest import sha256
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.installing import declared, extra_of, version_of
 from mmrl.json_types import JsonObject
-from mmrl.packages.digest import digest_of
 from mmrl.packages.places import ORIGIN, folder_of, is_set_up, models_folder
 from mmrl.packages.table import GGUF, Package, Wheel
+from mmrl.untrusted import parse_json
 
 Say = Callable[[str], None]
 ENDING = ".part"
 WEIGHTS = "model.safetensors"
+_CHUNK = 1 << 22
+_MOST = 5_000_000
+"""Values of a header: a tensor has some six."""
 
 
 def set_up(package: Package, say: Say, wheel: Path | None = None, *, overwrite: bool = False) -> None:
@@ -213,3 +222,29 @@ def _versions_kept() -> Sequence[str]:
     needed = [line for line in declared() if extra_of(line) is None]
     projects = [found[0] for line in needed if (found := re.match(r"[\w.-]+", line))]
     return [f"{project}=={version}" for project in projects if (version := version_of(project))]
+
+
+def digest_of(file: Path) -> str:
+    """The SHA-256, in hexadecimal digits. Raises ``OSError``, and ``ValueError`` for what is no such file."""
+    found = hashlib.sha256()
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > 100_000_000:
+            raise ValueError(f"{file} is no safetensors file")
+        header: Any = parse_json(stream.read(length), _MOST)
+        if not isinstance(header, dict):
+            raise ValueError(f"{file} is no safetensors file")
+        header.pop("__metadata__", None)
+        for name in sorted(header):
+            entry = header[name]
+            begin, end = entry["data_offsets"]
+            found.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+            stream.seek(8 + length + begin)
+            left = end - begin
+            while left:
+                piece = stream.read(min(_CHUNK, left))
+                if not piece:
+                    raise ValueError(f"{file} ends within the tensor {name}")
+                found.update(piece)
+                left -= len(piece)
+    return found.hexdigest()

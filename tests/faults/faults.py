@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "mask left out of token aggregation",
-        "mmrl.algorithms.aggregation:Aggregation.loss_weights",
+        "mmrl.algorithms.policy_gradient:Aggregation.loss_weights",
         "weights.unsqueeze(1) * mask",
         "weights.unsqueeze(1).expand_as(mask)",
         ("tests/test_token_algorithms.py::test_gradient_at_ratio_one_is_reinforce",),
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "judge's verdict found anywhere in its prose",
-        "mmrl.judge.number_answer:number_in",
+        "mmrl.judge.answers:number_in",
         "verdict.fullmatch",
         "verdict.search",
         ("tests/test_judge.py::test_prose_is_no_number",),

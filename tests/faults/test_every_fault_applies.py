@@ -38,11 +38,11 @@ def test_what_no_longer_fits_is_an_error(change):
 
 def test_an_import_gives_the_module_with_the_fault(monkeypatch):
     monkeypatch.setattr(SourceFileLoader, "get_code", SourceFileLoader.get_code)  # put back at the end
-    fault = next(fault for fault in FAULTS if fault.at.startswith("mmrl.algorithms.aggregation:"))
+    fault = next(fault for fault in FAULTS if fault.at.startswith("mmrl.algorithms.policy_gradient:"))
     weights, mask = torch.ones(1), torch.tensor([[1.0, 0.0]])
 
     def outside():
-        spec = spec_from_file_location("with_a_fault", file_of("mmrl.algorithms.aggregation"))
+        spec = spec_from_file_location("with_a_fault", file_of("mmrl.algorithms.policy_gradient"))
         module = module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)

@@ -1,34 +1,41 @@
 """Trained weights over the ranks of Megatron-Core that share a model: parts of layers (tensor parallelism, Shoeybi et
-al. 2019, arXiv 1909.08053), and layers in stages (``mmrl.engines.megatron.stages``).
+al. 2019, arXiv 1909.08053), and layers in stages (pipeline parallelism).
 
 The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of
 ``unsharded`` it has no weights but those of a vision tower (``mmrl.engines.megatron.vision_tower``) or of a critic's
 head, and a call of it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same
 rows. Optimizer, copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
+
+The gradients of a model that ranks share are reduced to the rank that updates each tensor. Stages on successive ranks
+run by Megatron-Core's own schedules. One stage of layers a rank: one forward, one backward (PipeDream-flush, Narayanan
+et al. 2021, arXiv 2006.09503). Several stages a rank, in turn: interleaved (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2).
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Generator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mmrl.config.schema import Model, Train
 from mmrl.engines.context import SplitRows
 from mmrl.engines.megatron import vision_tower
-from mmrl.engines.megatron.gradients import Gradients, Twin
-from mmrl.engines.megatron.mapping import apart, body, parts, places, refusals, sparse, text_config, tower
-from mmrl.engines.megatron.model import all_tokens, arrange, built, named
+from mmrl.engines.megatron.mapping import Place, apart, body, parts, places, refusals, sparse, text_config, tower
+from mmrl.engines.megatron.model import Groups, all_tokens, arrange, built, named
 from mmrl.engines.megatron.rows import Packed, packed
-from mmrl.engines.megatron.stages import Pipeline
 from mmrl.engines.sharded import give_back
 from mmrl.engines.weights import Passed, exchange, outermost, probe
 from mmrl.errors import UserError
@@ -38,6 +45,8 @@ from mmrl.text.likelihood import Vocabulary, token_log_probs
 
 _TOLERANCE = 1e-3
 """By how much log-probs of the two models may differ when the weights were taken over; float32 parts by 1e-6."""
+P = TypeVar("P")
+R = TypeVar("R")
 
 
 class Logits(NamedTuple):
@@ -370,3 +379,197 @@ class ModelParallel:
     def _placements(self, name: str) -> list[Placement]:
         cut = self._cuts[name]
         return [Replicate()] if cut in ("same", "shared", "apart") else [Shard(1 if cut == "columns" else 0)]
+
+
+class Twin(NamedTuple):
+    """The embedding; ``tied``: the last stage has it a second time, for the output."""
+
+    place: Place
+    tied: bool
+
+
+class Gradients:
+    """Final class: of this rank's parameters ``ours``, whose weights in float32 are ``exact``.
+
+    ``among_copies``: ranks with the same weights divide what they step on, tensor by tensor. ``by_tokens``: ranks
+    divide the tokens of what lies between the parts of layers. ``sent`` counts the bytes given to the ranks with the
+    same weights.
+    """
+
+    def __init__(
+        self,
+        ours: Mapping[Place, nn.Parameter],
+        exact: Mapping[Place, Tensor],
+        groups: Groups,
+        twin: Twin,
+        sent: Counter[str],
+        *,
+        by_tokens: bool,
+        among_copies: bool,
+    ) -> None:
+        self._ours, self._exact, self._groups, self._twin = ours, exact, groups, twin
+        self._by_tokens, self._sent = by_tokens, sent
+        self._sums: dict[Place, Tensor] | None = None
+        self._owners: dict[Place, int] = {}
+        if among_copies:
+            self._divide()
+
+    def _divide(self) -> None:
+        """The next largest goes to who has the least."""
+        loads = {copies: [0] * copies.size() for copies in (self._groups.copies, self._groups.expert_copies)}
+        # what two stages have first: then both come to the same
+        for place in sorted(self._exact, key=lambda p: (p is not self._twin.place, -self._exact[p].numel(), p.name)):
+            load = loads[self._copies_of(place)]
+            owner = self._owners[place] = load.index(min(load))
+            load[owner] += self._exact[place].numel()
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks with the same weights step on different ones."""
+        return bool(self._owners)
+
+    def steps(self, place: Place) -> bool:
+        """Whether this rank steps on ``place``."""
+        return self._owners.get(place) in (None, self._copies_of(place).rank())
+
+    def add_in_float32(self) -> None:
+        """From now, gradients of parameters that are rounded."""
+        self._sums = sums = {}
+
+        for place, p in self._ours.items():
+
+            def add(p: Tensor, place: Place = place) -> None:
+                assert p.grad is not None
+                sums[place] = sums[place] + p.grad if place in sums else p.grad.float()
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(add)
+
+    def gathered(self) -> dict[Place, Tensor]:
+        """Of what this rank steps on and any rank has a gradient of, the sum over all rows and parts. Parameters are
+        left without. All ranks call it together."""
+        if (sums := self._sums) is None:
+            sums = {place: p.grad for place, p in self._ours.items() if p.grad is not None}
+        there = torch.tensor([float(place in sums) for place in self._ours], device=self._device)
+        self._add(there, self._groups.copies)
+        found = {}
+        for n, (place, p) in zip(there.tolist(), self._ours.items(), strict=True):
+            if n:
+                gradient = sums.pop(place) if place in sums else torch.zeros_like(self._exact[place])
+                self._add(gradient, self._copies_of(place), self._owners.get(place))
+                if self.steps(place):
+                    found[place] = self._over_parts(place, gradient)
+            p.grad = None
+        return found
+
+    def updated(self) -> None:
+        """Give the ranks with the same weights what this one stepped on, and take what they did."""
+        for place, owner in self._owners.items():
+            dist.broadcast(self._exact[place], group=self._copies_of(place), group_src=owner)
+            self._sent["weights"] += self._exact[place].nbytes * self.steps(place)
+
+    def _over_parts(self, place: Place, gradient: Tensor) -> Tensor:
+        """With what other parts of the model add to it, in place."""
+        if place.cut == "shared" or (place.cut == "same" and self._by_tokens):
+            dist.all_reduce(gradient, group=self._groups.layers)
+        if self._twin.tied and place is self._twin.place:
+            dist.all_reduce(gradient, group=self._groups.ends)
+        return gradient
+
+    def _add(self, gradient: Tensor, copies: dist.ProcessGroup, owner: int | None = None) -> None:
+        """In place, over the ranks ``copies`` that have the same part of the model: for the rank ``owner``, or for
+        all."""
+        if (n := copies.size()) == 1:
+            return
+        if owner is None:
+            dist.all_reduce(gradient, group=copies)
+            self._sent["gradients"] += 2 * (n - 1) * gradient.nbytes // n
+        else:
+            dist.reduce(gradient, group=copies, group_dst=owner)
+            self._sent["gradients"] += gradient.nbytes * (owner != copies.rank())
+
+    def _copies_of(self, place: Place) -> dist.ProcessGroup:
+        return self._groups.expert_copies if place.cut == "experts" else self._groups.copies
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._exact.values())).device
+
+
+class Pipeline:
+    """Final class; see ``mmrl.engines.weights.Stages``. ``chunks``: this rank's parts of the model, in their order."""
+
+    def __init__(self, chunks: Sequence[GPTModel]) -> None:
+        self._chunks = list(chunks)
+        self._now: GPTModel | Callable[..., None] | None = None
+        self.multiple = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
+        self.shape: tuple[int, int] | None = None
+        """Rows and columns to which all slices are padded if a rank has several stages. Such a rank waits for both
+        neighbours at once in Megatron-Core, and would wait for ever if neighbours sent shapes first."""
+
+    @property
+    def now(self) -> GPTModel:
+        """The part of the model that a call computes now. Raises ``RuntimeError`` outside of ``through``."""
+        if self._now is None:
+            raise RuntimeError("call a model in stages inside Policy.each or Policy.accumulate, once per slice")
+        return self._now
+
+    def through(self, pieces: Sequence[P], work: Callable[[P], R], *, graph: bool) -> list[R]:
+        made: list[R] = []
+
+        def step(left: Iterator[P], chunk: GPTModel) -> tuple[Tensor, Callable[..., object] | None]:
+            piece, self._now = next(left), chunk
+            try:
+                found = work(piece)
+            except Passed as passed:
+                return passed.hidden, None
+            finally:
+                self._now = None
+            if graph:
+                assert isinstance(found, Tensor)
+                return found, _loss
+            made.append(found)
+            return torch.zeros(()), _nothing
+
+        if pieces:
+            self.shape = self._largest(pieces, work) if len(self._chunks) > 1 else None
+            rows, columns = self.shape or (1, 1)  # otherwise stages send the shapes (``variable_seq_lengths``)
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(pieces) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(pieces),
+                seq_length=columns,
+                micro_batch_size=rows,
+                forward_only=not graph,
+                collect_non_loss_data=not graph,
+            )
+        return made
+
+    def _largest(self, pieces: Sequence[P], work: Callable[[P], R]) -> tuple[int, int]:
+        """The most rows and columns with which ``work`` calls the model."""
+        found = []
+
+        def look(rows: Tensor, *_: object, **__: object) -> None:
+            found.append(tuple(rows.shape))
+            raise Passed(rows)
+
+        self.shape, self._now = None, look
+        try:
+            for piece in pieces:
+                with contextlib.suppress(Passed):
+                    work(piece)
+        finally:
+            self._now = None
+        rows, columns = zip(*found, strict=True)
+        return max(rows), max(columns)
+
+
+def _loss(value: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss unchanged, because it has the update's denominator. The schedule does not divide a loss of three values
+    (``calculate_per_token_loss``)."""
+    return value, torch.ones((), dtype=torch.int), {}
+
+
+def _nothing(_: Tensor, non_loss_data: bool) -> None:
+    """Results are collected here and not by the schedule."""
