@@ -17,7 +17,7 @@ from mmrl.knowledge.graph import of_rows
 from mmrl.knowledge.training import Settings, train
 from mmrl.labels import folder as labels
 from mmrl.soup.record import Soup, read_soup
-from mmrl.sweep.record import Result, Sweep, read_sweep
+from mmrl.sweep.searching import Result, Sweep, read_sweep
 from tests import hostile
 from tests.test_knowledge import towns
 

@@ -17,8 +17,7 @@ from mmrl.planner.plan import plan
 from mmrl.report.html import write_report
 from mmrl.run import build
 from mmrl.runtime.start import train
-from mmrl.training.evaluation import Evaluator
-from mmrl.training.repeated import majority_at, pass_at, sums_at
+from mmrl.training.evaluation import Evaluator, majority_at, pass_at, sums_at
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import tiny
 

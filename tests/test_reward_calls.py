@@ -17,9 +17,8 @@ from mmrl.config.placement import Placement
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split
 from mmrl.placement.hindsight import rounds, tried
-from mmrl.placement.reward_calls import Outside
-from mmrl.placement.simulated_calls import SimulatedCalls
-from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices
+from mmrl.placement.multi_device import Outside
+from mmrl.placement.simulated_devices import MicroBatch, SimulatedCalls, SimulatedDevices
 from mmrl.placement.step_records import as_rows
 from mmrl.placement.task_queue import TaskQueue
 from mmrl.placement.tasks import Call

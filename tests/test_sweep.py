@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.sweep.ahead import over_seeds
 from mmrl.sweep.halving import kept, rounds, work
-from mmrl.sweep.record import read_sweep
-from mmrl.sweep.searching import combinations
+from mmrl.sweep.searching import combinations, over_seeds, read_sweep
 from tests import tiny
 from tests.test_cli import mmrl
 

@@ -7,7 +7,7 @@ from mmrl.algorithms.dgpo import DGPOSettings
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.pipelines.diffusion.renoising import Renoising
+from mmrl.pipelines.diffusion.predictor import Renoising
 from mmrl.run import build
 from mmrl.trajectory import DenoisingRows, SampleId
 

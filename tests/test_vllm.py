@@ -19,13 +19,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.group_sender import GroupSender
 from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
 from mmrl.engines.sampling_options import FIXED, OURS, fields
 from mmrl.engines.server_process import Timeouts
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import VllmEngine
-from mmrl.engines.vllm_server import VllmServer
+from mmrl.engines.vllm_server import GroupSender, VllmServer
 from mmrl.engines.weight_files import Sending
 from mmrl.errors import UserError
 from mmrl.media import Clip

@@ -43,7 +43,7 @@ LAYERS = {
     "engines.rollout episodes.contract errors files finite frozen_modules garbage hub_files http_server installing "
     "json_types lines local_rows media media_limits out_of_memory packages report.clock "
     "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
-    "script_process secret_forms secrets stored tensor_files torch_state trajectory transfer "
+    "script_process secrets secrets stored tensor_files torch_state trajectory transfer "
     "untrusted user_code whole_weights",
     "config": "config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms",

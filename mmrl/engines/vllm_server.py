@@ -8,6 +8,9 @@ and on no port.
 Weights travel as safetensors files in memory or on a disk (``mmrl.engines.weight_files``). Run with 0.32.0 on a CPU;
 also with ``tensor_parallel_size: 2``; on a GPU it has not been run by us. What ``mmrl.engines.vllm`` says of
 log-probs holds here.
+
+With a ``rollout.weight_transport`` of processes that form a group they travel through that
+(``mmrl.engines.weight_groups``).
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 from uuid import uuid4
 
+import torch
 from torch import Tensor
 
 from mmrl.config.replicas import spread
@@ -36,7 +42,6 @@ from mmrl.engines.engine_weights import (
     values_of,
     write_adapter,
 )
-from mmrl.engines.group_sender import GroupSender
 from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, new_key, png_url, private_folder
 from mmrl.engines.sleep_mode import SleepMode
@@ -50,12 +55,97 @@ from mmrl.engines.vllm import (
 )
 from mmrl.engines.vllm_api import environment, mend, require_vllm
 from mmrl.engines.weight_files import Room, Sending, checkpoint_dtypes, write_weights
+from mmrl.engines.weight_groups import Backend, WeightGroup
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.notices import tell
 
 _NAME = "policy"
 _FORGET_TRIES = 20
+_OPTIONAL_S = 600.0
+"""Seconds to wait for the other processes where files would do as well."""
+
+
+class GroupSender:
+    """Final class. Sends weights to the ``workers`` processes of the server behind ``client``, whose private folder is
+    ``folder``. Raises ``UserError`` for a transport that needs a GPU where there is none, and where a few bytes do not
+    arrive equal."""
+
+    def __init__(
+        self,
+        client: Client,
+        folder: Path,
+        sending: Sending,
+        dtypes: Mapping[str, torch.dtype],
+        workers: int,
+        timeouts: Timeouts,
+    ) -> None:
+        self._backend: Backend = cast("Backend", sending.transport)
+        self._device = torch.device("cpu")
+        if self._backend != "gloo":
+            if not torch.cuda.is_available():
+                raise UserError(
+                    f"rollout.weight_transport: {self._backend} sends from GPU to GPU, and there is none here; set it "
+                    "to auto or gloo"
+                )
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._client, self._sending, self._dtypes = client, sending, dtypes
+        self._patience = min(timeouts.request_s, _OPTIONAL_S) if sending.optional else timeouts.request_s
+        self._pool = ThreadPoolExecutor(1, "mmrl-weights")
+        try:
+            self._group = self._joined(folder / "meeting", 1 + workers)
+        except BaseException:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+    def _joined(self, meeting: Path, size: int) -> WeightGroup:
+        asked = self._asked(
+            "join_weights",
+            {"meeting": str(meeting), "size": size, "backend": self._backend, "patience": self._patience},
+        )
+        try:
+            made = WeightGroup(meeting, 0, size, self._backend, self._device, patience=self._patience)
+            made.prove()
+        except RuntimeError as error:
+            raise self._why(asked, error) from error
+        asked.result()
+        return made
+
+    def send(self, weights: Counted, values: int, mode: SleepMode) -> None:
+        """Replace the engine's weights, in ``mode``. Raises ``UserError`` where fewer than ``values`` came."""
+        with mode.filled():
+            asked = self._asked("receive_weights", {})
+
+            def going() -> None:
+                if asked.done():  # with an error: nobody receives any more
+                    asked.result()
+
+            try:
+                self._group.send(weights, self._sending.bucket_bytes, self._dtypes, going)
+            except RuntimeError as error:
+                raise self._why(asked, error) from error
+            asked.result()
+        weights.check(values, "the vLLM server")
+
+    def _asked(self, method: str, arguments: Mapping[str, Any]) -> Future[Any]:
+        return self._pool.submit(self._client.post, "/collective_rpc", {"method": method, "kwargs": dict(arguments)})
+
+    def _why(self, asked: Future[Any], error: RuntimeError) -> UserError:
+        """The error of a transfer that broke: that of the server, where it has one."""
+        try:
+            asked.result(timeout=60)
+        except UserError as told:
+            return told
+        except TimeoutError:
+            pass
+        return self._client.lost() or UserError(
+            f"weights could not be sent to {self._client.name} through {self._backend}: {error}; set "
+            "rollout.weight_transport to shm or files"
+        )
+
+    def close(self) -> None:
+        self._group.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class VllmServer(OneByOne[str]):

@@ -3,11 +3,18 @@
 Results do not depend on which device computes a micro-batch or a slice. Free devices take sampling and judging tasks
 from the queue; the slices of an update are divided beforehand by size, so that sums are added in the same order each
 time.
+
+Several devices that train may share a server. The leader of such a replica asks its server for samples or verdicts. Its
+other devices, the members, get no task of a generate phase; they only make room: before the server wakes they free what
+torch keeps, and before they train the server sleeps.
+
+Rewards are called on devices that judge, or outside of them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,22 +28,29 @@ from mmrl.config.placement import Placement
 from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject
 from mmrl.placement import adaptive, claimed, device_tasks, hindsight, lending
+from mmrl.placement.adaptive import Moves, Split, State
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
-from mmrl.placement.replicas import Replicas
-from mmrl.placement.reward_calls import OnDevices, Outside
 from mmrl.placement.scheduler_log import RESUMES, TRIED
 from mmrl.placement.step_records import as_line, as_rows, in_one_line, summed
 from mmrl.placement.task_queue import Task, TaskQueue
-from mmrl.placement.tasks import LENT
+from mmrl.placement.tasks import LENT, Call
 from mmrl.report import notices
 from mmrl.report.clock import Clock
+from mmrl.rewards.calling import Calls
 from mmrl.rewards.contract import Context
+from mmrl.rewards.returned import Answer
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, ComingChunks, Drawn, R, SamplingSpec, StepContext, Ts
-from mmrl.trajectory import TextRows
+from mmrl.trajectory import Sample, TextRows
 
 _SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
 """The tasks that count as work; the others are bookkeeping."""
+Put = Callable[[Iterable[int], Callable[..., Any], tuple[Any, ...]], list[Future[Any]]]
+"""Give a task to each of some devices."""
+For = Callable[[Context], tuple[int, int] | None]
+"""The step and round that samples are judged for, if that may be later than the step in training."""
+_SHORT_S = 0.01
+"""A shorter call is not recorded: it delays nothing."""
 
 
 class RemoteDevice(Protocol):
@@ -380,3 +394,80 @@ class MultiDevice:
         if device == 0:
             return device_tasks.perform(context, task.call, task.arguments)
         return self._workers[device - 1].perform(context, task.call, task.arguments, task.features)
+
+
+class Replicas:
+    """Final class. ``leaders``: the devices that ask a server, and the number of its devices; empty: no server has
+    several. ``devices``: of the controller."""
+
+    def __init__(self, leaders: Mapping[int, int], devices: int) -> None:
+        self._leaders = leaders
+        self.members = [device for device in range(devices) if device not in leaders] if leaders else []
+        self._awake = False
+
+    def begin(self, put: Put, state: State) -> tuple[Split, Moves] | None:
+        """Begin a generate phase: wait until all members have freed what they do not use. Returns its split and moves;
+        no device changes its role, in an evaluation either. None without replicas."""
+        if not self.members:
+            return None
+        all_of(put(self.members, device_tasks.free, ()))
+        self._awake = True
+        return state.split, "never"
+
+    def rest(self, put: Put) -> None:
+        """Before training: wait until the servers sleep, if they do (``placement.sleep``)."""
+        if self._awake:
+            all_of(put(self._leaders, device_tasks.ready, ("train",)))
+        self._awake = False
+
+    def busy(self, numbers: dict[str, float], split: Split) -> dict[str, float]:
+        """Device-seconds of all devices of a server in place of those of its leader."""
+        if not self._leaders:
+            return numbers
+        of = {"rollout_busy": self._leaders[0], "judge_busy": self._leaders.get(split.rollout, 1)}
+        return {name: value * of.get(name, 1) for name, value in numbers.items()}
+
+
+class OnDevices:
+    """Final class: sends the calls of the reward ``label`` to the devices that judge."""
+
+    def __init__(self, board: TaskQueue, label: str, of: For) -> None:
+        self._board, self._label, self._for = board, label, of
+
+    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
+        asked = (self._label, list(samples), context.step)
+        task = Task("judge", device_tasks.score, asked, of=self._for(context), judge=self._label)
+        answer = self._board.put(task)
+        answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+class Outside:
+    """Final class: the calls of a reward that computes outside of the devices, for example a judge behind HTTP. Each is
+    recorded, so that the placement and the simulator know how long the samples wait for it."""
+
+    def __init__(self, board: TaskQueue, calls: Calls, of: For) -> None:
+        self._board, self._calls, self._for = board, calls, of
+
+    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
+        answer = self._calls.submit(samples, context)
+        answer.add_done_callback(lambda done: self._record(done, context))
+        return answer
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def _record(self, done: Future[Answer], context: Context) -> None:
+        if done.cancelled() or done.exception():
+            return
+        answer, asked = done.result(), done.result().asked
+        if answer.ended - answer.began >= _SHORT_S:
+            call = Call(context.label, asked.requests, asked.seconds, asked.at_once)
+            self._board.called(call, answer.began, answer.ended, self._for(context))
+
+
+def _sent(answer: Future[Answer]) -> Counter[str]:
+    return Counter() if answer.cancelled() or answer.exception() else answer.result().sent

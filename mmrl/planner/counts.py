@@ -115,7 +115,7 @@ def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps
 
 def _begun(chunk: range, size: int) -> int:
     """How many batches the groups that begin in a micro-batch have before the window: one of all whole groups, and one
-    of the group that goes on in the next micro-batch (``pipelines/diffusion/prefix.py``)."""
+    of the group that goes on in the next micro-batch (``pipelines/diffusion/denoiser.py``)."""
     firsts = [n for n in chunk if n % size == 0]
     return len({n + size <= chunk.stop for n in firsts})
 

@@ -2,6 +2,8 @@
 
 It loads nothing (a content policy in the page forbids it). All text is escaped: prompts, metric names and error
 messages may come from anyone.
+
+The sweep of ``mmrl eval --lora-strength`` has a curve per reward, and the grid of its pictures.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from mmrl.report.metrics import describe
 from mmrl.report.pictures import extremes, pairs
 from mmrl.report.recorded import RecordedRun, Row, flat, read_run
 from mmrl.report.rundir import RunDir
-from mmrl.report.strengths import read_sweep
 from mmrl.report.timeline import timeline
 from mmrl.report.transcripts import transcripts
 from mmrl.report.verdict import Judgement, judgement
@@ -31,6 +32,11 @@ from mmrl.secrets import hidden
 
 if TYPE_CHECKING:
     from jinja2 import Template
+from base64 import b64encode
+from collections.abc import Collection, Sequence
+
+from mmrl.errors import UserError
+from mmrl.stored import read_object
 
 __all__ = ["curve_png", "write_report"]
 
@@ -289,3 +295,30 @@ def _mean(values: list[float]) -> float:
 
 def _signed(value: float) -> str:
     return f"{'+' if value >= 0 else '-'}{short(round(abs(value), 4))}"
+
+
+def read_sweep(run: Path, labels: Sequence[str], trained: Collection[str]) -> dict[str, Any] | None:
+    """What the run directory ``run`` has of it; None where there was none. ``labels``: the rewards, and which of them
+    are ``trained`` on. Raises ``UserError`` for a file that cannot be read."""
+    file = run / "strength" / "sweep.json"
+    try:
+        found = read_object(file)
+        rows = [{str(k): float(v) for k, v in row.items()} for row in found["rows"]]
+        texts = [(str(one["strength"]), str(one["prompt"]), str(one["text"])) for one in found["texts"]]
+        step = int(found["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}); remove it, or run mmrl eval --lora-strength again"
+        ) from error
+    names = {f"reward/{x}": f"{x}{'' if x in trained else ' (not trained on)'}" for x in labels}
+    names |= {f"guard/{x}": x for x in ("diversity", "distance")}
+    charts = [_curve(name, [(row["strength"], row.get(key)) for row in rows]) for key, name in names.items()]
+    picture = file.with_name("grid.png")
+    source = f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}" if picture.is_file() else None
+    return {"step": step, "charts": [chart for chart in charts if chart is not None], "grid": source, "texts": texts}
+
+
+def _curve(name: str, points: list[tuple[float, float | None]]) -> Any:
+    return line_chart(name, [Series("held-out", points, "dots")], note="by strength")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,13 @@ from typing import Any
 
 from mmrl.checkpoint.manifest import entries
 from mmrl.config.loader import LoadedRecipe
-from mmrl.config.replicas import devices_of_workers, in_workers
+from mmrl.config.replicas import devices_of_workers, in_workers, leaders
+from mmrl.config.schema import Recipe
+from mmrl.engines.server_devices import ServerDevices
 from mmrl.errors import UnscoredError, UserError
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
 from mmrl.rewards.last_words import in_a_call
-from mmrl.runtime import replica_devices
 from mmrl.runtime.actor import Actor, Beat
 from mmrl.runtime.cluster import (
     START_S,
@@ -197,7 +198,7 @@ class Watch:
             self._check_nodes()
             for ref in [actor.visible.remote() for actor in self.actors.values()]:
                 self._get(ref)  # all processes have started: from here on they wait for each other
-            replica_devices.settle(self._arguments[0].recipe, self.actors, self._get, self._gpus)
+            settle_replica_devices(self._arguments[0].recipe, self.actors, self._get, self._gpus)
             where = self._get(self.actors[0, 0].listen.remote())
             listening = {}
             for (rank, device), actor in self.actors.items():
@@ -396,3 +397,18 @@ class Watch:
         self._shown += len(whole)
         sys.stderr.write(whole.decode(errors="replace"))
         sys.stderr.flush()
+
+
+def settle_replica_devices(
+    recipe: Recipe, actors: Mapping[tuple[int, int], Any], get: Callable[[Any], Any], gpus: int
+) -> None:
+    """``actors``: those of all controllers, by rank and device. ``get``: waits for an answer of one. ``gpus``: of each,
+    0 or 1."""
+    led, n = leaders(recipe), recipe.devices_per_controller
+    sampling = n - recipe.placement.judging(n)
+    for rank in range(recipe.controllers) if led else ():
+        own = [get(actors[rank, device].visible.remote()) for device in range(n)] if gpus else []
+        for device in range(n):
+            together = ",".join(filter(None, own[device : device + led.get(device, 0)]))
+            samples = device in led and device < sampling
+            get(actors[rank, device].start_servers_on.remote(ServerDevices(together, samples)))

@@ -1,4 +1,14 @@
-"""Build the pipeline that trains from a checkpoint, for every family: load it, place it, unfreeze what trains."""
+"""Build the pipeline that trains from a checkpoint, for every family: load it, place it, unfreeze what trains.
+
+``torch.compile`` compiles the predicting modules in place: sampling, replay and back-propagation share them. Its
+repeated blocks are compiled, and not the model around them: blocks of one kind share what was compiled for the first,
+so that it takes no longer for many of them than for a few.
+
+Where the model is about to be sharded, a rank reads its own rows of it. diffusers can read slices for tensor
+parallelism, by a plan that each class has, and not rows of every parameter. Here the class builds the model without
+memory, as diffusers does, and each rank reads its rows of the safetensors files (``mmrl.local_rows``). Buffers are read
+whole.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +28,36 @@ from mmrl.whole_weights import whole_weights
 
 from .adapter import Adapter
 from .caching import cache_of
-from .compiling import compile_for_all
 from .describe import empty_pipeline
 from .flow import FlowPipeline
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
-from .row_loading import load_rows
 from .saved_lora import reader
 from .sizes import Sizes
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
+import importlib.util
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mmrl.hub_files import json_of
+from mmrl.json_types import as_object
+from mmrl.report import notices
+
+_VARIANTS = 64
+"""Kinds of blocks times shapes of a batch of one size times with or without gradient and adapter. Past it torch would
+go on without compiling, and only where that is met."""
+_FILE = "diffusion_pytorch_model.safetensors"
+_LACKS = "its safetensors files have other weights than the model"
 
 
 def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
@@ -186,3 +215,127 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
                 f"model.lora.targets: {error}\n  Leave model.lora.targets out to take the pipeline's own list."
             ) from error
     return open_adapter(policy).eval()  # a new layer is in training mode
+
+
+def compile_for_all(model: nn.Module, device: torch.device, *, sizes: int = 1) -> None:
+    """Have every call of the blocks of ``model`` compiled, when it first comes; pictures are of so many ``sizes``.
+    Raises ``UserError`` where nothing could be.
+
+    Each shape is compiled for itself: with sizes left open, which of several forms a batch meets would depend on what
+    came before, and sampling and replay of one batch could meet two.
+    """
+    _check_tools(device)
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS * sizes)
+    for block in repeated(model):
+        block.compile(dynamic=False)  # in place: no name of a weight changes
+
+
+def repeated(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that ``model`` consists of: those that diffusers names, or where it names none (SD3, Sana) what the
+    model has several of in a list of its own. Of a model without any it is the model."""
+    named = getattr(model, "_repeated_blocks", None)
+    if not named:
+        lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+        kinds = Counter(type(block).__name__ for blocks in lists for block in blocks)
+        named = [kind for kind, times in kinds.items() if times > 1]
+    found = [module for module in model.modules() if type(module).__name__ in named]
+    yield from found or [model]
+
+
+def _check_tools(device: torch.device) -> None:
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            raise UserError(
+                f"performance.compile: on a CPU torch.compile needs a C++ compiler, and there is no {compiler} here; "
+                "install one, name another with the variable CXX, or set performance.compile to false"
+            )
+    elif importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "performance.compile: torch.compile writes kernels for an accelerator with triton, which is not installed; "
+            "install it, or set performance.compile to false"
+        )
+
+
+def load_rows(kind: Any, folder: Path, dtype: torch.dtype, ranks: dist.ProcessGroup) -> nn.Module | None:
+    """The model in ``folder``, as ``kind.from_pretrained`` with ``dtype`` would load it, with this rank's rows of its
+    weights. None where it must be loaded whole, and a notice says why. Raises what reading raises."""
+    files = _files(folder)
+    config = json_of(str(folder), "config.json")
+    reason = f"it has no {_FILE}" if not files else ""
+    if "quantization_config" in config:
+        reason = "the checkpoint is quantized"
+    if not reason:
+        model = _empty(kind, folder, dtype)
+        if {*model.state_dict()} == {*files}:
+            _read(model, files, dtype, ranks)
+            return model.eval()
+        reason = _LACKS  # those of an old layout, which diffusers renames
+    if ranks.rank() == 0:
+        notices.tell(f"every process loads the whole {folder.name} before its weights are sharded: {reason}")
+    return None
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor; empty where the weights are in no safetensors files."""
+    from safetensors import safe_open
+
+    index = folder / f"{_FILE}.index.json"
+    if index.exists():
+        listed = as_object(json_of(str(folder), index.name)["weight_map"])
+        return {name: folder / str(file) for name, file in listed.items()}
+    if not (folder / _FILE).exists():
+        return {}
+    with safe_open(folder / _FILE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / _FILE)
+
+
+def _empty(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """The model, of the class ``kind`` of diffusers, on the meta device. Buffers have values, which some classes
+    compute in the dtype of the model."""
+    from accelerate import init_empty_weights
+
+    with _default(dtype), init_empty_weights(include_buffers=False):
+        model = kind.from_config(kind.load_config(folder))
+    model.register_to_config(_name_or_path=str(folder))
+    return model
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _read(model: Any, files: Mapping[str, Path], dtype: torch.dtype, ranks: dist.ProcessGroup) -> None:
+    from safetensors import safe_open
+
+    kept = model._keep_in_fp32_modules or []
+    in_float32 = {*([kept] if isinstance(kept, str) else kept)}
+    with ExitStack() as opened:
+        handles = {file: opened.enter_context(safe_open(file, framework="pt")) for file in {*files.values()}}
+        for name, file in files.items():
+            owner, _, of = name.rpartition(".")
+            module: nn.Module = model.get_submodule(owner)
+            handle = handles[file]
+            wanted = torch.float32 if in_float32 & {*name.split(".")} else dtype
+            p = dict(module.named_parameters(recurse=False)).get(of)
+            if p is None or p.ndim == 0:
+                value = _as(handle.get_tensor(name), wanted)
+                setattr(module, of, value if p is None else nn.Parameter(value, requires_grad=p.requires_grad))
+                continue
+            stored = handle.get_slice(name)
+            if (shape := tuple(stored.get_shape())) != p.shape:
+                raise ValueError(f"{name} has the shape {shape} in {file.name}, and the configuration {tuple(p.shape)}")
+            local_rows.hold(module, of, _as(stored[local_rows.cut(len(p), ranks)], wanted))
+
+
+def _as(read: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of what was ``read``, which may be a view of the file; numbers that are no fractions keep their dtype."""
+    return read.to(dtype if read.is_floating_point() else read.dtype, copy=True).contiguous()
