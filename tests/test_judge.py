@@ -225,7 +225,7 @@ def test_a_number_is_read_where_it_is_the_answer(text, value):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "I like it.", "7 or 8", "seven", "11", "-1", "7/5", "nan", "score", "3 of 4 steps"),
+        *("", "I like it.", "7 or 8", "seven", "11", "-1", "7/5", "nan", "score", "3 of 4 steps", "I give it 7"),
         *("<think>\nmaybe\n10", "Well.\n<think>10\n10", "<think>1</think>\n<thinking>\n10", "[THINK]so\n10"),
     ],
 )
