@@ -21,8 +21,8 @@ from mmrl.checkpoint.reader import Saved
 from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.checks import possible
 from mmrl.config.learning_rate import for_critic
-from mmrl.config.moved_files import moved
 from mmrl.config.objectives import load_objective
+from mmrl.config.older_keys import moved
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.workload import Balance

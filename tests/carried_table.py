@@ -24,7 +24,7 @@ CARRIED: dict[str, str] = {
     "mmrl/runtime/launch_files.py: controllers: the recipe has one, which `mmrl train` starts; set contro": "tests/test_launch_files.py::test_what_cannot_be_printed_is_refused_with_the_edit[words1-controllers: the recipe has one]",
     "mmrl/text/chat.py: sampling.system: …, or remove sampling.system": "tests/test_template_answers.py::test_the_plan_refuses_such_templates[no system branch-sampling.system]",
     "mmrl/text/meta_model.py: data: …; shorten them or take them out of the data, raise the limit, o": PLANNED,
-    "mmrl/text/pairs.py: pipeline: … writes text, and … trains a score; set pipeline: llm/score": "tests/test_offline.py::test_a_model_of_the_other_kind_is_refused[changes2-pipeline: llm/score]",
+    "mmrl/text/given.py: pipeline: … writes text, and … trains a score; set pipeline: llm/score": "tests/test_offline.py::test_a_model_of_the_other_kind_is_refused[changes2-pipeline: llm/score]",
     "mmrl/training/step_metrics.py: rollout.max_gap: … log-probs … apart in sampling and in training, with": "tests/test_gap.py::test_a_run_stops_where_the_cached_forward_disagrees[edit0-True]",
     "pipelines/diffusion/loading.py: performance.compile: on a CPU torch.compile needs a C++ compiler, and ": "tests/test_compile.py::test_without_a_compiler_it_says_so",
     "pipelines/diffusion/negative.py: sampling.negative_prompt: …; remove sampling.negative_prompt": PLANNED,

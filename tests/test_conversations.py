@@ -18,8 +18,7 @@ from mmrl.report.texts import write_texts
 from mmrl.rewards.wire import decode_request, encode_request
 from mmrl.text.conversation import messages_of, messages_with_media
 from mmrl.text.features import key_of
-from mmrl.text.given import given_message, given_text
-from mmrl.text.pairs import Pair, pair_of
+from mmrl.text.given import Pair, given_message, given_text, pair_of
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Turn
 from tests import tiny
 from tests.rows import distance

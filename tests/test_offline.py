@@ -23,7 +23,7 @@ from mmrl.run import build, evaluate, restored
 from mmrl.runtime.start import train
 from mmrl.session import Session
 from mmrl.text.answered import ending
-from mmrl.text.pairs import Pair, pair_of
+from mmrl.text.given import Pair, pair_of
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot

@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import load_recipe
-from mmrl.config.moved_files import moved
+from mmrl.config.older_keys import moved
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
 

@@ -12,7 +12,7 @@ from mmrl.config.placement import Placement
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split
 from mmrl.placement.hindsight import rounds
-from mmrl.placement.judges import Judges, shares
+from mmrl.placement.scheduler import Judges, shares
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices
 from mmrl.placement.step_records import as_rows
 from mmrl.simulator.trace_from_run import read_run

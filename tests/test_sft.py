@@ -19,7 +19,7 @@ from mmrl.report.metrics import describe
 from mmrl.run import build, evaluate
 from mmrl.runtime.start import train
 from mmrl.session import Session
-from mmrl.text.responses import Responses
+from mmrl.text.given import Responses
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import Prompt

@@ -20,8 +20,7 @@ from mmrl.checkpoint.resume import flatten, same_run, with_older_defaults
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.learning_rate import learning_rate
 from mmrl.config.loader import Continuation, LoadedRecipe, load_recipe
-from mmrl.config.moved_files import moved
-from mmrl.config.older_keys import renamed
+from mmrl.config.older_keys import moved, renamed
 from mmrl.config.schema import Earlier, Optim, Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, MutableJson, as_integer, as_number, as_object

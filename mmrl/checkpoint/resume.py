@@ -7,8 +7,7 @@ import shlex
 import sys
 
 from mmrl.config.loader import LoadedRecipe
-from mmrl.config.moved_files import moved
-from mmrl.config.older_keys import renamed
+from mmrl.config.older_keys import moved, renamed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_object

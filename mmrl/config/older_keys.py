@@ -1,12 +1,15 @@
-"""Rename keys of older recipes and runs to their names of today."""
+"""Bring recipes and runs of older versions and other installations to the names and paths of today."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from mmrl.json_types import JsonObject, as_object
+from mmrl._load import Kind, folders
+from mmrl.json_types import Json, JsonObject, as_object
 
 MOVED = {"model.compile": "performance.compile", "sampling.chat_template": "sampling.chat_template_kwargs"}
+_KINDS: tuple[Kind, ...] = ("pipelines", "rewards", "datasets")
 
 
 def renamed(values: JsonObject) -> JsonObject:
@@ -27,3 +30,27 @@ def renamed(values: JsonObject) -> JsonObject:
         values = {**values, before: {k: v for k, v in section.items() if k != key}}
         values = {**values, after: {**as_object(values.get(after) or {}), name: given}}
     return values
+
+
+def moved(settings: JsonObject, *, missing_only: bool = False) -> JsonObject:
+    """``settings`` of a run with the paths of shipped files (models, examples) as they are here.
+
+    A path names a shipped file where its part after the last ``/pipelines/`` (``/rewards/``, ``/datasets/``) exists in
+    this installation. ``missing_only`` leaves paths alone that still exist.
+    """
+    return as_object(_moved(settings, missing_only))
+
+
+def _moved(value: Json, missing_only: bool) -> Json:
+    if isinstance(value, dict):
+        return {key: _moved(of, missing_only) for key, of in value.items()}
+    if isinstance(value, list):
+        return [_moved(of, missing_only) for of in value]
+    if not isinstance(value, str) or not value.startswith("/") or (missing_only and Path(value).exists()):
+        return value
+    for kind in _KINDS:
+        _, found, rest = value.rpartition(f"/{kind}/")
+        for root in folders(kind) if found else ():
+            if rest and (root / rest).exists():
+                return str(root / rest)
+    return value

@@ -9,15 +9,19 @@ A device works in one role at a time. It keeps its role while there is work in i
 other role, if the placement allows it. Devices that only train may be lent: while they wait for the samples of a step,
 they do the work of the other roles for it. Where the others sample ahead and may switch too, the step that trains next
 goes first: a device without work for it in its role looks at the other role, before it works for a later step.
+
+A recipe may have several judges: the devices that judge are divided among them by their work. A device keeps its judge
+while samples wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
-from mmrl.placement.judges import Judges
 from mmrl.placement.tasks import (
     LENT,
     Call,
@@ -26,9 +30,11 @@ from mmrl.placement.tasks import (
     Schedulable,
     StepEvents,
     is_for,
+    needs_newer_weights,
     recent,
+    trains,
+    trains_later,
 )
-from mmrl.placement.waiting import Waiting
 
 T = TypeVar("T", bound=Schedulable)
 
@@ -398,3 +404,185 @@ class Scheduler(Generic[T]):
     def _after(self, moment: float) -> float:
         """Seconds after the start of the step; 0 for an earlier moment."""
         return max(0.0, moment - self.start)
+
+
+class Judges:
+    """Final class. ``of``: each device's judge, empty before it had one. With one judge it has nothing to do.
+    ``alone``: a device has one judge awake at a time."""
+
+    def __init__(self, devices: int) -> None:
+        self.of = [""] * devices
+        self.alone = False
+        self._seconds: dict[str, float] = {}
+        """The recent mean of a micro-batch, by judge."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._seconds)
+
+    @property
+    def several(self) -> bool:
+        return len(self._seconds) > 1
+
+    def know(self, names: Iterable[str]) -> None:
+        """These judges will be asked."""
+        self._seconds |= {name: 0.0 for name in names if name not in self._seconds}
+
+    def took(self, judge: str, seconds: float) -> None:
+        """A micro-batch took so long. ``judge``: empty for another task."""
+        if not judge:
+            return
+        self._seconds[judge] = recent(self._seconds.get(judge, 0.0), seconds)
+
+    def expect(self, other: Judges) -> None:
+        """Expect what ``other`` has measured."""
+        self._seconds, self.alone = dict(other._seconds), other.alone
+
+    @property
+    def each(self) -> float:
+        """Device-seconds of judging a micro-batch, by all judges."""
+        return sum(self._seconds.values())
+
+    def left(self, tasks: Iterable[Schedulable]) -> float:
+        """Device-seconds of tasks of judging."""
+        counts = Counter(task.judge for task in tasks)
+        return sum(count * self._seconds.get(judge, 0.0) for judge, count in counts.items())
+
+    def divide(self, devices: Sequence[int]) -> None:
+        """Give each of ``devices`` a judge, by the work of each; as many as possible keep theirs."""
+        if not self.several:
+            return
+        counts = shares(self._seconds, len(devices))
+        free = []
+        for device in devices:
+            if counts.get(self.of[device], 0):
+                counts[self.of[device]] -= 1
+            else:
+                free.append(device)
+        names = [name for name, count in counts.items() for _ in range(count)]
+        for device, name in zip(free, names, strict=True):
+            self.of[device] = name
+
+    def choose(self, tasks: Sequence[T], device: int, judging: Collection[int], price: float) -> int | None:
+        """The place of the task that an idle device takes, of the step that trains first; None: it waits.
+
+        The first for its own judge; without one, that for the judge with the most work per device, if that is worth
+        its ``price`` in seconds. ``judging``: all devices that judge now.
+        """
+        if not self.several:
+            return 0
+        first = trains(tasks[0])
+        places: dict[str, int] = {}
+        waits: Counter[str] = Counter()
+        for n, task in enumerate(tasks):
+            if trains(task) != first:
+                break
+            places.setdefault(task.judge, n)
+            waits[task.judge] += 1
+        own = self.of[device]
+        if own in places:
+            return places[own]
+        there = Counter(self.of[other] for other in judging if other != device)
+        left = {judge: count * (self._seconds.get(judge) or 1.0) for judge, count in waits.items()}
+        judge = max(left, key=lambda name: left[name] / (there[name] + 1))
+        fresh = device not in judging or not own
+        if fresh or not there[judge] or worth_moving(0.0, left[judge], there[judge], price):
+            return places[judge]
+        return None
+
+    def at_first(self, device: int, judging: int) -> str:
+        """The judge that a device wakes at the start of a phase in which ``judging`` devices judge; empty: all."""
+        return self.of[device] if self.several and (self.alone or judging >= len(self._seconds)) else ""
+
+    def preferred(self, tasks: Iterator[T], device: int) -> T:
+        """The first of ``tasks``, there is one, or the first for the judge that the device has."""
+        first = next(tasks)
+        if not self.several or first.judge == self.of[device]:
+            return first
+        return next((task for task in tasks if task.judge == self.of[device]), first)
+
+
+def shares(work: dict[str, float], devices: int) -> dict[str, int]:
+    """``devices`` divided by ``work``: each has one at least where there are enough, then the one that has the most
+    work for each of its devices gets another."""
+    ordered = sorted(work, key=lambda name: -work[name])
+    counts = dict.fromkeys(ordered, 0)
+    for _ in range(devices):
+        most = max(ordered, key=lambda name: (not counts[name], (work[name] or 1e-9) / max(counts[name], 1)))
+        counts[most] += 1
+    return counts
+
+
+class Waiting(Generic[T]):
+    """Final class: the tasks of sampling and of judging for any device, by role, and those of training, by device.
+    ``by_step``: whether tasks of a role are in the order in which their steps are trained."""
+
+    def __init__(self, devices: int) -> None:
+        self.by_step = False
+        self.own: list[deque[T]] = [deque() for _ in range(devices)]
+        self._of: dict[Role, deque[T]] = {role: deque() for role in LENT}
+        self._owned = 0
+
+    def __getitem__(self, role: Role) -> deque[T]:
+        return self._of[role]
+
+    def __bool__(self) -> bool:
+        return bool(self._owned) or self.any()
+
+    def any(self) -> bool:
+        """Whether something waits to be sampled or judged."""
+        return any(self._of.values())
+
+    def add(self, task: T) -> None:
+        """Raises ``ValueError`` for a task of training without a device."""
+        if task.role == "train":
+            if task.device is None:
+                raise ValueError("a task of training has a device of its own")
+            self.own[task.device].append(task)
+            self._owned += 1
+            return
+        tasks, later = self._of[task.role], trains_later if self.by_step else needs_newer_weights
+        if tasks and later(tasks[-1], task):
+            tasks.insert(next(n for n, other in enumerate(tasks) if later(other, task)), task)
+        else:
+            tasks.append(task)
+
+    def next_own(self, device: int) -> T:
+        """The device's next task of training, out of the queue."""
+        self._owned -= 1
+        return self.own[device].popleft()
+
+    def take(self, role: Role, place: int) -> T:
+        """A task out of the queue."""
+        task = self._of[role][place]
+        del self._of[role][place]
+        return task
+
+    def steps(self) -> list[int]:
+        """The steps of the first tasks, that which trains next first."""
+        return sorted({trains(tasks[0]) for tasks in self._of.values() if tasks})
+
+    def first_for(self, role: Role, step: int | None) -> bool:
+        """Whether ``step`` (None: any) waits for the first task of a role."""
+        tasks = self._of[role]
+        return bool(tasks) and (step is None or is_for(tasks[0], step))
+
+    def wanted(self, role: Role, step: int | None) -> int:
+        """The number of waiting tasks of a role that ``step`` waits for; None: of all."""
+        tasks = self._of[role]
+        if step is None or not tasks:
+            return len(tasks)
+        return bisect_right(tasks, step, key=trains) if self.by_step else sum(is_for(task, step) for task in tasks)
+
+    def drop(self, role: Role) -> None:
+        """Discard the tasks of a role."""
+        for tasks in self.own if role == "train" else [self._of[role]]:
+            tasks.clear()
+        self._owned = sum(map(len, self.own))
+
+    def withdraw(self) -> list[T]:
+        """Discard all tasks, and return them."""
+        left = [task for tasks in (*self._of.values(), *self.own) for task in tasks]
+        for role in (*LENT, "train"):
+            self.drop(role)
+        return left

@@ -1,32 +1,44 @@
 """Texts that the data gives as responses to a prompt: their tokens, log-probs and scores, all of a row in one forward.
 
-A prompt carries its texts in ``meta``, by the columns of TRL's data (``mmrl.text.pairs``, ``mmrl.text.responses``). The
+A prompt carries its texts in ``meta``, by the columns of TRL's data (``Pairs``, ``Responses``). The
 tokens of prompt and response are those of the chat template's own rendering of the whole conversation
 (``mmrl.text.answered``).
+
+A response is in ``meta`` by the columns of TRL's prompt-completion data: ``completion``, a text or a
+list of messages that ends with the assistant's, and of its unpaired preference data ``label`` as well.
+
+A pair of a better and a worse response, whose texts go through one forward, is in ``meta`` by the columns of TRL's
+preference data: ``chosen`` and ``rejected``, and perhaps ``margin`` (how much better, for reward models).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.errors import BadPromptError
+from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.text.answered import answer_tokens, content_of
 from mmrl.text.chat import Conditioner
 from mmrl.text.features import key_of
-from mmrl.trajectory import REASONING, Prompt, Rows, TextRows, Turn
+from mmrl.trajectory import REASONING, Prompt, Rows, Slot, TextRows, Turn
 from mmrl.transfer import to_device
 
 _CUT = "/cut"
 """Behind the name of a text: how many of the prompt's last tokens it replaces."""
+OTHER = "response of another prompt"
+"""In ``meta``, beside a prompt's own response."""
+COLUMNS = ("chosen", "rejected")
 
 
 class WritingModel(Protocol):
@@ -198,3 +210,111 @@ def _content(message: JsonObject) -> str:
     if len(texts) < len(content):
         raise ValueError("has a message whose content is not text")
     return "".join(texts)
+
+
+class Responses(GivenTexts):
+    """Final class. The responses of a run of ``pipeline``. Log-probs are among all tokens, as in
+    transformers' own loss: a model that has not seen many answers must learn not to draw those that stand for
+    pictures."""
+
+    every_token = True
+
+    def __init__(self, pipeline: WritingModel) -> None:
+        super().__init__(pipeline)
+        settings = pipeline.recipe.algorithm
+        self.label = settings.label_column if isinstance(settings, ResponseSettings) else None
+
+    def texts(self, prompt: Prompt) -> Mapping[str, str]:
+        column = self.columns["completion"]
+        if self.label is not None:
+            label_of(prompt, self.label)
+        columns = [column] if self.label is None else [column, self.label]
+        return {"completion": given_text(prompt, column, columns)}
+
+    def recorded(self, rows: Rows) -> dict[str, Tensor]:
+        """``labels``, 1 for good responses, where the data has labels."""
+        if self.label is None:
+            return {}
+        labels = [float(label_of(slot.prompt, self.label)) for slot in rows.slots]
+        return {"labels": torch.tensor(labels, device=self.pipeline.device)}
+
+    def sizes(self, rows: Rows) -> list[int]:
+        """The tokens of each response, its end among them."""
+        return [self.pipeline.features.ref(self.key(slot.prompt)).shapes["completion"][0] for slot in rows.slots]
+
+    def beside(self, slot: Slot, other: Prompt) -> Slot:
+        """See ``mmrl.pipelines.protocol.ResponseUpdates``."""
+        self.texts(other)
+        meta = {**slot.prompt.meta, OTHER: [dict(given_message(other, self.columns["completion"]))]}
+        return replace(slot, prompt=replace(slot.prompt, meta=meta))
+
+    def mismatched(self, rows: Rows) -> TextRows:
+        """Each prompt with the response of another, cut where the model's context ends."""
+        texts, cuts, context = list[Tensor](), list[int](), self.pipeline.context
+        for slot in rows.slots:
+            tokens, cut = self.behind(slot.prompt, OTHER)
+            length = self.pipeline.features.ref(key_of(slot.prompt)).shapes["input_ids"][0] - cut
+            texts.append(torch.tensor(tokens if context is None else tokens[: max(1, context - length)]))
+            cuts.append(cut)
+        return self.behind_prompts(rows, texts, cuts)
+
+
+def label_of(prompt: Prompt, column: str) -> bool:
+    """Whether the prompt's response is good. Raises ``BadPromptError`` where the data does not say."""
+    said = prompt.meta.get(column)
+    if said is None or said not in (True, False):
+        raise BadPromptError(
+            prompt.id,
+            f"meta[{column!r}] is {said!r}, neither true (good) nor false (bad); algorithm.labels names the column",
+        )
+    return bool(said)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``margin``: the score of ``chosen`` should be higher by at least this; 0 without a margin."""
+
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+
+
+class Pairs(GivenTexts):
+    """Final class. The pairs of a run of ``pipeline``.
+
+    Raises ``UserError`` if the algorithm does not train this kind of model.
+    """
+
+    def __init__(self, pipeline: WritingModel) -> None:
+        self.scores = pipeline.recipe.algorithm.trains_scores
+        if self.scores and not hasattr(pipeline.policy, "score"):
+            raise UserError(
+                f"pipeline: {pipeline.recipe.pipeline} writes text, and {pipeline.recipe.algorithm.label} trains a "
+                "score; set pipeline: llm/score (vlm/score for prompts with pictures)"
+            )
+        super().__init__(pipeline)
+
+    def texts(self, prompt: Prompt) -> Mapping[str, str]:
+        pair = pair_of(prompt)
+        return {"chosen": pair.chosen, "rejected": pair.rejected}
+
+    def recorded(self, rows: Rows) -> dict[str, Tensor]:
+        """``margins``, 0 where the data gives none."""
+        values = [pair_of(slot.prompt).margin for slot in rows.slots]
+        return {"margins": torch.tensor(values, device=self.pipeline.device)}
+
+    def sizes(self, rows: Rows) -> list[int]:
+        return [1] * len(rows)
+
+
+def pair_of(prompt: Prompt) -> Pair:
+    """The pair in ``prompt.meta``. Raises ``BadPromptError`` where there is none."""
+    texts = [given_text(prompt, column, COLUMNS) for column in COLUMNS]
+    if given_message(prompt, COLUMNS[0]) == given_message(prompt, COLUMNS[1]):
+        raise BadPromptError(prompt.id, "its two responses are equal, so that neither is better; take it out")
+    margin = prompt.meta.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise BadPromptError(prompt.id, f"meta['margin'] is {margin!r}; give a number, or none")
+    if margin is not None and not math.isfinite(margin):
+        raise BadPromptError(prompt.id, f"meta['margin'] is {margin}; give a finite number, or none")
+    return Pair(texts[0], texts[1], float(margin or 0.0))

@@ -39,11 +39,9 @@ from mmrl.text.base_model import base_model
 from mmrl.text.chat import Conditioner
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN, as_weights, features_of, joined, key_of, with_told
-from mmrl.text.given import GivenTexts
+from mmrl.text.given import GivenTexts, Pairs, Responses
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
-from mmrl.text.pairs import Pairs
-from mmrl.text.responses import Responses
 from mmrl.text.shared_pictures import Shared
 from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
