@@ -19,7 +19,7 @@ FAMILIES = ("sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2
 def captions_of(family):
     pipe = getattr(tiny_diffusion, f"_{family}")()
     encoders = [name for name in pipe.components if name.startswith("text_encoder")]
-    made = mmrl.load("pipelines", "diffusion/captions").Captions(SimpleNamespace(pipe=pipe, encoders=encoders))
+    made = mmrl.load("pipelines", "diffusion/flow").Captions(SimpleNamespace(pipe=pipe, encoders=encoders))
     return made, [getattr(pipe, name.replace("text_encoder", "tokenizer")) for name in encoders]
 
 

@@ -162,7 +162,7 @@ def test_names_of_weights_stay(tmp_path):
     ],
 )
 def test_repeated_blocks_are_found(kind, config, blocks):
-    compiling = mmrl.load("pipelines", "diffusion/compiling")
+    compiling = mmrl.load("pipelines", "diffusion/loading")
     with torch.device("meta"):
         model = getattr(diffusers, kind)(**config)
     assert [type(block).__name__ for block in compiling.repeated(model)] == blocks

@@ -713,7 +713,7 @@ def test_engines_and_judges_sleep_or_take_less(says):
 
 
 def test_without_triton_nothing_is_compiled(monkeypatch):
-    compiling = mmrl.load("pipelines", "diffusion/compiling")
+    compiling = mmrl.load("pipelines", "diffusion/loading")
     from mmrl.run import build
 
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)

@@ -15,7 +15,7 @@ from mmrl.media import Media
 from mmrl.trajectory import Prompt
 from tests.sweeps import Sweep
 
-pair_of = mmrl.load("pipelines", "diffusion/pairs:pair_of")
+pair_of = mmrl.load("pipelines", "diffusion/flow:pair_of")
 
 
 def _saved(image: Image.Image, form: str, **options: object) -> Media:

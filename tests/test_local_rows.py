@@ -218,7 +218,7 @@ def test_rows_of_every_family_of_pictures_are_those_of_a_whole_load(family, tmp_
     """With values of the files, buffers, dtypes and the configuration as diffusers loads them."""
     path = SHAPES if family == "sd3" else tiny_diffusion.save(family, tmp_path / "pipe")
     (folder,) = (path / name for name in ("transformer", "unet") if (path / name).exists())
-    load = mmrl.load("pipelines", "diffusion/row_loading").load_rows
+    load = mmrl.load("pipelines", "diffusion/loading").load_rows
     kind = getattr(diffusers, json.loads((folder / "config.json").read_text())["_class_name"])
     several = tmp_path / "several" / folder.name
     kind.from_pretrained(folder).save_pretrained(several, max_shard_size="100KB")
