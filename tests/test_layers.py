@@ -140,7 +140,7 @@ def test_every_module_has_a_layer_and_every_layer_a_module(layers, tree):
 
 def test_the_longest_name_says_the_layer(layers):
     table = {"low": "mmrl text.pairs", "high": "text"}
-    names = ["mmrl", "mmrl.text", "mmrl.text.given", "mmrl.text.given.more"]
+    names = ["mmrl", "mmrl.text", "mmrl.text.pairs", "mmrl.text.pairs.more"]
     assert layers.placed(names, table) == dict(zip(names, [0, 1, 0, 0], strict=True))
     with pytest.raises(ValueError, match=r"mmrl\.texts has no layer"):  # the start of a word is no name
         layers.placed([*names, "mmrl.texts"], table)
