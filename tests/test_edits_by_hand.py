@@ -321,7 +321,7 @@ class Half(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("edit", ["shm", "files"])
 def test_weights_whose_connection_breaks_go_through_files(tmp_path, edit):
-    from mmrl.engines.group_sender import GroupSender
+    from mmrl.engines.vllm_server import GroupSender
     from mmrl.engines.server_process import Client, Timeouts
     from mmrl.engines.vllm_server import VllmServer
     from mmrl.engines.weight_files import Room, Sending
