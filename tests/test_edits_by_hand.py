@@ -321,9 +321,8 @@ class Half(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("edit", ["shm", "files"])
 def test_weights_whose_connection_breaks_go_through_files(tmp_path, edit):
-    from mmrl.engines.vllm_server import GroupSender
     from mmrl.engines.server_process import Client, Timeouts
-    from mmrl.engines.vllm_server import VllmServer
+    from mmrl.engines.vllm_server import GroupSender, VllmServer
     from mmrl.engines.weight_files import Room, Sending
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Half)
