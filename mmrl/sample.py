@@ -164,11 +164,10 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
                 rows.append({**of, "file": _keep(sample, folder, name)})
             else:
                 shown = _pictures(sample.prompt.media, folder, f"prompts/{sample.id.slot:03d}")
+                name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
+                told = _pictures(sample.episode.pictures if sample.episode else (), folder, name)
+                shown = {**shown, **{f"episode_{key}": files for key, files in told.items()}}
                 rows.append({**of, "text": sample.transcript, "truncated": sample.truncated, **shown})
-                if sample.episode is not None:
-                    name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
-                    found = _pictures(sample.episode.pictures, folder, name)
-                    rows[-1] |= {f"episode_{key}": files for key, files in found.items()}
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
     shown = [replace(one, samples=one.samples[:MOST_SHOWN]) for one in drawn]

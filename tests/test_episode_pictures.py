@@ -415,17 +415,43 @@ def test_judges_and_saved_samples_show_what_was_seen(tmp_path):
         ]
 
 
+SHORT = [*SMALL[:-2], "train.micro_batch_size=4", "data.train={size: 16}", "data.heldout={size: 16}"]
+
+
 def test_a_run_trains_on_what_it_was_shown(tmp_path, worlds):
-    small = [*SMALL[:-2], "train.micro_batch_size=4", "data.train={size: 16}", "data.heldout={size: 16}"]
-    section = f"environment={{name: '{worlds}:World', max_turns: 3, max_tokens: 400}}"
-    mmrl.train("scenes", changes=[*small, section], rewards=["environment"], out=tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
-    for row in rows:
+    for row in figures_of(tmp_path / "run", worlds):
         assert row["policy/first_ratio_max_dev"] <= 1e-5
         assert row["mismatch/log_prob_gap_max"] < 1e-4
         assert row["episode/turns"] == 3
         assert row["episode/failed"] == 0
+
+
+@pytest.mark.slow
+def test_vllm_is_shown_the_same(tmp_path, worlds):
+    pytest.importorskip("vllm")
+    for row in figures_of(tmp_path / "run", worlds, "rollout.engine=vllm"):
+        assert row["mismatch/log_prob_gap_max"] < 5e-4
+        assert row["episode/turns"] == 3
+        assert row["episode/failed"] == 0
+
+
+@pytest.mark.slow
+def test_two_devices_train_on_the_same(tmp_path, worlds):
+    pytest.importorskip("ray")
+    alone = figures_of(tmp_path / "one", worlds)
+    both = figures_of(tmp_path / "two", worlds, "devices_per_controller=2")
+    for row, other in zip(alone, both, strict=True):
+        for name in ("reward/mean", "episode/turns", "text/length", "policy/loss", "mismatch/log_prob_gap"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+def figures_of(run, worlds, *changes):
+    """The metrics of two steps of ``scenes`` in which an environment shows pictures."""
+    section = f"environment={{name: '{worlds}:World', max_turns: 3, max_tokens: 400}}"
+    mmrl.train("scenes", changes=[*SHORT, section, *changes], rewards=["environment"], out=run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    return rows
 
 
 def test_a_journal_keeps_pictures(tmp_path):

@@ -24,7 +24,7 @@ class Environment(Section):
     """Turns of the policy in an episode at most."""
     max_tokens: Count = 2048
     """Tokens of an episode behind its prompt at most, written and told; ``sampling.max_new_tokens`` limits a turn."""
-    max_pictures: int = Field(16, ge=0, le=4096)
+    max_pictures: int = Field(default=16, ge=0, le=4096)
     """Pictures that the environment shows in an episode at most; one that shows more has failed."""
     timeout: Duration = 30.0
     """Seconds for one call (``30s``, ``2m``); then the episode has failed."""

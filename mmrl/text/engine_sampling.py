@@ -231,7 +231,8 @@ def streamed(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     a time unless the caller keeps it.
     """
     model = base_model(policy.module)
-    ties = model.config.get_text_config().tie_word_embeddings
+    configs = (model.config, model.config.get_text_config())  # of some vision families only the first says it
+    ties = any(getattr(config, "tie_word_embeddings", False) for config in configs)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if ties else set()
     for name, tensor in policy.module.state_dict().items():
         if name in policy.trainable:
