@@ -21,6 +21,8 @@ INIT = {
     "sums": ["--data", "sums", "--reward", "sums", "--yes"],
     "shapes-lora": ["--data", "shapes", "--reward", "shapes", "--yes"],
 }
+FAILED = (24, 32, 39)
+"""Seeds whose files were a traceback once."""
 WHOLE = [*hostile.WHOLE, "outside", "huge"]
 
 
@@ -59,7 +61,7 @@ def commands(name, folder, scratch):
 @pytest.mark.slow
 @pytest.mark.sweep("hostile configuration files of model checkpoints, through plan, train and init")
 def test_no_file_of_a_checkpoint_is_a_traceback(tmp_path, sweep):
-    for seed in range(sweep.size(12, 300)):
+    for seed in dict.fromkeys([*range(sweep.size(12, 300)), *FAILED]):
         rng = random.Random(seed)
         name = rng.choice(sorted(FOLDERS))
         folder, scratch = tmp_path / "model", tmp_path / "scratch"

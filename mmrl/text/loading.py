@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from mmrl import local_rows
@@ -59,7 +60,7 @@ def load_model(
             model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
             if model is None:
                 model = auto.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         reason, mend = why(error, "a directory with config.json and safetensors", otherwise)
         raise UserError(f"model.path: {where} cannot be loaded by {auto.__name__}: {reason}\n  {mend}") from error
@@ -91,6 +92,9 @@ def without_sampling_defaults(model: PreTrainedModel) -> PreTrainedModel:
     set_exported_config(model, model.generation_config)
     plain = copy.deepcopy(model.generation_config)
     stop, padding = plain.eos_token_id, plain.pad_token_id
+    for name, ids in (("eos_token_id", stop), ("pad_token_id", padding)):
+        if any(isinstance(one, int) and abs(one) >= 2**63 for one in (ids if isinstance(ids, list) else [ids])):
+            raise UserError(f"model.path: generation_config.json: {name} is no token's number; correct the file")
     model.generation_config = type(plain)(eos_token_id=stop, pad_token_id=padding)
     return model
 

@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -64,7 +65,7 @@ def empty_model(
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason, mend = why(error, "a directory with config.json", otherwise)
         raise UserError(f"model.path: {path} cannot be made by {auto.__name__}: {reason}\n  {mend}") from error
     with suppress(OSError):  # without this file transformers takes the settings of config.json

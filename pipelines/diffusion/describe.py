@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from mmrl.errors import UserError
@@ -41,7 +42,7 @@ def empty_pipeline(
     configs, source = _configurations(family, path, architecture)
     try:
         return _assemble(family, configs, dtypes), source
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
         raise UserError(
             f"model.path: {source} does not describe a {family.family} ({type(error).__name__}: {error})\n"
             f"  Give a checkpoint of {family.pipeline}, or another pipeline."
