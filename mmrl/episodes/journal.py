@@ -93,7 +93,7 @@ class Journal:
     def _read(self, step: int) -> dict[_Key, Kept]:
         root = self._folder.parent.parent if self._folder.parent.name == "controllers" else self._folder
         found: dict[_Key, Kept] = {}
-        for folder in (root, *sorted(root.glob("controllers/*"))):
+        for folder in (root, *sorted(root.glob("controllers/*/"))):
             for file in sorted((folder / FOLDER).glob("evaluation-*.jsonl")) if step < 0 else ():
                 found |= {key: kept for key, kept in _kept(step, rows_of(file)).items() if key[2] == GROUP}
             found |= _kept(step, rows_of(folder / FOLDER / self._file(step)))
