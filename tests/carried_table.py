@@ -127,5 +127,7 @@ ADVICE: dict[str, str] = {
 """What refuses nothing: texts of ``--help``, of printed programs and of reports. That their keys, values and commands
 exist is a test of ``tests/test_messages.py``."""
 
-NOT_HERE: dict[str, str] = {}
+NOT_HERE: dict[str, str] = {
+    "mmrl/text/chat.py: the model reads only text; take a vision-language model and set pipeli": "asks for another model; the other tests of tests/test_episode_pictures.py play with models that see",
+}
 """The message, and why no test carries its edit out."""
