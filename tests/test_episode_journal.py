@@ -213,7 +213,7 @@ def test_a_run_that_is_killed_again_and_again_is_as_one_that_was_not(worlds):
     mmrl.train("sums", changes=changes, rewards=["environment"], out=worlds / "whole")
     command = [sys.executable, "-m", "mmrl", "train", "sums", *changes, "rewards=[{name: environment}]"]
     draw, kills = random.Random(0), 0
-    for n in range(16):
+    for n in range(12):
         how = "--resume" if (worlds / "run" / "recipe.yaml").exists() else "--overwrite"
         process = subprocess.Popen(
             [*command, "--out", str(worlds / "run"), how],
@@ -226,7 +226,7 @@ def test_a_run_that_is_killed_again_and_again_is_as_one_that_was_not(worlds):
         noted = len(calls(worlds))
         wait = draw.randint(1, 25)  # calls; the last starts are left alone
         while process.poll() is None and time.monotonic() < end:
-            if n < 8 and len(calls(worlds)) - noted >= wait:
+            if n < 5 and len(calls(worlds)) - noted >= wait:
                 os.killpg(process.pid, signal.SIGKILL)
                 kills += 1
                 break
