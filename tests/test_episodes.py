@@ -5,6 +5,7 @@ import json
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -428,6 +429,22 @@ def test_observations_are_read_or_refused():
     assert len(observations([Observation("a"), Observation("b")])) == 2
     for wrong in (17, [1], {"a": 1}, [Observation("a"), "b"]):
         with pytest.raises(TypeError, match="an environment answers with"):
+            observations(wrong)
+
+
+def test_numbers_of_numpy_and_torch_become_plain_and_what_is_no_number_is_named():
+    info = {"at": (1, np.int64(2)), "seen": np.ones((2, 1)), "loss": torch.tensor(0.5), "inner": {"n": np.bool_(True)}}
+    (one,) = observations(Observation("a", np.float32(0.5), np.bool_(True), info=info))
+    assert json.loads(json.dumps(one.info)) == one.info
+    assert one.info == {"at": [1, 2], "seen": [[1.0], [1.0]], "loss": 0.5, "inner": {"n": True}}
+    assert (type(one.reward), one.reward, one.done, one.truncated) == (float, 0.5, True, False)
+    for wrong, words in (
+        (Observation(reward=float("nan")), "no finite number"),
+        (Observation(reward=np.float32("inf")), "no finite number"),
+        (Observation(info={"a": object()}), "JSON has no value"),
+        (Observation(info={"a": float("nan")}), "JSON"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
             observations(wrong)
 
 

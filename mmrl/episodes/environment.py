@@ -13,8 +13,9 @@ with types and a docstring. Their answers go back to the model, and the episode 
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from mmrl.episodes.contract import Action, Content, Observation
@@ -40,15 +41,32 @@ class Environment(Protocol):
 
 def observations(answer: object) -> tuple[Observation, ...]:
     """What an environment returned, as observations of an ``Episode``. Raises ``TypeError`` for what is none, and
-    ``ValueError`` for a picture that cannot be read."""
+    ``ValueError`` for a picture that cannot be read and a number that is not finite."""
     if answer is None:
         return ()
     found = (answer,) if isinstance(answer, Observation) else answer
     try:
         if isinstance(found, list | tuple) and all(isinstance(one, Observation) for one in found):
-            return tuple(replace(one, content=content_of(one.content)) for one in found)
+            return tuple(_plain(one) for one in found)
         return (Observation(content_of(answer)),)
     except TypeError as error:
         raise TypeError(
             f"an environment answers with a text, a picture, an Observation, or a list of them: {error}"
         ) from error
+
+
+def _plain(one: Observation) -> Observation:
+    """``one`` with plain texts and numbers, as a file of JSON has them, also where numpy made them."""
+    reward = float(one.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"its reward is {reward}, which is no finite number")
+    info = json.loads(json.dumps(dict(one.info), default=_number, allow_nan=False))
+    done, truncated = bool(one.done), bool(one.truncated)
+    return Observation(content_of(one.content), reward, done, truncated, str(one.call_id), info)
+
+
+def _number(value: object) -> object:
+    """The numbers of an array or a scalar of numpy or torch. Raises ``TypeError``."""
+    if callable(listed := getattr(value, "tolist", None)):
+        return listed()
+    raise TypeError(f"its info holds {value!r:.80}, for which JSON has no value")

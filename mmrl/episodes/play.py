@@ -227,10 +227,7 @@ class _Stage:
                 self.call(one)
             return
         if self._how.journal is not None:
-            try:
-                self._how.journal.tells(one.id, one.seen, one.written, told, why)
-            except (TypeError, ValueError) as error:
-                told, why = (), f"it answers what JSON has no value for: {error}"
+            self._how.journal.tells(one.id, one.seen, one.written, told, why)
         self._answered(one, told, why)
 
     def _answered(self, one: Played, told: tuple[Observation, ...], why: str) -> None:
