@@ -23,7 +23,7 @@ from mmrl.run import build
 from mmrl.runtime import start
 from mmrl.text.token_sampling import Draw, choose
 from mmrl.training import loop
-from mmrl.training.divergence import divergence, settle
+from mmrl.training.divergence import Divergence, divergence, settle
 from mmrl.trajectory import SampleId
 from tests import tiny
 from tests.test_checkpoint import make as saved_tensors
@@ -267,7 +267,7 @@ FIRST = {
     "the pictures that the autoencoder decoded": "vae/config.json",
     "the features of the prompt 3": "text encoders",
     "the loss is not finite": "rewards",
-    "the gradient norm of update 0": "gradients",
+    "the gradient norm of update 0": "the loss was finite: look at the checkpoint",
 }
 
 
@@ -280,6 +280,14 @@ def test_before_the_first_update_no_lower_rate_is_advised(folder, tmp_path, what
     with RunDir.create(tmp_path / "run") as directory:
         said = settle(directory, found, run.recipe, "mmrl train shapes-lora")
     assert (FIRST[what] in said, "lower optim.lr" in said) == (updates == 0, updates == 1)
+
+
+@pytest.mark.parametrize(("recipe", "named"), [("shapes-draft", True), ("shapes-full", False)])
+def test_rewards_gradients_are_named_where_an_algorithm_follows_them(tmp_path, recipe, named):
+    found = Divergence("the gradient norm of update 0 is nan", 1, False, 1e-4, 0, proved=False, trained=False)
+    with RunDir.create(tmp_path / "run") as directory:
+        said = settle(directory, found, load_recipe([recipe]).recipe, f"mmrl train {recipe}")
+    assert ("and at the rewards' gradients" in said) == named
 
 
 def test_logits_are_named_by_token_and_sample(folder):
