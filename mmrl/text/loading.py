@@ -18,6 +18,7 @@ from mmrl.errors import UserError
 from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.text.conditioner import Tokenizer
 from mmrl.text.row_loading import load_rows
+from mmrl.untrusted import ODD_VALUES
 from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:  # slow to import
@@ -60,7 +61,9 @@ def load_model(
             model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
             if model is None:
                 model = auto.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (*ODD_VALUES, StrictDataclassError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         reason, mend = why(error, "a directory with config.json and safetensors", otherwise)
         raise UserError(f"model.path: {where} cannot be loaded by {auto.__name__}: {reason}\n  {mend}") from error
@@ -76,7 +79,7 @@ def load_model(
 
 def why(error: Exception, wanted: str, otherwise: str) -> tuple[str, str]:
     """Why an auto class refused a model, on one line, and the edit: ``otherwise`` if the model is of another kind."""
-    reason = str(error).splitlines()[0]
+    reason = (str(error) or type(error).__name__).splitlines()[0]
     if found := re.match(r"Unrecognized configuration class .*\.(\w+)'>", reason):
         return f"it has a {found[1]}", otherwise
     return reason, f"Give {wanted} as transformers saves it, or a hub name while online."
@@ -139,7 +142,7 @@ def _attend(model: PreTrainedModel, recipe: Recipe) -> None:
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"performance.attention: {name}: {reason}; set it to another, or remove it") from error
 
 

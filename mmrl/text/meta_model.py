@@ -35,6 +35,7 @@ from mmrl.text.recorded_config import Files
 from mmrl.text.scoring import open_scorer, score_class
 from mmrl.text.token_sampling import Draw
 from mmrl.trajectory import Prompt, Slot
+from mmrl.untrusted import ODD_VALUES
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PretrainedConfig, PreTrainedModel
@@ -65,11 +66,11 @@ def empty_model(
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        with suppress(OSError):  # without this file transformers takes the settings of config.json
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    except (*ODD_VALUES, StrictDataclassError) as error:
         reason, mend = why(error, "a directory with config.json", otherwise)
         raise UserError(f"model.path: {path} cannot be made by {auto.__name__}: {reason}\n  {mend}") from error
-    with suppress(OSError):  # without this file transformers takes the settings of config.json
-        model.generation_config = GenerationConfig.from_pretrained(path)
     return without_sampling_defaults(model)
 
 

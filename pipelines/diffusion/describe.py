@@ -15,6 +15,7 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of, unreadable
 from mmrl.stored import read_object
+from mmrl.untrusted import ODD_VALUES
 
 from .adapter import Adapter
 from .prompt_lengths import tokenizer_of
@@ -42,7 +43,7 @@ def empty_pipeline(
     configs, source = _configurations(family, path, architecture)
     try:
         return _assemble(family, configs, dtypes), source
-    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+    except (*ODD_VALUES, StrictDataclassError) as error:
         raise UserError(
             f"model.path: {source} does not describe a {family.family} ({type(error).__name__}: {error})\n"
             f"  Give a checkpoint of {family.pipeline}, or another pipeline."
