@@ -21,7 +21,7 @@ INIT = {
     "sums": ["--data", "sums", "--reward", "sums", "--yes"],
     "shapes-lora": ["--data", "shapes", "--reward", "shapes", "--yes"],
 }
-FAILED = (24, 32, 39, 78)
+FAILED = (24, 32, 39, 78, 213)
 """Seeds whose files were a traceback once."""
 WHOLE = [*hostile.WHOLE, "outside", "huge"]
 

@@ -164,7 +164,10 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
             given[family.trains] = model
         variant = variant_of(family, path)
         with whole_weights(f"model.path: {path}"):
-            return kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
+            pipe = kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
+        for name in map(tokenizer_of, family.encoders):
+            _try_tokenizer(name, getattr(pipe, name, None))
+        return pipe
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a tokenizer's parser in Rust has no narrower class
@@ -173,6 +176,15 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
             f"model.path: {where} cannot be loaded as a {family.family} pipeline: {error}\n"
             "  Give a directory with model_index.json as diffusers saves it, or a hub name while online."
         ) from error
+
+
+def _try_tokenizer(name: str, tokenizer: Any) -> None:
+    """Read a text, as steps will: a tokenizer is loaded with settings that it fails on later. Raises what it raises."""
+    most = getattr(tokenizer, "model_max_length", 1)
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise ValueError(f"{name}/tokenizer_config.json: model_max_length is {most!r}, which is no number of tokens")
+    if tokenizer is not None:
+        tokenizer("a", padding="max_length", truncation=True, max_length=min(most, 8))
 
 
 def _rows(
