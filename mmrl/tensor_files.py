@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mmrl.stored import BadFileError, blamed, faults, parsed
 from mmrl.untrusted import open_file
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _LARGEST_HEADER = 100_000_000
 """Bytes; the limit of safetensors itself."""

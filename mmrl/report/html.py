@@ -9,13 +9,15 @@ The sweep of ``mmrl eval --lora-strength`` has a curve per reward, and the grid 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from base64 import b64encode
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
@@ -29,14 +31,10 @@ from mmrl.report.timeline import timeline
 from mmrl.report.transcripts import transcripts
 from mmrl.report.verdict import Judgement, judgement
 from mmrl.secrets import hidden
+from mmrl.stored import read_object
 
 if TYPE_CHECKING:
     from jinja2 import Template
-from base64 import b64encode
-from collections.abc import Collection, Sequence
-
-from mmrl.errors import UserError
-from mmrl.stored import read_object
 
 __all__ = ["curve_png", "write_report"]
 

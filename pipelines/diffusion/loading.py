@@ -12,18 +12,28 @@ whole.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.json_types import JsonObject, as_list, as_text
+from mmrl.hub_files import json_of
+from mmrl.json_types import JsonObject, as_list, as_object, as_text
 from mmrl.pipelines.description import Component, Description, Phase
 from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
+from mmrl.report import notices
 from mmrl.whole_weights import whole_weights
 
 from .adapter import Adapter
@@ -37,21 +47,6 @@ from .sizes import Sizes
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
-import importlib.util
-import os
-import shutil
-import sys
-from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
-
-import torch.distributed as dist
-from torch import Tensor
-
-from mmrl.hub_files import json_of
-from mmrl.json_types import as_object
-from mmrl.report import notices
 
 _VARIANTS = 64
 """Kinds of blocks times shapes of a batch of one size times with or without gradient and adapter. Past it torch would
