@@ -26,6 +26,8 @@ RESULTS = Path(__file__).resolve().parent / "results" / "gpu"
 LIBRARIES = ["torch", "transformers", "diffusers", "peft"]
 LINES = 25
 """Of what a check that went wrong has printed."""
+SLOWER = 4
+"""Limits of seconds are so many times as long at small sizes, which are tried on any machine."""
 Predicted = tuple[float, float]
 """What was written down before the check first ran: the lowest and the highest."""
 Work = Callable[[Place], dict[str, Any]]
@@ -105,6 +107,7 @@ def attempt(suite: Suite, index: int, place: Place, said: Path) -> None:
 def run(suite: Suite, index: int, place: Place, together: bool) -> Outcome:
     """The outcome of a check in a process of its own, or in this one (``together``)."""
     check = suite.checks()[index]
+    most = check.most * (SLOWER if place.small else 1)
     folder = place.folder / str(index + 1)
     folder.mkdir()
     place = replace(place, folder=folder)
@@ -117,7 +120,7 @@ def run(suite: Suite, index: int, place: Place, together: bool) -> Outcome:
     else:
         process = _processes(place).Process(target=alone, args=(suite, index, place, said, folder / "log.txt"))
         process.start()
-        process.join(check.most)
+        process.join(most)
         late = process.is_alive()
         if late:
             process.kill()
@@ -125,7 +128,7 @@ def run(suite: Suite, index: int, place: Place, together: bool) -> Outcome:
     if said.exists():
         outcome = Outcome(**json.loads(said.read_text()))
     else:
-        why = f"it ran longer than {check.most:.0f} s" if late else f"its process ended with {process.exitcode}"
+        why = f"it ran longer than {most:.0f} s" if late else f"its process ended with {process.exitcode}"
         seconds = round(time.perf_counter() - began, 2)
         outcome = Outcome(index + 1, check.name, "timeout" if late else "failed", seconds, why=why)
     outcome.figures = place.kept() | outcome.figures

@@ -67,11 +67,11 @@ def test_a_check_that_runs_too_long_is_ended(limits, tmp_path, monkeypatch):
     assert limits.main(["--device", "cpu", "--small", "--out", str(tmp_path)]) == 1
     (file,) = tmp_path.glob("x_*.json")
     (one,) = json.loads(file.read_text())["checks"]
-    assert (one["status"], one["why"]) == ("timeout", "it ran longer than 3 s")
+    assert (one["status"], one["why"]) == ("timeout", "it ran longer than 4 s")  # four times as long as on a card
 
 
 def too_long():
-    return [importlib.import_module("checks").Check("one", never, 3)]
+    return [importlib.import_module("checks").Check("one", never, 1)]
 
 
 def never(place):
