@@ -40,6 +40,14 @@ class Action:
     finish: Literal["stop", "length"] = "stop"
 
 
+def _marked(parts: Sequence[str | Media]) -> str:
+    return "".join(part if isinstance(part, str) else "<image>" for part in parts)
+
+
+def _pictures_of(parts: Sequence[str | Media]) -> list[Media]:
+    return [part for part in parts if isinstance(part, Media)]
+
+
 @dataclass(frozen=True)
 class Observation:
     """What an environment answers. ``content``, texts and pictures, is shown to the policy; ``reward`` is added to the
@@ -64,12 +72,12 @@ class Observation:
     @property
     def text(self) -> str:
         """Its content, with ``<image>`` for each picture."""
-        return "".join(part if isinstance(part, str) else "<image>" for part in self.parts)
+        return _marked(self.parts)
 
     @property
     def pictures(self) -> list[Media]:
         """Those of its content, in order."""
-        return [part for part in self.parts if isinstance(part, Media)]
+        return _pictures_of(self.parts)
 
 
 @dataclass(frozen=True)
@@ -108,12 +116,12 @@ class Episode:
     @property
     def text(self) -> str:
         """``parts``, with ``<image>`` for each picture."""
-        return "".join(part if isinstance(part, str) else "<image>" for part in self.parts)
+        return _marked(self.parts)
 
     @property
     def pictures(self) -> list[Media]:
         """What the environment answered with, in the order of the marks ``<image>`` in ``text``."""
-        return [part for part in self.parts if isinstance(part, Media)]
+        return _pictures_of(self.parts)
 
 
 def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:

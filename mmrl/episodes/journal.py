@@ -16,10 +16,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mmrl.episodes.contract import Observation
-from mmrl.json_types import JsonObject
+from mmrl.json_types import Json, JsonObject
 from mmrl.lines import lines_of, rows_of
 from mmrl.media import Media
 from mmrl.trajectory import SampleId
@@ -105,7 +104,7 @@ def digest(tokens: Iterable[int]) -> str:
     return hashlib.blake2b(b"".join(token.to_bytes(4, "little") for token in tokens), digest_size=12).hexdigest()
 
 
-def _place(id: SampleId, turn: int, after: str) -> dict[str, Any]:
+def _place(id: SampleId, turn: int, after: str) -> dict[str, int | str]:
     return {"slot": id.slot, "attempt": id.attempt, "sample": id.sample, "turn": turn, "after": after}
 
 
@@ -131,9 +130,9 @@ def _kept(step: int, rows: Iterable[JsonObject]) -> dict[_Key, Kept]:
 
 
 def _row(one: Observation) -> JsonObject:
-    shown: list[Any] = [part if isinstance(part, str) else {"image": _base64(part)} for part in one.parts]
+    shown: list[Json] = [part if isinstance(part, str) else {"image": _base64(part)} for part in one.parts]
     content = one.content if isinstance(one.content, str) else shown
-    row: dict[str, Any] = {"content": content, "reward": one.reward, "done": one.done, "truncated": one.truncated}
+    row: dict[str, Json] = {"content": content, "reward": one.reward, "done": one.done, "truncated": one.truncated}
     return row | {"call_id": one.call_id, "info": dict(one.info)}
 
 
