@@ -694,6 +694,7 @@ def test_what_does_not_fit_is_lowered(says):
 @pytest.mark.slow
 def test_engines_and_judges_sleep_or_take_less(says):
     """The plan of each edit has less of them in the phase that was too large."""
+    pytest.importorskip("vllm")
     small = ["device=cpu", "train.prompts_per_step=2", "train.group_size=2", "train.micro_batch_size=2"]
     judged, apart = ["sums-capo", *small, "devices_per_controller=2"], "placement={type: colocate, sleep: true}"
     engine, less = ["sums", *small, "rollout.engine=vllm"], "rollout.options={kv_cache_memory_bytes: 67108864}"

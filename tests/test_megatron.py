@@ -382,6 +382,7 @@ def test_what_megatron_would_compute_otherwise_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_that_nobody_knows_is_refused_and_trains_in_shards(tmp_path, says):
+    pytest.importorskip("megatron.core")
     path = tiny(tmp_path / "model", "Llama")
     for said in together(tmp_path, 2, "unknown", path, *TP):
         says(said)

@@ -1,6 +1,7 @@
 """``benchmarks/gpu_limits.py`` on the pretended device: it must not fail on a GPU for its own mistakes."""
 
 import importlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,5 +16,5 @@ def test_the_checks_hold_on_a_device_that_refuses_mixed_tensors(tmp_path, monkey
     only = ["1", "2", "3", "5", "7", "8", "10"]
     assert limits.main(["--small", "--together", "--out", str(tmp_path), "--only", *only]) == 0
     shown = capsys.readouterr().out
-    assert shown.count(" ok ") == 7
+    assert shown.count(" ok ") == 6 + (find_spec("triton") is not None)
     assert "peak GiB" in shown
