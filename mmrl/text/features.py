@@ -91,7 +91,7 @@ def joined(
 
 def _fitted(values: Tensor, length: int) -> Tensor:
     """The first ``length`` values, with zeros behind them where there are fewer."""
-    return pad(values[:length], (0, max(0, length - len(values))))
+    return values if len(values) == length else pad(values[:length], (0, max(0, length - len(values))))
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -469,6 +469,8 @@ class LanguagePipeline:
         """``[R, T]``: the tokens, and padding in place of those that no policy draws: pictures that it was told. Their
         log-probs would be infinite."""
         tokens = rows.padded("tokens")
+        if not any(segment.features for of in rows.segments for segment in of[1:]):
+            return tokens
         told = torch.isin(tokens, to_device(torch.tensor(self.conditioner.forbidden, dtype=torch.long), tokens.device))
         return torch.where(told, self.conditioner.pad_token, tokens)
 
