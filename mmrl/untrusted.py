@@ -28,18 +28,6 @@ _SUSPICIOUS = re.compile("[0-9]{16}|[eE][+]?[0-9]{3}")
 """Digits that may be an integer beyond 64 bits, or a number beyond all floats; most texts have none."""
 _HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 """A surrogate, which may lack its other half."""
-ODD_VALUES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What libraries raise where a file of a stranger holds values that they did not expect; RuntimeError is torch's, also
-where memory is short."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",

@@ -9,11 +9,12 @@ the other rewards here that stand on CLIP.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import mmrl
-from mmrl.errors import UserError
 from mmrl.hub_files import check_files
+from mmrl.library_loading import check_size, refused, try_processor
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 from mmrl.trajectory import Sample
@@ -69,19 +70,22 @@ def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any
     for folder in (path, processor):
         check_files(folder)
     mmrl.before_loading()
-    try:
+    with no_model(path if path == processor else f"{path} (processor {processor})", option):
+        check_size(CLIPModel, path)
         with whole_weights(path):
             model = CLIPModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
-        return model.eval().requires_grad_(False), CLIPProcessor.from_pretrained(processor)
-    except (OSError, ValueError, ImportError) as error:
-        raise no_model(path if path == processor else f"{path} (processor {processor})", option, error) from error
+        reader = CLIPProcessor.from_pretrained(processor)
+        try_processor(reader)
+        return model.eval().requires_grad_(False), reader
 
 
-def no_model(where: str, option: str, error: Exception) -> UserError:
-    """What to say where no CLIP model can be loaded."""
-    return UserError(
-        f"cannot load a CLIP model from {where}: {str(error).splitlines()[0]}; "
-        f"set the reward's options.{option} to a directory that save_pretrained wrote, or to a hub name while online"
+def no_model(where: str, option: str) -> AbstractContextManager[None]:
+    """Raises ``UserError`` where no CLIP model can be loaded."""
+    return refused(
+        lambda reason: (
+            f"cannot load a CLIP model from {where}: {reason}; set the reward's options.{option} "
+            "to a directory that save_pretrained wrote, or to a hub name while online"
+        )
     )
 
 

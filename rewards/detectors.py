@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmrl.errors import UserError
 from mmrl.hub_files import check_files
+from mmrl.library_loading import check_size, refused, try_processor
 from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
@@ -59,19 +59,22 @@ class Detector:
         from transformers.models.auto.modeling_auto import MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING as OUTLINING
 
         check_files(path)
-        try:
+        with refused(
+            lambda reason: (
+                f"cannot load a detector from {path}: {reason}; set the reward's options.path to "
+                "a directory that save_pretrained wrote (Mask2Former or DETR), or to a hub name while online"
+            )
+        ):
             config = AutoConfig.from_pretrained(path)
             self._outlines = type(config) in OUTLINING
             kind = Outlining if self._outlines else AutoModelForObjectDetection
+            check_size(kind, path)
             with whole_weights(path):
                 self.model = kind.from_pretrained(path, use_safetensors=True).eval().requires_grad_(False)
             self._processor = AutoImageProcessor.from_pretrained(path)
-        except (OSError, ValueError, ImportError) as error:
-            raise UserError(
-                f"cannot load a detector from {path}: {str(error).splitlines()[0]}; set the reward's options.path to "
-                "a directory that save_pretrained wrote (Mask2Former or DETR), or to a hub name while online"
-            ) from error
-        self.names = {int(i): _OTHERWISE.get(str(name), str(name)) for i, name in self.model.config.id2label.items()}
+            try_processor(self._processor)
+            named = self.model.config.id2label.items()
+            self.names = {int(i): _OTHERWISE.get(str(name), str(name)) for i, name in named}
         self._threshold = threshold
 
     def find(self, images: Sequence[Image], device: Any) -> list[dict[str, list[Found]]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.hub_files import check_files
+from mmrl.library_loading import try_processor
 from mmrl.media.images import to_tensor
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
@@ -135,11 +136,10 @@ def _load(path: str, base: str) -> tuple[Any, Any]:
     check_files(base)
     mmrl.before_loading()
     tensors = from_open_clip(read_tensors(path))
-    try:
+    with no_model(base, "base"):
         config, processor = CLIPConfig.from_pretrained(base), CLIPProcessor.from_pretrained(base)
-    except (OSError, ValueError, ImportError) as error:
-        raise no_model(base, "base", error) from error
-    return fill(lambda: CLIPModel(config), tensors, path), processor
+        try_processor(processor)
+        return fill(lambda: CLIPModel(config), tensors, path), processor
 
 
 def _prepared(model: Any, processor: Any, pictures: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
+from mmrl.library_loading import refused, try_tokenizer
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
@@ -109,13 +110,14 @@ def _load(path: str, tokenizer: str) -> tuple[Any, Any, Any]:
             f"{path} is no checkpoint of ImageReward: it has no BLIP in it ({error}); "
             f"set options.path to ImageReward.pt ({DEFAULT})"
         ) from error
-    try:
-        words = AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"cannot load a tokenizer from {tokenizer}: {str(error).splitlines()[0]}; "
+    with refused(
+        lambda reason: (
+            f"cannot load a tokenizer from {tokenizer}: {reason}; "
             f"set the reward's options.tokenizer to a directory that holds {TOKENIZER}, or to that name while online"
-        ) from error
+        )
+    ):
+        words = AutoTokenizer.from_pretrained(tokenizer)
+        try_tokenizer(words)
     side = int(vision.image_size)
     images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     return fill(lambda: _build(vision, text), tensors, path, _UNUSED), words, images

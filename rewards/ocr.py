@@ -20,6 +20,7 @@ import numpy as np
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
+from mmrl.library_loading import check_size, refused, try_processor
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.rewards.spelling import spelled
@@ -172,15 +173,17 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
 
     check_files(path)
     mmrl.before_loading()
-    try:
+    with refused(
+        lambda reason: (
+            f"cannot load GOT-OCR2 from {path}: {reason}; set the reward's options.path to a "
+            f"directory that save_pretrained wrote, or to {DEFAULT} while online"
+        )
+    ):
         processor = AutoProcessor.from_pretrained(path)
+        try_processor(processor)
+        check_size(GotOcr2ForConditionalGeneration, path)
         with whole_weights(path):
             model = GotOcr2ForConditionalGeneration.from_pretrained(
                 path, use_safetensors=True, dtype=getattr(torch, dtype)
             )
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"cannot load GOT-OCR2 from {path}: {str(error).splitlines()[0]}; set the reward's options.path to a "
-            f"directory that save_pretrained wrote, or to {DEFAULT} while online"
-        ) from error
     return model.eval().requires_grad_(False), processor

@@ -14,6 +14,7 @@ import torch
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
+from mmrl.library_loading import check_size, refused, try_tokenizer
 from mmrl.packages.places import found, lacking
 from mmrl.rewards.contract import Context, Failed, Value, Weights
 from mmrl.rewards.sleeping import Sleeping
@@ -86,13 +87,15 @@ def _load(path: str) -> tuple[Any, Any]:
     path = found(path)
     check_files(path)
     mmrl.before_loading()
-    try:
+    with refused(
+        lambda reason: (
+            f"cannot load a sentence encoder from {path}: {reason}; set the reward's options.path "
+            f"to a directory of transformers, or to {DEFAULT}"
+        )
+    ):
         tokenizer = AutoTokenizer.from_pretrained(path)
+        try_tokenizer(tokenizer)
+        check_size(AutoModel, path)
         with whole_weights(path, unused=("pooler.",)):
             model = AutoModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot load a sentence encoder from {path}: {str(error).splitlines()[0]}; set the reward's options.path "
-            f"to a directory of transformers, or to {DEFAULT}"
-        ) from error
     return model.eval().requires_grad_(False), tokenizer

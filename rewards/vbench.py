@@ -22,6 +22,7 @@ import numpy as np
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
+from mmrl.library_loading import check_size, refused, try_processor
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
@@ -99,15 +100,18 @@ def _load(path: str, what: str) -> tuple[Any, Any]:
 
     check_files(path)
     mmrl.before_loading()
-    try:
+    with refused(
+        lambda reason: (
+            f"cannot load {what} from {path}: {reason}; set the reward's options.path to a "
+            "directory that save_pretrained wrote, or to a hub name while online"
+        )
+    ):
+        check_size(AutoModel, path)
         with whole_weights(path, unused=("pooler.",)):
             model = AutoModel.from_pretrained(path, use_safetensors=True)
-        return model.float().eval().requires_grad_(False), AutoImageProcessor.from_pretrained(path)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"cannot load {what} from {path}: {str(error).splitlines()[0]}; set the reward's options.path to a "
-            "directory that save_pretrained wrote, or to a hub name while online"
-        ) from error
+        images = AutoImageProcessor.from_pretrained(path)
+        try_processor(images)
+        return model.float().eval().requires_grad_(False), images
 
 
 def _consistencies(model: Any, images: Any, samples: Sequence[Sample], context: Context) -> list[float | Failed]:

@@ -169,26 +169,7 @@ def outlines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def boxes(tmp_path_factory):
-    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
-
-    folder = tmp_path_factory.mktemp("yolos")
-    torch.manual_seed(1)
-    config = YolosConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=[64, 64],
-        num_detection_tokens=6,
-        id2label=LABELS,
-        label2id={v: k for k, v in LABELS.items()},
-    )
-    model = YolosForObjectDetection(config)
-    for parameter in model.class_labels_classifier.parameters():
-        parameter.data.normal_(std=2)
-    model.save_pretrained(folder)
-    YolosImageProcessor(size={"shortest_edge": 64, "longest_edge": 96}).save_pretrained(folder)
-    return str(folder)
+    return str(tiny.finder(tmp_path_factory.mktemp("yolos"), LABELS.values()))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Model checkpoints of strangers: no traceback, no hang, no gigabytes, whatever their small files hold."""
 
+import importlib.util
 import json
 import os
 import random
@@ -7,8 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
-from tests import hostile
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.schema import Reward
+from mmrl.rewards.scoring import RewardSet
+from mmrl.trajectory import Prompt, Sample, SampleId
+from tests import hostile, judging, tiny
+
+allow_cpu_only()  # before transformers imports torchvision
 
 PIPELINES = Path(__file__).parents[1] / "pipelines"
 FOLDERS = {"sums": PIPELINES / "llm/models/sums-qwen3", "shapes-lora": PIPELINES / "diffusion/models/shapes-sd3"}
@@ -21,7 +30,7 @@ INIT = {
     "sums": ["--data", "sums", "--reward", "sums", "--yes"],
     "shapes-lora": ["--data", "shapes", "--reward", "shapes", "--yes"],
 }
-FAILED = (24, 32, 39, 78, 213)
+FAILED = (24, 32, 39, 78, 213, 349)
 """Seeds whose files were a traceback once."""
 WHOLE = [*hostile.WHOLE, "outside", "huge"]
 
@@ -58,19 +67,83 @@ def commands(name, folder, scratch):
     }
 
 
+def copied(path, rng, tmp_path):
+    """A fresh copy of the folder ``path`` with one file spoiled, a scratch folder, and what was changed."""
+    folder, scratch = tmp_path / "model", tmp_path / "scratch"
+    for made in (folder, scratch):
+        shutil.rmtree(made, ignore_errors=True)
+    scratch.mkdir()
+    shutil.copytree(path, folder)
+    return folder, scratch, spoiled(rng, folder, scratch)
+
+
 @pytest.mark.slow
 @pytest.mark.sweep("hostile configuration files of model checkpoints, through plan, train and init")
 def test_no_file_of_a_checkpoint_is_a_traceback(tmp_path, sweep):
     for seed in dict.fromkeys([*range(sweep.size(12, 300)), *FAILED]):
         rng = random.Random(seed)
         name = rng.choice(sorted(FOLDERS))
-        folder, scratch = tmp_path / "model", tmp_path / "scratch"
-        for made in (folder, scratch):
-            shutil.rmtree(made, ignore_errors=True)
-        scratch.mkdir()
-        shutil.copytree(FOLDERS[name], folder)
-        change = spoiled(rng, folder, scratch)
+        folder, scratch, change = copied(FOLDERS[name], rng, tmp_path)
         for command, call in commands(name, folder, scratch).items():
             wrong = hostile.attempt(call)
             sweep.check(not wrong, f"seed {seed}: {command} of {name} with {change}: {wrong}")
+    sweep.done()
+
+
+PICTURES = ("clip", "vbench:subject", "geneval", "sees")
+"""Rewards of a checkpoint that sees; the last one is a judge, which needs torchvision."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The folder of a tiny checkpoint by the reward that reads it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    clip = tiny.clip(folder / "clip")
+    made = {"clip": clip, "vbench:subject": tiny.eyes(folder / "eyes"), "geneval": tiny.finder(folder / "finder")}
+    made["relevance"] = tiny.encoder(folder / "encoder")
+    made["judge"] = Path(judging.text_model(folder / "judge"))
+    made["reward_model"] = tiny.rater(folder / "rater")
+    if importlib.util.find_spec("torchvision"):
+        made["sees"] = PIPELINES / "vlm/models/shapes-judge"
+    return made
+
+
+def asked(name, path, clip):
+    """A reward that reads the checkpoint at ``path``."""
+    judge = {"model": str(path), "rubric": "{{ response }}", "answer": {"type": "yes_no", "floor": 0}}
+    options = {
+        "judge": judge,
+        "sees": {**judge, "rubric": "{{ image }} Is it {{ prompt }}?"},
+        "relevance": {"path": str(path), "key": "subject"},
+        "geneval": {"path": str(path), "clip": str(clip)},
+    }
+    return Reward(name="judge" if name == "sees" else name, options=options.get(name, {"path": str(path)}))
+
+
+def scored(reward, name):
+    """Build the reward and score two samples with it."""
+    prompt, samples = Prompt("0", "a cat", {"subject": "a cat", "include": [{"class": "cat", "count": 1}]}), []
+    for i, colour in enumerate(("red", "blue")):
+        image = Image.new("RGB", (48, 40), colour)
+        shown = {"image": image, "tensor": torch.rand(3, 40, 48), "video": (image, image)}
+        made = shown if name in PICTURES else {"text": "the cat sees it"}
+        samples.append(Sample(prompt, SampleId(0, 0, 0, i), **made))
+    rewards = RewardSet([reward])
+    try:
+        rewards.score(samples, [[0, 1]])
+    finally:
+        rewards.close()
+
+
+@pytest.mark.slow
+@pytest.mark.sweep("hostile configuration files of the checkpoints of rewards and judges, built and asked")
+def test_no_file_of_a_rewards_checkpoint_is_a_traceback(tmp_path, checkpoints, sweep):
+    for name, path in checkpoints.items():
+        scored(asked(name, path, checkpoints["clip"]), name)  # as it is, it answers
+    for seed in range(sweep.size(24, 400)):
+        rng = random.Random(seed)
+        name = rng.choice(sorted(checkpoints))
+        folder, _, change = copied(checkpoints[name], rng, tmp_path)
+        wrong = hostile.attempt(lambda name=name, folder=folder: scored(asked(name, folder, checkpoints["clip"]), name))
+        sweep.check(not wrong, f"seed {seed}: {name} with {change}: {wrong}")
     sweep.done()

@@ -13,7 +13,7 @@ from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
 from mmrl.trajectory import Prompt, Sample, SampleId
-from tests import asleep
+from tests import asleep, tiny
 
 data = mmrl.load("datasets", "instructions")
 checks = mmrl.load("rewards", "constraints")
@@ -144,23 +144,7 @@ def test_a_prompt_without_a_known_constraint_fails():
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """A tiny BERT with random weights."""
-    from transformers import BertConfig, BertModel, BertTokenizer
-
-    folder = tmp_path_factory.mktemp("encoder")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "dog", "sea", "warm", "blue", "."]
-    BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        initializer_range=1.0,
-    )
-    BertModel(config).save_pretrained(folder)
-    return str(folder)
+    return str(tiny.encoder(tmp_path_factory.mktemp("encoder")))
 
 
 def said(*texts, meta=None):

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,50 @@ assert row["policy/first_ratio_max_dev"] == 0
 assert not {m.partition(".")[0] for m, module in sys.modules.items() if module is not None} & absent
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@cache
+def defined(path: Path) -> frozenset[str]:
+    """The names that a module has: what it defines and imports outside its functions, and what lies beside it."""
+    found = {p.stem for p in path.parent.iterdir()} if path.name == "__init__.py" else set()
+    left: list[ast.AST] = [ast.parse(path.read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        left += ast.iter_child_nodes(node)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "tools"])
+def test_what_is_imported_from_the_project_exists(folder):
+    """Also where the import needs a library that is not installed here, and the test is skipped."""
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.ImportFrom) and node.module and node.level == 0):
+                continue
+            where = module_file(node.module)
+            for alias in node.names if where else ():
+                known = alias.name in defined(where) or module_file(f"{node.module}.{alias.name}")
+                if not known and alias.name != "*" and "__getattr__" not in defined(where):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@cache
+def module_file(name: str) -> Path | None:
+    """The file of a module of the project; a drop-in's modules are imported as the package's."""
+    parts = name.split(".")
+    tails = [parts[1:]] if parts[0] == "mmrl" and parts[1:2] and parts[1] in DROP_INS else []
+    for one in [parts, *tails]:
+        place = ROOT.joinpath(*one)
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file
+    return None

@@ -89,13 +89,13 @@ def test_experts_compute_what_hugging_face_has_them_compute():
     pytest.importorskip("megatron.core")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-    from mmrl.engines.megatron.model import experts
+    from mmrl.engines.megatron.model import Experts
 
     theirs = Qwen3MoeExperts(Qwen3MoeConfig(**SIZES, hidden_size=64, experts_implementation="eager"))
     for p in theirs.parameters():
         torch.nn.init.normal_(p, 0.0, 0.05)
     config = SimpleNamespace(hidden_size=64, moe_ffn_hidden_size=32, params_dtype=torch.float32)
-    ours = experts.Experts(4, config, None)
+    ours = Experts(4, config, None)
     ours.gate_up.data, ours.down.data = theirs.gate_up_proj.data, theirs.down_proj.data
     counts = torch.tensor([3, 0, 1, 2])  # one of them has nothing to do
     tokens, weights = torch.randn(6, 64), torch.rand(6)

@@ -52,17 +52,7 @@ def test_consistency_is_of_the_frame_before_and_of_the_first():
 
 @pytest.fixture(scope="module")
 def dino(tmp_path_factory):
-    from transformers import ViTConfig, ViTImageProcessor, ViTModel
-
-    folder = tmp_path_factory.mktemp("dino")
-    torch.manual_seed(0)
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = ViTModel(ViTConfig(**small, image_size=32, patch_size=8))
-    for parameter in model.parameters():
-        parameter.data.normal_()
-    model.save_pretrained(folder)
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return str(folder)
+    return str(tiny.eyes(tmp_path_factory.mktemp("dino")))
 
 
 def by_hand(features):

@@ -82,7 +82,7 @@ def blamed(said, seconds=PATIENCE):
         r"controller (\d) of 2.*? makes no progress: (.+?) has shown no progress for (\d+) s.*?; it is in (.*)", said
     )
     assert found, said
-    assert seconds <= int(found[3]) <= seconds + 5, said
+    assert seconds <= int(found[3]) <= seconds + 60, said
     return int(found[1]), found[2], found[4]
 
 

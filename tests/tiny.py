@@ -1,5 +1,6 @@
 """Tiny real models with random weights, made in memory: no download, no file of ours."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -268,3 +269,66 @@ def _smol():
         text_config=_text(tok, model_type="llama"),
     )
     return processor, t.SmolVLMForConditionalGeneration(config)
+
+
+def encoder(folder: Path) -> Path:
+    """Save a BERT of eleven words with its tokenizer into ``folder``."""
+    allow_cpu_only()
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "dog", "sea", "warm", "blue", "."]
+    BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(words), **small, initializer_range=1.0)).save_pretrained(folder)
+    return folder
+
+
+def eyes(folder: Path) -> Path:
+    """Save a vision transformer of 32 x 32 pixels with its image processor into ``folder``."""
+    allow_cpu_only()
+    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = ViTModel(ViTConfig(**small, image_size=32, patch_size=8))
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def finder(folder: Path, labels=("cat", "dog")) -> Path:
+    """Save a detector (YOLOS) of ``labels`` with its image processor into ``folder``."""
+    allow_cpu_only()
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    torch.manual_seed(1)
+    config = YolosConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=[64, 64],
+        num_detection_tokens=6,
+        id2label=dict(enumerate(labels)),
+        label2id={label: i for i, label in enumerate(labels)},
+    )
+    model = YolosForObjectDetection(config)
+    for parameter in model.class_labels_classifier.parameters():
+        parameter.data.normal_(std=2)
+    model.save_pretrained(folder)
+    YolosImageProcessor(size={"shortest_edge": 64, "longest_edge": 96}).save_pretrained(folder)
+    return folder
+
+
+def rater(folder: Path) -> Path:
+    """Save a Qwen3 with one score for a text, and its tokenizer, into ``folder``."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    words = language_model(folder / "words")
+    AutoModelForSequenceClassification.from_pretrained(words, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(words).save_pretrained(folder)
+    shutil.rmtree(words)
+    return folder

@@ -41,7 +41,7 @@ FOLDERS = {
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
     "engines.rollout episodes.contract errors files finite frozen_modules garbage hub_files http_server installing "
-    "json_types lines local_rows media media_limits out_of_memory packages report.clock "
+    "json_types library_loading lines local_rows media media_limits out_of_memory packages report.clock "
     "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
     "script_process secrets secrets stored tensor_files torch_state trajectory transfer "
     "untrusted user_code whole_weights",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
 from mmrl.judge.sampling import seeded
+from mmrl.library_loading import check_size, refused, try_processor, try_tokenizer
 from mmrl.rewards.contract import before_loading
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.text.control_tokens import ControlTokens
@@ -285,8 +286,11 @@ def _readers(path: str, *, sees: bool) -> tuple[Any, Any]:
 
     with _refused(path):
         if not sees:
-            return None, AutoTokenizer.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            try_tokenizer(tokenizer)
+            return None, tokenizer
         processor = AutoProcessor.from_pretrained(path)
+        try_processor(processor)
         return processor, processor.tokenizer
 
 
@@ -302,6 +306,7 @@ def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
     with _refused(path):
         config = AutoConfig.from_pretrained(path)
         auto, sees = _class_of(config)
+        check_size(auto, path)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         with whole_weights(path):
             return auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False), sees
@@ -316,17 +321,15 @@ def _class_of(config: Any) -> tuple[Any, bool]:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM, sees
 
 
-@contextmanager
-def _refused(path: str) -> Generator[None]:
-    """Raise ``UserError`` with the edit that helps where a judge cannot be loaded."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise UserError(
-            f"options.model: the judge {path} cannot be loaded: {(str(error).splitlines() or [''])[0]}\n"
+def _refused(path: str) -> AbstractContextManager[None]:
+    """Raises ``UserError`` with the edit that helps where a judge cannot be loaded."""
+    return refused(
+        lambda reason: (
+            f"options.model: the judge {path} cannot be loaded: {reason}\n"
             "  Give a directory with config.json, safetensors and a tokenizer as transformers saves it, or a hub name "
             f"while online. A judge that sees pictures also needs torchvision: {install('vlm')}."
-        ) from error
+        )
+    )
 
 
 def _best(log_probs: list[float]) -> str:

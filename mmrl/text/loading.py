@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.library_loading import check_size, refused
 from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.text.conditioner import Tokenizer
 from mmrl.text.row_loading import load_rows
-from mmrl.untrusted import ODD_VALUES
 from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:  # slow to import
@@ -56,17 +55,14 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     ranks = local_rows.group()
-    try:
-        with whole_weights(f"model.path: {path}"):
-            model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
-            if model is None:
-                model = auto.from_pretrained(path, dtype=dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except (*ODD_VALUES, StrictDataclassError) as error:
-        where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
-        reason, mend = why(error, "a directory with config.json and safetensors", otherwise)
-        raise UserError(f"model.path: {where} cannot be loaded by {auto.__name__}: {reason}\n  {mend}") from error
+    where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
+    wanted = "a directory with config.json and safetensors"
+    said = f"model.path: {where} cannot be loaded by {auto.__name__}: "
+    with refused(lambda reason: said + why(reason, wanted, otherwise)), whole_weights(f"model.path: {path}"):
+        check_size(auto, path)
+        model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
+        if model is None:
+            model = auto.from_pretrained(path, dtype=dtype)
     kind = model.config.model_type
     if kind not in tested:
         print(
@@ -77,12 +73,11 @@ def load_model(
     return without_sampling_defaults(model)
 
 
-def why(error: Exception, wanted: str, otherwise: str) -> tuple[str, str]:
-    """Why an auto class refused a model, on one line, and the edit: ``otherwise`` if the model is of another kind."""
-    reason = (str(error) or type(error).__name__).splitlines()[0]
+def why(reason: str, wanted: str, otherwise: str) -> str:
+    """Why an auto class refused a model, on one line, and below the edit: ``otherwise`` if it is of another kind."""
     if found := re.match(r"Unrecognized configuration class .*\.(\w+)'>", reason):
-        return f"it has a {found[1]}", otherwise
-    return reason, f"Give {wanted} as transformers saves it, or a hub name while online."
+        return f"it has a {found[1]}\n  {otherwise}"
+    return f"{reason}\n  Give {wanted} as transformers saves it, or a hub name while online."
 
 
 def without_sampling_defaults(model: PreTrainedModel) -> PreTrainedModel:

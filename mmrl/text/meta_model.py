@@ -14,7 +14,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -22,6 +21,7 @@ from mmrl.algorithms.settings import CriticSettings
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import BadPromptError, UserError
+from mmrl.library_loading import refused
 from mmrl.pipelines.description import Beside, Component, Description, Longest, Phase
 from mmrl.text.base_model import base_model
 from mmrl.text.conditioner import tokenizer_of
@@ -35,7 +35,6 @@ from mmrl.text.recorded_config import Files
 from mmrl.text.scoring import open_scorer, score_class
 from mmrl.text.token_sampling import Draw
 from mmrl.trajectory import Prompt, Slot
-from mmrl.untrusted import ODD_VALUES
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PretrainedConfig, PreTrainedModel
@@ -62,15 +61,15 @@ def empty_model(
     from transformers import AutoConfig, GenerationConfig
 
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
-    try:
+    wanted = "a directory with config.json"
+    with refused(
+        lambda reason: f"model.path: {path} cannot be made by {auto.__name__}: {why(reason, wanted, otherwise)}"
+    ):
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
         with suppress(OSError):  # without this file transformers takes the settings of config.json
             model.generation_config = GenerationConfig.from_pretrained(path)
-    except (*ODD_VALUES, StrictDataclassError) as error:
-        reason, mend = why(error, "a directory with config.json", otherwise)
-        raise UserError(f"model.path: {path} cannot be made by {auto.__name__}: {reason}\n  {mend}") from error
     return without_sampling_defaults(model)
 
 
@@ -78,10 +77,11 @@ def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
     """As ``mmrl.text.scoring.open_policy``, on the meta device. Raises ``UserError``."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
-    config.num_labels = 1
-    with torch.device("meta"):
-        model = score_class(config)(config)
+    with refused(lambda reason: f"model.path: {path} cannot be made a reward model: {reason}"):
+        config = AutoConfig.from_pretrained(path)
+        config.num_labels = 1
+        with torch.device("meta"):
+            model = score_class(config)(config)
     nn.Module.to(model, getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32)
     config.get_text_config().pad_token_id = pad_token
     return open_scorer(model.requires_grad_(False).eval(), recipe)

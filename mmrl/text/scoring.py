@@ -21,6 +21,7 @@ from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import JsonObject
+from mmrl.library_loading import check_size, refused
 from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
 from mmrl.stored import read_object
@@ -86,9 +87,16 @@ def load_scorer(
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    try:
+    where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
+    with refused(
+        lambda reason: (
+            f"path: {where} cannot be loaded as a reward model: {reason}\n"
+            "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
+        )
+    ):
         config = AutoConfig.from_pretrained(path)
         kind = score_class(config)
+        check_size(kind, path)
         scores = any(str(name).endswith("ForSequenceClassification") for name in config.architectures or ())
         if scores or kind.__module__ != __name__:
             model = _rows(kind.from_pretrained, path, dtype, policy_of, num_labels=1)
@@ -102,12 +110,6 @@ def load_scorer(
                 lacking = {*found["missing_keys"]}
         else:
             model, lacking = _with_head(kind, config, path, dtype, policy_of), {f"{HEAD}.weight"}
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
-        raise UserError(
-            f"path: {where} cannot be loaded as a reward model: {str(error).strip().splitlines()[0]}\n"
-            "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
-        ) from error
     lacking -= set() if trained else {f"{HEAD}.weight"}
     if lacking:
         raise UserError(

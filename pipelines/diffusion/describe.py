@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of, unreadable
+from mmrl.library_loading import refused
 from mmrl.stored import read_object
-from mmrl.untrusted import ODD_VALUES
 
 from .adapter import Adapter
 from .prompt_lengths import tokenizer_of
@@ -41,13 +40,13 @@ def empty_pipeline(
     check_path(family, path)
     check_scheduler(path)
     configs, source = _configurations(family, path, architecture)
-    try:
-        return _assemble(family, configs, dtypes), source
-    except (*ODD_VALUES, StrictDataclassError) as error:
-        raise UserError(
-            f"model.path: {source} does not describe a {family.family} ({type(error).__name__}: {error})\n"
+    with refused(
+        lambda reason: (
+            f"model.path: no {family.family} can be made from {source}: {reason}\n"
             f"  Give a checkpoint of {family.pipeline}, or another pipeline."
-        ) from error
+        )
+    ):
+        return _assemble(family, configs, dtypes), source
 
 
 def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torch.dtype]) -> DiffusionPipeline:

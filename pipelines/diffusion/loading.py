@@ -31,6 +31,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of
 from mmrl.json_types import JsonObject, as_list, as_object, as_text
+from mmrl.library_loading import refused, try_tokenizer
 from mmrl.pipelines.description import Component, Description, Phase
 from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.report import notices
@@ -148,7 +149,13 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
     check_path(family, path)
     check_scheduler(path)
     kind: type[DiffusionPipeline] = getattr(diffusers, family.pipeline)
-    try:
+    where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
+    with refused(
+        lambda reason: (
+            f"model.path: {where} cannot be loaded as a {family.family} pipeline: {reason}\n"
+            "  Give a directory with model_index.json as diffusers saves it, or a hub name while online."
+        )
+    ):
         index = kind.load_config(path)
         assert isinstance(index, dict)
         check_classes(family, path, index)
@@ -161,25 +168,8 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
         with whole_weights(f"model.path: {path}"):
             pipe = kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
         for name in map(tokenizer_of, family.encoders):
-            _try_tokenizer(name, getattr(pipe, name, None))
+            try_tokenizer(getattr(pipe, name, None), f"{name}/tokenizer_config.json")
         return pipe
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a tokenizer's parser in Rust has no narrower class
-        where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
-        raise UserError(
-            f"model.path: {where} cannot be loaded as a {family.family} pipeline: {error}\n"
-            "  Give a directory with model_index.json as diffusers saves it, or a hub name while online."
-        ) from error
-
-
-def _try_tokenizer(name: str, tokenizer: Any) -> None:
-    """Read a text, as steps will: a tokenizer is loaded with settings that it fails on later. Raises what it raises."""
-    most = getattr(tokenizer, "model_max_length", 1)
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise ValueError(f"{name}/tokenizer_config.json: model_max_length is {most!r}, which is no number of tokens")
-    if tokenizer is not None:
-        tokenizer("a", padding="max_length", truncation=True, max_length=min(most, 8))
 
 
 def _rows(

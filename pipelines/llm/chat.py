@@ -11,6 +11,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Model, Recipe
 from mmrl.episodes.showing import tools_shown
 from mmrl.errors import UserError
+from mmrl.library_loading import refused, try_tokenizer
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
 from mmrl.text.chat import Chat
@@ -64,12 +65,9 @@ def load_tokenizer(auto: type[AutoTokenizerClass], path: str, settings: Model | 
     for key in ("min_pixels", "max_pixels"):
         if settings is not None and getattr(settings, key) is not None:
             raise UserError(f"model.{key}: this pipeline reads no pictures; remove it, or set a pipeline of vlm/")
-    try:
+    with refused(lambda reason: f"model.path: {path} has no tokenizer that can be used: {reason}"):
         tokenizer = auto.from_pretrained(path)
-    except Exception as error:  # its parser in Rust has no narrower class
-        raise UserError(
-            f"model.path: {path} has no tokenizer that can be loaded: {(str(error).splitlines() or [''])[0]}"
-        ) from error
+        try_tokenizer(tokenizer)
     if settings is not None and settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
     if not tokenizer.chat_template:

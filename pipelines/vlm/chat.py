@@ -21,6 +21,7 @@ from mmrl.config.schema import Model, Recipe
 from mmrl.episodes.showing import tools_shown
 from mmrl.errors import BadPromptError, UserError
 from mmrl.installing import install
+from mmrl.library_loading import refused, try_processor
 from mmrl.media import BadMediaError, Clip, Media, open_clip, open_image, probe_clip
 from mmrl.media import describe as describe_media
 from mmrl.pipelines.description import Description
@@ -179,13 +180,11 @@ def load_processor(path: str, settings: Model | None = None, data: Data | None =
         raise UserError(f"vision-language models need torchvision for their processors: {install('vlm')}") from error
     from transformers import AutoProcessor
 
-    try:
+    with refused(lambda reason: f"model.path: {path} has no processor that can be used: {reason}"):
         processor = AutoProcessor.from_pretrained(path)
-    except Exception as error:  # the tokenizer's parser in Rust has no narrower class
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(f"model.path: {path} has no processor that can be loaded: {reason}") from error
-    if not hasattr(processor, "image_processor"):
-        raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
+        if not hasattr(processor, "image_processor"):
+            raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
+        try_processor(processor)
     if settings is not None:
         _limit_pixels(processor.image_processor, settings)
     if data is not None:

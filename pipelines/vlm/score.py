@@ -14,6 +14,7 @@ from mmrl.config.data import Data
 from mmrl.config.schema import Model, Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
+from mmrl.library_loading import refused
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
 from mmrl.text.pipeline import LanguagePipeline
@@ -48,4 +49,6 @@ def _chat(path: str, variables: JsonObject, settings: Model | None = None, data:
     end = processor.tokenizer.eos_token_id
     if end is None:
         raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
-    return Chat(processor, [end], dict(variables), forbidden=placeholders(AutoConfig.from_pretrained(path)))
+    with refused(lambda reason: f"model.path: config.json of {path} cannot be read: {reason}"):
+        config = AutoConfig.from_pretrained(path)
+    return Chat(processor, [end], dict(variables), forbidden=placeholders(config))
