@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
 
 SLAB = 256 << 20
 """Bytes of the host's memory that are taken at once, unless one storage is larger."""
@@ -48,8 +46,6 @@ class Frozen:
 
     def sleep(self, device: torch.device | str) -> None:
         """Free the memory of ``device``, the one that it computes on. Harmless when called first, or twice."""
-        import torch
-
         device = torch.device(device)
         with self._turn, torch.inference_mode(False):
             self._at, self._sleeps = None, True
@@ -75,8 +71,6 @@ class Frozen:
         Without ``wait`` the host does not wait for the copying; what the device is given after it does. Returns whether
         it came there for good, so that no later waking takes as long. Raises what ``read`` raises.
         """
-        import torch
-
         device = torch.device(device)
         with self._turn, torch.inference_mode(False):
             if self._at == device:
@@ -144,8 +138,6 @@ class _Slab:
     """Storages of a module behind one another in the host's memory, and which tensors lie where in them."""
 
     def __init__(self, storages: Sequence[Sequence[Tensor]], pin: bool) -> None:
-        import torch
-
         starts = [0]
         for tensors in storages:
             starts.append(starts[-1] + _aligned(tensors))
@@ -170,8 +162,6 @@ class _Slab:
 
 def _lay(lying: Iterable[tuple[Tensor, int, torch.Size, tuple[int, ...]]], where: Tensor) -> None:
     """Have every tensor at its place of ``where``: places count elements."""
-    import torch
-
     for tensor, place, size, stride in lying:
         empty = torch.empty(0, dtype=tensor.dtype, device=where.device)
         tensor.data = empty.set_(where.untyped_storage(), place, size, stride)

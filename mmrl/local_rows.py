@@ -12,7 +12,7 @@ memory of its own, and its module keeps the rows beside it:
     fill             the rows become the parameters of the sharded module
     Lifted           the rows taken out of a module whose weights another layout divides: whole tensors, one at a time
 
-The placeholder's values are nan: what computes with it by mistake is not silently wrong. Imports torch late.
+The placeholder's values are nan: what computes with it by mistake is not silently wrong.
 """
 
 # ``nn.Module`` has no public way to replace a parameter and leave it in its place of the order.
@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor, nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
 M = TypeVar("M", bound="nn.Module")
 _ROWS = "_mmrl_rows"
@@ -54,9 +55,7 @@ def group() -> dist.ProcessGroup | None:
 def divide(model: nn.Module, ranks: dist.ProcessGroup, whole: Collection[str] = ()) -> None:
     """Make the parameters of ``model``, which is on the meta device, DTensors of this rank's rows. Those with names in
     ``whole``, and those without rows, stay as they are. Tied parameters stay tied."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
-    from torch.nn import Parameter
 
     mesh, made = DeviceMesh.from_group(ranks, "cpu"), dict[int, Parameter]()
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
@@ -74,7 +73,6 @@ def set_aside(model: nn.Module) -> None:
     """Put placeholders in place of the DTensors of ``model``, and their rows into its modules. Rows that are a view, of
     a file for example, are copied, so that what is behind them can go."""
     from torch.distributed.tensor import DTensor
-    from torch.nn import Parameter
 
     made: dict[int, tuple[Parameter, Tensor]] = {}
     for module, name, p in _parameters(model):
@@ -104,16 +102,12 @@ def hold(module: nn.Module, name: str, rows: Tensor) -> None:
 
 
 def _placeholder(p: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    import torch
-
     value = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
     return torch.nn.Parameter(value.expand(p.shape), requires_grad=p.requires_grad)
 
 
 def move(module: M, device: torch.device) -> M:
     """``module.to(device)``; its placeholders go to the meta device, and their rows to ``device``."""
-    from torch.nn import Parameter
-
     placeholders: dict[int, Parameter] = {}
     moved: dict[int, Tensor] = {}
     put_back: list[tuple[nn.Module, str, Parameter]] = []
@@ -143,7 +137,6 @@ def device_of(module: nn.Module) -> torch.device:
 def fill(module: nn.Module) -> None:
     """Give the sharded ``module``, whose placeholders were on the meta device, its rows."""
     from torch.distributed.tensor import DTensor
-    from torch.nn import Parameter
 
     made: dict[int, Parameter] = {}
     for owner, name, rows in list(_kept(module)):
@@ -166,8 +159,6 @@ class Lifted:
     """
 
     def __init__(self, module: nn.Module, ranks: dist.ProcessGroup) -> None:
-        from torch.nn import Parameter
-
         self._module, self._ranks = module, ranks
         self._rows: dict[int, tuple[Tensor, torch.Size]] = {}
         """By the identity of the parameter that is now in the module."""
@@ -188,8 +179,6 @@ class Lifted:
 
     def whole(self, p: nn.Parameter) -> Tensor:
         """The whole tensor, of all ranks' rows."""
-        import torch.distributed as dist
-
         if id(p) not in self._rows:
             return p.detach()
         rows, shape = self._rows[id(p)]

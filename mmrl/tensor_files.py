@@ -10,15 +10,16 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as read
+from torch import Tensor, nn
 
 from mmrl.stored import BadFileError, blamed, faults, parsed
 from mmrl.untrusted import open_file
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _LARGEST_HEADER = 100_000_000
 """Bytes; the limit of safetensors itself."""
@@ -62,8 +63,6 @@ def header(path: Path) -> dict[str, Stored]:
 
 def load(data: bytes, name: str) -> dict[str, Tensor]:
     """The tensors in the bytes of a safetensors file called ``name``. Raises ``BadFileError``."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load as read
 
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= min(_LARGEST_HEADER, len(data) - 8):
@@ -78,8 +77,6 @@ def load(data: bytes, name: str) -> dict[str, Tensor]:
 def filled(make: Callable[[], M], tensors: Mapping[str, Tensor], name: str) -> M:
     """The module that ``make`` makes, with the weights ``tensors`` of the file ``name``; nothing is allocated before
     their shapes are known to fit. Draws no random numbers of the process. Raises ``BadFileError``."""
-    import torch
-
     with torch.random.fork_rng(devices=[]), blamed(Path(name)):
         with torch.device("meta"):
             asked = {key: of.shape for key, of in make().state_dict().items()}

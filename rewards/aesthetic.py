@@ -8,7 +8,10 @@ A linear head over the normalised image embedding of CLIP ViT-L/14: about 1 to 1
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 import mmrl
 from mmrl.errors import UserError
@@ -18,9 +21,6 @@ from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 from mmrl.trajectory import Sample
 
 from .clip import load_clip, resized
-
-if TYPE_CHECKING:
-    import torch
 
 CLIP = "openai/clip-vit-large-patch14"
 HIDDEN = (1024, 128, 64, 16)
@@ -63,8 +63,6 @@ pathwise = PathwiseAesthetic
 
 def linear_head(width: int) -> torch.nn.Sequential:
     """``width`` numbers to one, through four layers with nothing but dropout between (it counts in the names)."""
-    from torch import nn
-
     sizes = (width, *HIDDEN)
     layers: list[nn.Module] = [nn.Linear(a, b) for a, b in zip(sizes, HIDDEN, strict=False)]
     for i in (3, 2, 1):  # none after the fourth
@@ -74,8 +72,6 @@ def linear_head(width: int) -> torch.nn.Sequential:
 
 def _load(path: str, clip: str) -> tuple[Any, Any]:
     """The image half of a CLIP model with the head (frozen, float32, on the CPU), and its image processor."""
-    from torch import nn
-
     mmrl.before_loading()
     tensors = {name.removeprefix("layers."): tensor for name, tensor in read_tensors(path).items()}
     whole, processor = load_clip(clip, clip, "clip")
@@ -92,8 +88,6 @@ def _load(path: str, clip: str) -> tuple[Any, Any]:
 
 def _rate(model: Any, pixels: torch.Tensor, context: Context, dtype: str) -> torch.Tensor:
     """The head, whose numbers are the scores, is float32 whatever ``dtype`` is."""
-    import torch
-
     with multiplying(dtype, context.device):
         seen = model["projection"](model["vision"](pixel_values=pixels.to(context.device)).pooler_output)
     with multiplying("float32", context.device):

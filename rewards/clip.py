@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import mmrl
 from mmrl.hub_files import check_files
@@ -19,9 +21,6 @@ from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 from mmrl.trajectory import Sample
 from mmrl.whole_weights import whole_weights
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT = "openai/clip-vit-large-patch14"
 WEIGHT = 2.5
@@ -64,7 +63,6 @@ pathwise = PathwiseClip
 
 def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any]:
     """A CLIP model (frozen, float32, on the CPU) and its processor. Raises ``UserError``, which names ``option``."""
-    import torch
     from transformers import CLIPModel, CLIPProcessor
 
     for folder in (path, processor):
@@ -94,8 +92,6 @@ def resized(samples: Sequence[Sample], size: int, images: Any) -> torch.Tensor:
 
     The shorter edge is resized to ``size`` by torch (bicubic, antialiased) and the middle kept.
     """
-    import torch
-
     pictures = torch.stack([sample.tensor for sample in samples if sample.tensor is not None])
     scale = size / min(pictures.shape[-2:])
     height, width = (max(size, round(n * scale)) for n in pictures.shape[-2:])
@@ -106,8 +102,6 @@ def resized(samples: Sequence[Sample], size: int, images: Any) -> torch.Tensor:
 
 def normalised(pictures: torch.Tensor, images: Any) -> torch.Tensor:
     """``pictures`` ``[..., 3, H, W]`` in [0, 1] by the mean and deviation of the image processor ``images``."""
-    import torch
-
     mean, std = (torch.tensor(v, device=pictures.device)[:, None, None] for v in (images.image_mean, images.image_std))
     return (pictures - mean) / std
 
@@ -120,8 +114,6 @@ def cosine(
 
     The prompts of a group are equal, so each different one is encoded once.
     """
-    import torch
-
     texts = list(dict.fromkeys(sample.prompt.text for sample in samples))
     tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(context.device)
     with multiplying(dtype, context.device):

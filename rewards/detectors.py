@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from mmrl.hub_files import check_files
 from mmrl.library_loading import check_size, refused, try_processor
 from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from PIL.Image import Image
 
 _OTHERWISE = {
@@ -111,8 +112,6 @@ class Detector:
         As Mask2Former is evaluated on COCO: sure is how likely the class is (the last is none), times the mean of the
         mask inside itself. transformers' own post-processing rounds masks to 384 x 384 and gives no boxes.
         """
-        import torch
-
         likely = classes.softmax(-1)[:, :-1]
         best = likely.flatten().topk(min(_MOST, likely.numel()))
         for probability, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):

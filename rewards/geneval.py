@@ -16,7 +16,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image as pil
+from PIL.Image import Image
 
 import mmrl
 from mmrl.errors import UserError
@@ -27,10 +32,6 @@ from mmrl.user_code import describe
 
 from .clip import load_clip
 from .detectors import Detector, Found
-
-if TYPE_CHECKING:
-    import torch
-    from PIL.Image import Image
 
 DEFAULT = "facebook/mask2former-swin-small-coco-instance"
 CLIP = "openai/clip-vit-large-patch14"
@@ -150,8 +151,6 @@ class Colours:
 
     def of(self, image: Image, objects: Sequence[Found], name: str, context: Context) -> list[str]:
         """One colour for each of ``objects`` of the class ``name``."""
-        import torch
-
         crops = [_cut_out(image, one) for one in objects]
         pixels = self._processor.image_processor(crops, return_tensors="pt")["pixel_values"].to(context.device)
         seen = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
@@ -161,8 +160,6 @@ class Colours:
 
     def _said(self, name: str, context: Context) -> torch.Tensor:
         """What each colour of ``name`` is like, ``[10, D]``: the mean over the templates, normalised."""
-        import torch
-
         if name not in self._known:
             texts = [text.format(colour=colour, name=name) for colour in COLOURS for text in _TEMPLATES]
             tokens = self._processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
@@ -231,8 +228,6 @@ def read_wishes(meta: Mapping[str, Any]) -> list[Wish]:
 
 def _cut_out(image: Image, one: Found) -> Image:
     """The object in its box, grey where the box holds anything else."""
-    import numpy as np
-    from PIL import Image as pil
 
     if one.mask is not None:
         grey = pil.new("RGB", image.size, _GREY)

@@ -10,7 +10,9 @@ pads a picture only if it had to resize it, so that it fails on one of 224 x 100
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import mmrl
 from mmrl.hub_files import check_files
@@ -22,9 +24,6 @@ from mmrl.rewards.sleeping import Sleeping, check_dtype
 from mmrl.trajectory import Sample
 
 from .clip import cosine, no_model, normalised
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT = "xswu/HPSv2/HPS_v2.1_compressed.pt"
 BASE = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -118,8 +117,6 @@ def from_open_clip(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 def letterboxed(picture: torch.Tensor, size: int) -> torch.Tensor:
     """A picture ``[3, H, W]`` in [0, 1] resized to fit into ``size``, in the middle of a black square of that size."""
-    import torch
-
     scale = size / max(picture.shape[-2:])
     height, width = (round(n * scale) for n in picture.shape[-2:])
     if scale != 1:
@@ -144,7 +141,5 @@ def _load(path: str, base: str) -> tuple[Any, Any]:
 
 def _prepared(model: Any, processor: Any, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
     """``[B, 3, size, size]``, normalised."""
-    import torch
-
     size = model.config.vision_config.image_size
     return normalised(torch.stack([letterboxed(p, size) for p in pictures]), processor.image_processor)

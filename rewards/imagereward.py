@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 import mmrl
 from mmrl.errors import UserError
@@ -22,9 +25,6 @@ from mmrl.trajectory import Sample
 
 from .aesthetic import linear_head
 from .clip import resized
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT = "THUDM/ImageReward/ImageReward.pt"
 TOKENIZER = "google-bert/bert-base-uncased"
@@ -156,7 +156,6 @@ def _layers(tensors: Mapping[str, torch.Tensor], prefix: str) -> int:
 
 
 def _build(vision: Any, text: Any) -> torch.nn.ModuleDict:
-    from torch import nn
     from transformers import BlipTextModel, BlipVisionModel
 
     parts = {

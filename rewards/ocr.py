@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import torch
 
 import mmrl
 from mmrl.errors import UserError
@@ -137,8 +138,6 @@ def _bare(text: str) -> str:
 
 def _rapid(side: int) -> Any:
     """PP-OCR with as many threads as torch has. Raises ``UserError``."""
-    import torch
-
     if not 32 <= side <= 2000:
         raise UserError(f"options.side is {side}; give pixels from 32 to 2000")
     try:
@@ -168,7 +167,6 @@ def _lines(rapid: Any, image: Any) -> str:
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:
     """The model (frozen, on the CPU) and its processor. Raises ``UserError``."""
-    import torch
     from transformers import AutoProcessor, GotOcr2ForConditionalGeneration
 
     check_files(path)

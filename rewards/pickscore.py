@@ -7,7 +7,9 @@ and only a scale. PickScore_v1 holds no processor, so that of its base model is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import mmrl
 from mmrl.rewards.contract import Context, Weights
@@ -15,9 +17,6 @@ from mmrl.rewards.sleeping import Sleeping, check_dtype
 from mmrl.trajectory import Sample
 
 from .clip import cosine, load_clip, resized
-
-if TYPE_CHECKING:
-    import torch
 
 SCALE = 26.0
 DEFAULT = "yuvalkirstain/PickScore_v1"

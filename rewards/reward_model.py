@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
@@ -46,8 +48,6 @@ class RewardModel(Sleeping):
         chat_template: Mapping[str, Any] | None = None,
         pipeline: str | None = None,
     ) -> None:
-        import torch
-
         if batch_size < 1:
             raise UserError(f"options.batch_size is {batch_size}; set it to 1 or more")
         dtype = dtype_on(check_dtype(dtype, (*DTYPES, "float16")), "auto")

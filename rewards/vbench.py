@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 import mmrl
 from mmrl.errors import UserError
@@ -27,9 +28,6 @@ from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 from mmrl.whole_weights import whole_weights
-
-if TYPE_CHECKING:
-    import torch
 
 DINO, CLIP = "facebook/dino-vitb16", "openai/clip-vit-base-patch32"
 AT_ONCE = 32
@@ -126,8 +124,6 @@ def _consistencies(model: Any, images: Any, samples: Sequence[Sample], context: 
 
 def _features(model: Any, images: Any, frames: Sequence[Any], context: Context) -> np.ndarray:
     """``[N, D]`` float32."""
-    import torch
-
     out = []
     with torch.no_grad():
         for start in range(0, len(frames), AT_ONCE):

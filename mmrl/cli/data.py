@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from mmrl._load import load
 from mmrl.cli.arguments import ChangesArgument, OptionsOption, console, read_recipe, reward_options
 from mmrl.errors import UserError
 
@@ -144,8 +145,6 @@ def index(
 
     Exit code 1 where something cannot.
     """
-    from mmrl._load import load
-
     paths = [folder] if folder.suffix == ".tar" else sorted(folder.glob("*.tar"))
     if not paths:
         raise UserError(f"{folder} has no .tar file; name a folder of tar shards")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,7 @@ import typer
 
 from mmrl.cli.arguments import read_recipe
 from mmrl.errors import UserError
+from mmrl.garbage import rarely_collected
 
 if TYPE_CHECKING:
     from mmrl.planner.first_data import FirstData
@@ -255,11 +257,8 @@ def _lacks(wanted: Wanted) -> list[str]:
 
 def _problems(file: Path) -> list[str]:
     """What ``mmrl plan`` says against the recipe."""
-    import warnings
-
     from mmrl.config.errors import RecipeError
     from mmrl.datasets.fields import UnreadColumns
-    from mmrl.garbage import rarely_collected
     from mmrl.planner.plan import plan
 
     try:

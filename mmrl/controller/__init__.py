@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
 
 from mmrl.controller.peers import Alone, Peers
 from mmrl.controller.randomness import permutation, seed_of
 from mmrl.controller.workload_balance import divide
 from mmrl.trajectory import Prompt, Slot
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 

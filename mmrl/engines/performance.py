@@ -8,14 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Recipe
 from mmrl.installing import install
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,6 @@ class Ability:
 
 def ability(device: str) -> Ability:
     """Of a device as the recipe names it. One that is not on this machine is taken for one that has everything."""
-    import torch
-
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
     if kind != "cuda" or torch.version.hip is not None:
         return Ability(device, kind, ampere=False)
@@ -106,8 +103,6 @@ _torch_chose: list[Any] = []
 
 def settle(asked: Performance, device: torch.device, dtype: str = "float32") -> None:
     """Have this process compute as ``asked`` beside ``dtype``, whatever an earlier run of the process asked for."""
-    import torch
-
     if device.type != "cuda":
         return
     if torch.version.hip is None and (pinning := page_locking(os.environ, os.cpu_count() or 1)):

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.chat_template import checked
 from mmrl.config.dtype import has_bfloat16
@@ -33,7 +35,6 @@ from mmrl.text.token_sampling import Draw
 from mmrl.whole_weights import whole_weights
 
 if TYPE_CHECKING:
-    import torch
     from transformers import BatchEncoding, BatchFeature
 
 _NOT_FINITE = "the judge's logits are not finite: set options.model.dtype to float32, or take another judge"
@@ -130,7 +131,6 @@ class LocalModel(Sleeping):
             raise ValueError(f"the question has {length} tokens, and with {room} of answer the model takes {limit}")
 
     def _generate(self, asks: list[Ask], kind: Kind, settings: Settings, round_: int) -> list[Outcome]:
-        import torch
         from transformers import GenerationConfig
 
         room = 1 if isinstance(kind, Words) else settings.max_tokens
@@ -222,7 +222,6 @@ def empty(
 ) -> tuple[Any, Callable[[], BatchEncoding | BatchFeature]]:
     """A judge without weights, on the meta device, and what makes the inputs of so many ``rows`` with one question.
     Raises ``UserError``."""
-    import torch
     from transformers import AutoConfig
 
     allow_cpu_only()
@@ -244,8 +243,6 @@ def empty(
 
 def dtype_here(dtype: str) -> str:
     """The dtype that a judge is loaded in."""
-    import torch
-
     slow = not torch.cuda.is_available() and not has_bfloat16("cpu")
     return "float32" if dtype == "auto" and slow else dtype
 
@@ -297,7 +294,6 @@ def _readers(path: str, *, sees: bool) -> tuple[Any, Any]:
 def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
     """The model alone, frozen and on the CPU, and whether it sees."""
     allow_cpu_only()
-    import torch
     import transformers.utils.logging
     from transformers import AutoConfig
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from torch import cuda
+
 from mmrl.config.replicas import spread
 from mmrl.engines.lazy_engine import RESTARTS
 from mmrl.engines.server_process import Client, Process, flags, new_key, private_folder
@@ -261,8 +263,6 @@ def _number(args: JsonObject, name: str, default: float) -> float:
 
 
 def _on_gpu() -> bool:
-    from torch import cuda
-
     return cuda.is_available()
 
 

@@ -190,8 +190,6 @@ def _check_digest(package: Package, folder: Path, edit: str = "; nothing was set
 
 
 def _note_origin(package: Package, folder: Path) -> None:
-    import json
-
     wheel = package.wheel
     said: JsonObject = {
         "name": package.name,

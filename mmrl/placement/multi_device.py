@@ -22,6 +22,8 @@ from dataclasses import asdict
 from threading import Thread
 from typing import Any, Protocol
 
+import torch
+
 from mmrl.algorithms.objective import copies_of
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.placement import Placement
@@ -346,8 +348,6 @@ class MultiDevice:
             self._board.fail(device, error)
 
     def _work(self, context: StepContext, device: int) -> None:
-        import torch
-
         if device == 0 and context.recipe.threads:
             torch.set_num_threads(context.recipe.threads)  # for this thread
         awake: set[str] = set()

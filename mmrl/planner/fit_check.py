@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from mmrl.planner.device_roles import SAMPLED, judges_beside_sampling
 from mmrl.planner.plan_data import PhaseMemory, Plan
 from mmrl.report.sizes import size
@@ -23,8 +25,6 @@ def does_not_fit(plan: Plan) -> list[str]:
     if n == 1 or plan.recipe.ray != "local" or plan.gpu is not None:
         return []
     if plan.device.startswith("cuda"):
-        import torch
-
         has = torch.cuda.device_count()
         lacks = f"{_all(plan)} take a GPU each, and this machine has {has}" if n > has else None
     else:

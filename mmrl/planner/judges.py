@@ -6,21 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.replicas import of_engine
+from mmrl.config.schema import Recipe, Reward
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of
 from mmrl.packages.places import lacking
 from mmrl.report.sizes import size
 from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import HALF, Weights
-from mmrl.rewards.loading import asked_of_options, can_sleep
-
-if TYPE_CHECKING:
-    from mmrl.config.schema import Recipe, Reward
-    from mmrl.rewards.loading import Found
+from mmrl.rewards.loading import Found, asked_of_options, can_sleep
 
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "I64": 8, "I32": 4}
 """Bytes per number; any other dtype takes one."""

@@ -5,12 +5,18 @@ The plan is that of one controller, the one with the most work, and of one of it
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from io import BytesIO
 from math import ceil
 from pathlib import Path
+
+import psutil
+import torch
+from PIL import Image
 
 import mmrl
 from mmrl.algorithms.objective import Objective
@@ -175,8 +181,6 @@ def _rates(made: Plan) -> Rates | None:
 
 def _here(made: Plan) -> Gpu | None:
     """This machine's device as the estimate reads it; None where its rates are not known."""
-    import torch
-
     if made.device == "cpu":
         return cpu(len(os.sched_getaffinity(0)))
     if not torch.cuda.is_available() or made.device_memory is None:
@@ -216,8 +220,6 @@ def _most_controllers(recipe: Recipe) -> int:
 
 def _device(name: str) -> tuple[str, int | None]:
     """The device that ``mmrl.run`` will choose, and its memory if it is on this machine."""
-    import torch
-
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     number = int(name.partition(":")[2] or 0)
@@ -256,8 +258,6 @@ def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:
 
 
 def _main_memory() -> int:
-    import psutil
-
     total = psutil.virtual_memory().total
     try:  # a container may have less than its machine
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -293,8 +293,6 @@ def _counted(prompts: Sequence[Prompt], recipe: Recipe) -> Sequence[Prompt]:
 
 def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]:
     """The inputs that the rewards read of a sample."""
-    import inspect
-
     both = list[list[Found]]()
     for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
         try:
@@ -443,10 +441,6 @@ def _shards(made: Plan, description: Description, trainers: int) -> int | Fracti
 
 def _pair() -> tuple[Media, ...]:
     """Two pictures, for a pipeline that trains on pairs; one is enough for editing."""
-    from io import BytesIO
-
-    from PIL import Image
-
     files = [BytesIO(), BytesIO()]
     for shade, file in enumerate(files):
         Image.new("RGB", (1, 1), (shade, shade, shade)).save(file, "png")

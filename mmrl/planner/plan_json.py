@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
+from mmrl.json_types import JsonObject
 from mmrl.planner.device_roles import rows
-
-if TYPE_CHECKING:
-    from mmrl.json_types import JsonObject
-    from mmrl.planner.plan_data import PhaseMemory, Plan
+from mmrl.planner.plan_data import PhaseMemory, Plan
 
 
 def as_json(plan: Plan) -> JsonObject:

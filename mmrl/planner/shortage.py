@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from mmrl.config.loader import LoadedRecipe
 from mmrl.out_of_memory import OutOfMemoryError, free
 from mmrl.planner.fit_check import edits
 from mmrl.planner.plan import plan
 from mmrl.planner.plan_data import PhaseMemory
 from mmrl.report.sizes import size
-
-if TYPE_CHECKING:
-    from mmrl.config.loader import LoadedRecipe
 
 
 def explained(error: OutOfMemoryError, loaded: LoadedRecipe) -> str:

@@ -13,8 +13,9 @@ from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from mmrl.errors import UserError
@@ -32,9 +33,6 @@ from mmrl.report.transcripts import transcripts
 from mmrl.report.verdict import Judgement, judgement
 from mmrl.secrets import hidden
 from mmrl.stored import read_object
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 __all__ = ["curve_png", "write_report"]
 
@@ -76,8 +74,6 @@ def write_report(run: Path | str, judged: Judgement | None = None) -> Path:
 
 def template(name: str) -> Template:
     """A page of this folder; everything that is put into it is escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     page = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

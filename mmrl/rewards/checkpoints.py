@@ -10,12 +10,11 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
 
 from mmrl.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 _HUB_FILE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.+-]+(/[\w.+-]+)*)")
 _CALLS = re.compile(r"GLOBAL ([\w.]+)")
@@ -53,8 +52,6 @@ def read_tensors(path: str, device: str = "cpu", *, fetch: bool = True) -> dict[
     On ``device="meta"`` it is shapes and dtypes. Raises ``UserError``, also for a pickle that asks for more than
     tensors.
     """
-    import torch
-
     file = find_checkpoint(path, fetch=fetch)
     if file.suffix == ".safetensors":
         found = _read_safetensors(file, device)
@@ -80,8 +77,6 @@ def fill(build: Callable[[], M], tensors: Mapping[str, torch.Tensor], path: str,
     Nothing is drawn at random first. Names that hold one of ``ignored`` may be left over. Raises ``UserError`` where
     names or shapes are not the model's.
     """
-    import torch
-
     with torch.device("meta"):
         model = build()
     own = model.state_dict()

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
+from torch import nn
 
 from mmrl.config.dtype import has_bfloat16
 from mmrl.errors import UserError
 from mmrl.frozen_modules import Frozen
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -34,8 +33,6 @@ def dtype_on(dtype: str, device: torch.device | str) -> str:
 def multiplying(dtype: str, device: torch.device | str) -> torch.autocast:
     """Inside, modules with float32 weights on ``device`` multiply in ``dtype`` (see ``dtype_on``), whatever autocast is
     on outside."""
-    import torch
-
     chosen = getattr(torch, dtype_on(dtype, device))
     kind = torch.device(device).type
     if chosen == torch.float32:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import psutil
+import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError, plain
@@ -316,8 +317,6 @@ def _answers(address: str) -> None:
 
 def on_gpu(device: str) -> bool:
     """Whether a controller computes on a GPU."""
-    import torch
-
     return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
 
 

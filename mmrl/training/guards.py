@@ -24,18 +24,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from mmrl.config.schema import Guards
 from mmrl.controller import Controller
 from mmrl.trajectory import Sample
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PREFIX = "guard/"
 MOST = 64

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from mmrl import local_rows
@@ -277,8 +278,6 @@ def load_rows(kind: Any, folder: Path, dtype: torch.dtype, ranks: dist.ProcessGr
 
 def _files(folder: Path) -> dict[str, Path]:
     """The file of each tensor; empty where the weights are in no safetensors files."""
-    from safetensors import safe_open
-
     index = folder / f"{_FILE}.index.json"
     if index.exists():
         listed = as_object(json_of(str(folder), index.name)["weight_map"])
@@ -311,8 +310,6 @@ def _default(dtype: torch.dtype) -> Generator[None]:
 
 
 def _read(model: Any, files: Mapping[str, Path], dtype: torch.dtype, ranks: dist.ProcessGroup) -> None:
-    from safetensors import safe_open
-
     kept = model._keep_in_fp32_modules or []
     in_float32 = {*([kept] if isinstance(kept, str) else kept)}
     with ExitStack() as opened:
