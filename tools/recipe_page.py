@@ -47,6 +47,7 @@ SAMPLING: Places = {Sampling: "`sampling` of pictures and clips", TextSampling: 
 SHARED: Mapping[type[AlgorithmSettings], str] = {
     settings.TokenSettings: "Keys of policy gradients on text",
     settings.ClippedSettings: "Keys of clipped policy gradients on text",
+    settings.TurnSettings: "Keys of credit for turns",
     settings.CriticSettings: "Keys of algorithms with a critic",
     settings.ResponseSettings: "Keys of algorithms on given responses",
     settings.PictureSettings: "Keys of algorithms that compare the pictures of a group",

@@ -14,10 +14,10 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
-from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, Spread, TokenSettings
+from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, Spread, TurnSettings
 
 
-class CISPOSettings(TokenSettings):
+class CISPOSettings(TurnSettings):
     """Clipped importance weights, no token dropped (MiniMax-M1, arXiv 2506.13585)."""
 
     aggregation: AggregationMode = "token_mean"

@@ -17,11 +17,11 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings, Spread, length_limit
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings, Spread, TurnSettings, length_limit
 from mmrl.config.section import Fraction, NonNegative
 
 
-class DAPOSettings(ClippedSettings):
+class DAPOSettings(ClippedSettings, TurnSettings):
     """Decoupled clip and dynamic sampling (Yu et al. 2025, arXiv 2503.14476)."""
 
     clip_high: PositiveFloat = 0.28

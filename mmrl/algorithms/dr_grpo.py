@@ -13,10 +13,10 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings, TurnSettings
 
 
-class DrGRPOSettings(ClippedSettings):
+class DrGRPOSettings(ClippedSettings, TurnSettings):
     """GRPO without its biases of length and difficulty (Liu et al. 2025, arXiv 2503.20783)."""
 
     aggregation: AggregationMode = "seq_mean_token_sum_norm"

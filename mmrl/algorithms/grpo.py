@@ -15,11 +15,11 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, ClippedSettings, Spread
+from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, ClippedSettings, Spread, TurnSettings
 from mmrl.config.section import NonNegative
 
 
-class GRPOSettings(ClippedSettings):
+class GRPOSettings(ClippedSettings, TurnSettings):
     """Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300).
 
     TRL's GRPOTrainer (1.16) has other defaults: kl_coef 0 and aggregation token_mean (its loss_type "dapo").

@@ -15,10 +15,10 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
-from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, Spread, TokenSettings
+from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, Spread, TurnSettings
 
 
-class SAPOSettings(TokenSettings):
+class SAPOSettings(TurnSettings):
     """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347)."""
 
     aggregation: AggregationMode = "seq_mean_token_mean"

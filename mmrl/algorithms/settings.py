@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, runtime_chec
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mmrl.config.sampling import Sampling, TextSampling
-from mmrl.config.section import NonNegative, Section
+from mmrl.config.section import Fraction, NonNegative, Section
 from mmrl.errors import UserError
 
 Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
@@ -32,6 +32,11 @@ AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_s
 @runtime_checkable
 class _TakesRewardsApart(Protocol):
     advantage_aggregation: AdvantageAggregation
+
+
+@runtime_checkable
+class _DividesAdvantages(Protocol):
+    advantage_std: Spread
 
 
 class AlgorithmSettings(Section):
@@ -154,6 +159,40 @@ class ClippedSettings(TokenSettings):
     def clip(self) -> tuple[float, float, float | None]:
         """The clip ranges as ``clipped_surrogate`` takes them."""
         return self.clip_low, self.clip_high, self.dual_clip
+
+
+class TurnSettings(TokenSettings):
+    """Advantages of groups that may be those of turns, where an environment answers (abstract)."""
+
+    credit: Literal["episode", "turn"] = "episode"
+    """What an advantage covers. ``turn``: each turn of an episode also gets credit for what follows it, compared with
+    the turns that were taken in the same state (GiGPO, arXiv 2505.10978; docs/environments.md)."""
+    turn_discount: Fraction = 0.95
+    """Factor of a reward for each turn that lies before it (verl-agent's ``gamma``)."""
+    turn_weight: NonNegative = 1.0
+    """Weight of a turn's advantage beside the episode's (verl-agent's ``step_advantage_w``)."""
+
+    @property
+    def spread(self) -> Spread:
+        """``advantage_std``, or no division where the algorithm has no such key."""
+        return self.advantage_std if isinstance(self, _DividesAdvantages) else "none"
+
+    def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
+        yield from super().conflicts(sampling)
+        if self.credit == "turn":
+            if self.aggregates != "sum":
+                yield (
+                    "algorithm.advantage_aggregation: the credit of a turn is that of the sum of the rewards; set it "
+                    "to sum, or algorithm.credit to episode"
+                )
+            return
+        for key in TURN_KEYS[1:]:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"algorithm.{key}: algorithm.credit is episode, which has none; set it to turn, or remove {key}"
+
+
+TURN_KEYS = ("credit", "turn_discount", "turn_weight")
+"""The keys of ``TurnSettings``."""
 
 
 class CriticSettings(TokenSettings):

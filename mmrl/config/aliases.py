@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.algorithms.settings import TURN_KEYS, AlgorithmSettings
 
 SETTINGS: dict[str, list[str]] = {
     "DDPO (arXiv 2305.13301), on UNets": [
@@ -41,6 +41,7 @@ SETTINGS: dict[str, list[str]] = {
         "algorithm: {step_weight: flash, clip_range: 1e-3, kl_coef: 0}",
     ],
     "GDPO (arXiv 2601.05242)": ["algorithm.advantage_aggregation: gdpo"],
+    "GiGPO (arXiv 2505.10978)": ["type: grpo", "algorithm: {credit: turn}", "environment: {name: worlds.py:Mine}"],
     "DRaFT-LV": ["type: draft", "algorithm.renoise: 2"],
     "SFT on the best samples": ["type: rwr", "algorithm.weights: best"],
 }
@@ -66,7 +67,9 @@ NO_GUIDANCE = {
 
 
 def why_missing(section: type[AlgorithmSettings], name: str, key: str) -> str:
-    """Why the settings of ``name``, an algorithm for pictures, lack ``key``; empty if no reason is known."""
+    """Why the settings of ``name`` lack ``key``; empty if no reason is known."""
+    if key in TURN_KEYS:
+        return f"{name} has no group's advantage for each turn; grpo, dr_grpo, dapo, cispo and sapo have"
     if key != "guidance" or section.trains_on not in ("denoising", "picture_pairs"):
         return ""
     return NO_GUIDANCE.get(section.kind, "").format(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from mmrl.algorithms.settings import ResponseSettings
+from mmrl.algorithms.settings import ResponseSettings, TurnSettings
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
 from mmrl.config.moving_checks import of_moving
@@ -23,8 +23,14 @@ MOST_SAMPLES = 10**6
 
 def of_environment(recipe: Recipe) -> Iterator[str]:
     """Contradictions of the section ``environment`` with others."""
-    section = recipe.environment
+    section, algorithm = recipe.environment, recipe.algorithm
+    by_turn = isinstance(algorithm, TurnSettings) and algorithm.credit == "turn"
     if section is None:
+        if by_turn:
+            yield (
+                "algorithm.credit: turns are those of an environment, and the recipe has none; set environment, or "
+                "credit to episode"
+            )
         listed = [("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)]
         for key, rewards in listed:
             for i, reward in enumerate(rewards):
@@ -42,6 +48,12 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
             f"environment: {recipe.algorithm.type} trains on given responses and samples none; remove environment, or "
             "set algorithm.type to grpo"
         )
+    for i, reward in enumerate(recipe.rewards):
+        if by_turn and reward.name == REWARD and reward.normalize != "none":
+            yield (
+                f"rewards[{i}].normalize: the rewards of turns are counted as the environment gives them; remove it, "
+                "or set algorithm.credit to episode"
+            )
     if recipe.rollout.partial is not None:
         yield "rollout.partial: an episode is not cut and gone on with in a later step; remove it"
     if recipe.midway is not None:

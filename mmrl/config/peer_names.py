@@ -217,6 +217,8 @@ VERL: Mapping[str, Here] = {
     "algorithm.adv_estimator": _here("algorithm.type"),
     "algorithm.lam": _here("algorithm.gae_lambda"),
     "algorithm.norm_adv_by_std_in_grpo": _here("algorithm.advantage_std", note="group or none"),
+    "algorithm.gigpo.step_advantage_w": _here("algorithm.turn_weight", note="verl-agent; with algorithm.credit: turn"),
+    "algorithm.gigpo.mode": _here("algorithm.advantage_std", note="group for mean_std_norm, none for mean_norm"),
     "algorithm.use_kl_in_reward": _here("algorithm.type", note="ppo, rloo and reinforce_pp do, by kl_coef"),
     "algorithm.kl_ctrl.kl_coef": _here("algorithm.kl_coef"),
     "algorithm.rollout_correction.rollout_is": _here("rollout.importance"),

@@ -52,7 +52,8 @@ def _pictures_of(parts: Sequence[str | Media]) -> list[Media]:
 class Observation:
     """What an environment answers. ``content``, texts and pictures, is shown to the policy; ``reward`` is added to the
     episode's; ``done``: the episode is over; ``truncated``: so it is, before its end. ``call_id``: the call that it
-    answers. ``info`` is kept for rewards, JSON values only.
+    answers. ``info`` is kept for rewards, JSON values only; its ``anchor`` names the state of the next turn, for
+    the credit of turns.
 
     In an ``Episode`` the content is a text, or a tuple of texts and ``Media`` with the bytes of the pictures."""
 

@@ -95,6 +95,7 @@ METRICS: dict[str, str] = {
     "policy/kl_k2": "reinforce_pp, variant baseline: half the squared log-ratio to the reference, mean.",
     "advantage/overlong_fraction": "dapo: fraction of responses punished for their length.",
     "advantage/kl": "KL divergence from the reference, subtracted from the reward, nats (reinforce_pp, ppo, rloo).",
+    "advantage/shared_states": "Fraction of turns whose state other turns of the group share (algorithm.credit: turn).",
     "advantage/wrong_step_fraction": "capo: fraction of tokens in steps that the judge found wrong.",
     "dpo/accuracy": "dpo: fraction of pairs whose better text the policy prefers more than the reference does.",
     "dpo/margin": "dpo: implicit reward of the better text minus that of the worse one, mean.",

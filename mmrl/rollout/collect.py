@@ -37,6 +37,7 @@ from mmrl.rollout.importance import SCALE, mean_weight, normalizes
 from mmrl.rollout.mismatched import mismatched, prompt_of_step
 from mmrl.rollout.moving import moves, whole_first
 from mmrl.rollout.rounds import sample_and_score
+from mmrl.rollout.turn_credit import with_turns
 from mmrl.training.batch import Batch, Groups, MicroBatch, rows_of_update, samples_of
 from mmrl.training.micro_batches import micro_batches_of, packed_rows
 from mmrl.training.step_context import StepContext
@@ -101,6 +102,7 @@ def credit(
         parts=[(weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in weights.items()],
     )
     advantages = with_credit(context.recipe, aggregated(advantages_of(context.objective), scored, algorithm.aggregates))
+    advantages = with_turns(context.recipe, batch, scored, advantages)
     batch.rewards, batch.advantages = parts, advantages.values
     batch.weights = row_weights(algorithm, batch, scored.groups, advantages)
     metrics = {} if mask is None else text_metrics(batch, mask)
