@@ -12,10 +12,11 @@ from pathlib import Path
 class ScriptProcess:
     """Runs ``script`` with the number of its end of ``pipe``; that pipe is all it shares with this process.
 
-    ``quiet``: what it writes to stderr is dropped.
+    ``quiet``: what it writes to stderr is dropped. ``own_session``: signals to the group of this process, and of its
+    terminal, do not reach it.
     """
 
-    def __init__(self, script: Path, *, quiet: bool = False) -> None:
+    def __init__(self, script: Path, *, quiet: bool = False, own_session: bool = False) -> None:
         self.pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
@@ -24,6 +25,7 @@ class ScriptProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if quiet else None,
+                start_new_session=own_session,
             )
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from mmrl.config.placement_checks import of_placement
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
 from mmrl.episodes.contract import REWARD
+from mmrl.python_objects import in_this_process
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
 MOST_SAMPLES = 10**6
@@ -67,6 +68,13 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
         yield (
             "environment: SGLang's server cannot be asked for a turn behind pictures and sampled tokens; set "
             "rollout.engine to vllm"
+        )
+    tools = section.options.get("tools")
+    names = [name for name in (section.name, *(tools if isinstance(tools, list) else ())) if isinstance(name, str)]
+    if section.isolate and (held := [name for name in names if in_this_process(name)]):
+        yield (
+            f"environment.isolate: {', '.join(held)} is in this process only; define it at the top of a file other "
+            "than the script and import it from there, or set environment.isolate to false"
         )
     if section.max_tokens < recipe.decoding.max_new_tokens:
         yield (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from mmrl.config.section import Count, Duration, Few, Options, OwnClass, Section
 
@@ -30,3 +30,7 @@ class Environment(Section):
     """Seconds for one call (``30s``, ``2m``); then the episode has failed."""
     workers: Few = 16
     """Calls at the same time, for each device that samples."""
+    isolate: bool = False
+    """Give each episode a process of its own, so that a call that hangs or dies ends nothing else. False: threads."""
+    memory: Annotated[ByteSize, Field(ge=1 << 26)] = ByteSize(4 << 30)
+    """Memory of such a process at most (``512 MiB``); one that wants more has failed."""

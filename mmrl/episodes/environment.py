@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from mmrl.episodes.contract import Action, Content, Observation
+from mmrl.episodes.pool import Returned
 from mmrl.episodes.shown import content_of
 from mmrl.trajectory import Prompt
 
@@ -53,6 +54,14 @@ def observations(answer: object) -> tuple[Observation, ...]:
         raise TypeError(
             f"an environment answers with a text, a picture, an Observation, or a list of them: {error}"
         ) from error
+
+
+def told_of(returned: Returned) -> tuple[tuple[Observation, ...], str]:
+    """What a call told, and why it failed."""
+    try:
+        return (() if returned.error else observations(returned.value)), returned.error
+    except (TypeError, ValueError) as error:
+        return (), str(error)
 
 
 def _plain(one: Observation) -> Observation:

@@ -70,8 +70,7 @@ class Journal:
 
     def tells(self, id: SampleId, turn: int, after: str, told: Sequence[Observation], failure: str) -> None:
         """Note what it returned. Raises ``TypeError`` or ``ValueError`` for what JSON has no value for."""
-        outcome: JsonObject = {"failed": failure} if failure else {"told": [_row(one) for one in told]}
-        self._write(id, {**_place(id, turn, after), **outcome})
+        self._write(id, {**_place(id, turn, after), **outcome(told, failure)})
 
     def evaluated(self, steps: int) -> None:
         """The evaluation after so many ``steps`` has ended; the next one does not take its answers."""
@@ -99,6 +98,19 @@ class Journal:
         return found
 
 
+def outcome(told: Sequence[Observation], failure: str) -> JsonObject:
+    """What a call returned, or why it failed, in JSON."""
+    return {"failed": failure} if failure else {"told": [_row(one) for one in told]}
+
+
+def outcome_of(row: JsonObject) -> Kept:
+    """What ``outcome`` made of it; lost where it made no such row."""
+    told, failed = row.get("told"), row.get("failed")
+    if isinstance(told, list):
+        return Kept(tuple(_observation(one) for one in told if isinstance(one, dict)))
+    return Kept(failure=failed) if isinstance(failed, str) else Kept(lost=True)
+
+
 def digest(tokens: Iterable[int]) -> str:
     """Of what the policy wrote in an episode so far."""
     return hashlib.blake2b(b"".join(token.to_bytes(4, "little") for token in tokens), digest_size=12).hexdigest()
@@ -118,14 +130,12 @@ def _kept(step: int, rows: Iterable[JsonObject]) -> dict[_Key, Kept]:
     for row in rows:
         numbers = [row.get(name) for name in ("slot", "attempt", "sample", "turn")]
         slot, attempt, sample, turn = (n if isinstance(n, int) else -2 for n in numbers)
-        told, failed = row.get("told"), row.get("failed")
         key = _key(SampleId(step, slot, attempt, sample), turn, str(row.get("after")))
-        if isinstance(told, list):
-            found[key] = Kept(tuple(_observation(one) for one in told if isinstance(one, dict)))
-        elif isinstance(failed, str):
-            found[key] = Kept(failure=failed)
+        kept = outcome_of(row)
+        if not kept.lost:
+            found[key] = kept
         elif row.get("asked") is True:
-            found.setdefault(key, Kept(lost=True))
+            found.setdefault(key, kept)
     return found
 
 

@@ -23,29 +23,35 @@ from mmrl.user_code import describe
 @dataclass(frozen=True)
 class Factory:
     """``make`` makes an environment for one episode; ``schemas``: the tools that it shows to the model; ``pictures``:
-    it says that it shows pictures, by an attribute ``pictures = True`` or by the type that a tool returns."""
+    it says that it shows pictures, by an attribute ``pictures = True`` or by the type that a tool returns;
+    ``stateless``: it is of functions alone."""
 
     make: Callable[[], Environment]
     schemas: list[JsonObject]
     pictures: bool = False
+    stateless: bool = False
 
 
 def opened(settings: environment.Environment) -> Factory:
     """The environment of a recipe. Makes one to try. Raises ``UserError`` where it cannot be made, or a tool has no
     schema."""
+    make = maker(settings)
+    first = make()
+    tools = getattr(first, "tools", ())
+    pictures = getattr(first, "pictures", False) is True or any(map(_returns_picture, tools))
+    return Factory(make, schemas_of(tools), pictures, isinstance(first, Toolbox) and first.stateless)
+
+
+def maker(settings: environment.Environment) -> Callable[[], Any]:
+    """What makes an environment for one episode. Raises ``LoadError``."""
     found = load("environments", settings.name)
     if isinstance(found, ModuleType):
         found = getattr(found, DEFAULT["environments"])
     if inspect.isfunction(found):
-        make: Callable[[], Any] = partial(Toolbox, [found])
-    elif isinstance(found, list | tuple):
-        make = partial(Toolbox, found)
-    else:
-        make = partial(_of_class, found, settings)
-    first = make()
-    tools = getattr(first, "tools", ())
-    pictures = getattr(first, "pictures", False) is True or any(map(_returns_picture, tools))
-    return Factory(make, schemas_of(tools), pictures)
+        return partial(Toolbox, [found])
+    if isinstance(found, list | tuple):
+        return partial(Toolbox, found)
+    return partial(_of_class, found, settings)
 
 
 def _returns_picture(tool: Callable[..., Any]) -> bool:

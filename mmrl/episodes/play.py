@@ -21,11 +21,11 @@ from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, Settings
 from mmrl.episodes.calls import BEFORE, Reader
 from mmrl.episodes.contract import Action, Episode, Exchange, Observation
-from mmrl.episodes.environment import Answer, Environment, observations
+from mmrl.episodes.environment import Answer, Environment, told_of
+from mmrl.episodes.isolated import end
 from mmrl.episodes.journal import Journal, digest
 from mmrl.episodes.loading import Factory
 from mmrl.episodes.pool import Pool, Returned
-from mmrl.episodes.tools import Toolbox
 from mmrl.text.chat import Conditioner
 from mmrl.text.features import with_told
 from mmrl.text.stop_strings import StopStrings
@@ -154,9 +154,13 @@ def play(
         for id, prompt, request in zip(ids, prompts, requests, strict=True)
     ]
     stage = _Stage(how, answers)
-    for one in played:
-        stage.call(one)
-    stage.run()
+    try:
+        for one in played:
+            stage.call(one)
+        stage.run()
+    finally:
+        for one in played:
+            end(one.world)
     return played
 
 
@@ -174,7 +178,7 @@ class _Stage:
         Where a journal answers, it is not called. Its state is then made again before the first call that is: it is
         called for the turns so far. A function has no state, and is never called twice for a turn."""
         turn, journal = len(one.turns), self._how.journal
-        stateless = isinstance(one.world, Toolbox) and one.world.stateless
+        stateless = self._how.factory.stateless
         kept = None if journal is None else journal.answer(one.id, turn, one.written)
         if kept is not None and kept.lost and stateless:
             self._answered(one, (), "the run was ended while a tool was called, and its answer is lost")
@@ -202,6 +206,8 @@ class _Stage:
                     found += self._pool.ready(wait=False)
                 for one, returned in found:
                     self._returned(one, returned)
+                    if one.end is not None:
+                        end(one.world)
                 if in_step and self._pool:
                     continue
                 for id, completion in self._answers.ready(_POLL if self._pool else None) if self._asked else ():
@@ -212,11 +218,7 @@ class _Stage:
             raise
 
     def _returned(self, one: Played, returned: Returned) -> None:
-        try:
-            told = () if returned.error else observations(returned.value)
-            why = returned.error
-        except (TypeError, ValueError) as error:
-            told, why = (), str(error)
+        told, why = told_of(returned)
         one.seen = one.calling
         if one.seen < len(one.turns):  # the journal has its answer
             if one.seen and (why or told != one.turns[one.seen - 1].told):

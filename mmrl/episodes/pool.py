@@ -77,12 +77,17 @@ class Pool(Generic[K]):
             threading.Thread(target=self._run, args=(key, began, call), daemon=True).start()
 
     def _run(self, key: K, began: float, call: Callable[[], Any]) -> None:
-        try:
-            value = call()
-            returned = Returned(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value, "")
-        except BaseException as error:  # of anybody's code
-            returned = Returned(None, describe(error))
-        self._returned.put((key, began, returned))
+        self._returned.put((key, began, returned_by(call)))
+
+
+def returned_by(call: Callable[[], Any]) -> Returned:
+    """Make the call, which may be ``async``, and may return a ``Returned``."""
+    try:
+        value = call()
+        value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        return value if isinstance(value, Returned) else Returned(value, "")
+    except BaseException as error:  # of anybody's code
+        return Returned(None, describe(error))
 
 
 async def _awaited(value: Any) -> Any:

@@ -13,7 +13,8 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
 from mmrl.episodes.calls import reader_of
 from mmrl.episodes.contract import Observation
-from mmrl.episodes.environment import observations
+from mmrl.episodes.environment import told_of
+from mmrl.episodes.isolated import Isolated, end
 from mmrl.episodes.journal import GROUP, Journal
 from mmrl.episodes.loading import opened
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
@@ -40,6 +41,9 @@ class World:
         assert recipe.environment is not None
         self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
         self._factory = opened(recipe.environment)
+        if self._section.isolate:
+            apart = Isolated(self._section, stateless=self._factory.stateless)
+            self._factory = replace(self._factory, make=apart.make)
         if self._factory.pictures and conditioner.no_pictures:
             raise UserError(
                 f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or take an "
@@ -78,16 +82,16 @@ class World:
         if kept is not None and not kept.lost:
             return kept.told, kept.failure
         pool: Pool[SampleId] = Pool(1, self._section.timeout)
-        pool.submit(id, partial(self._factory.make().reset, prompt, reset_seed(self._recipe.seed, id)))
-        ((_, returned),) = pool.ready(wait=True)
-        told: tuple[Observation, ...] = ()
-        why = f" failed: {returned.error}" if returned.error else ""
+        world = self._factory.make()
         try:
-            told = () if why else observations(returned.value)
-            if self.journal is not None:
-                self.journal.tells(id, 0, "", told, why)
-        except (TypeError, ValueError) as error:
-            why = f": {error}"
+            pool.submit(id, partial(world.reset, prompt, reset_seed(self._recipe.seed, id)))
+            ((_, returned),) = pool.ready(wait=True)
+        finally:
+            end(world)
+        told, failure = told_of(returned)
+        why = f" failed: {failure}" if failure else ""
+        if self.journal is not None:
+            self.journal.tells(id, 0, "", told, why)
         return told, why
 
     def play(
