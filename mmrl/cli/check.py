@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,16 +15,7 @@ if TYPE_CHECKING:
     from mmrl.contracts.running import Check
 
 
-class Kind(StrEnum):
-    """The kinds of plug-ins that ``mmrl check`` can check."""
-
-    algorithm = "algorithm"
-    reward = "reward"
-    judge = "judge"
-    dataset = "dataset"
-    engine = "engine"
-    pipeline = "pipeline"
-    environment = "environment"
+Kind = Literal["algorithm", "reward", "judge", "dataset", "engine", "pipeline", "environment"]
 
 
 def check(
@@ -59,7 +49,7 @@ def check(
     from mmrl.contracts.finding import kind_of
     from mmrl.contracts.running import results, show
 
-    found = kind.value if kind else kind_of(name)
+    found = kind or kind_of(name)
     for option, value, kinds in (("--model", model, ("engine", "pipeline")), ("--data", data, ("reward", "judge"))):
         if value is not None and found not in kinds:
             raise UserError(f"{option}: {name} is of kind {found}, which takes none; remove it")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,13 +14,6 @@ from mmrl.garbage import rarely_collected
 
 if TYPE_CHECKING:
     from mmrl.distill.distilling import Outcome, Source
-
-
-class Backbone(StrEnum):
-    """What reads for the students."""
-
-    policy = "policy"
-    none = "none"
 
 
 def distill(
@@ -40,12 +32,12 @@ def distill(
     ] = None,
     checkpoint: CheckpointOption = "latest",
     backbone: Annotated[
-        Backbone,
+        Literal["policy", "none"],
         typer.Option(
             help="What reads for the students: the recipe's model, frozen as before training, or none (words and "
             "pixels; needs many more verdicts)."
         ),
-    ] = Backbone.policy,
+    ] = "policy",
     passes: Annotated[int, typer.Option(min=1, help="The most passes over the verdicts that train the students.")] = 40,
     seed: Annotated[int, typer.Option(help="Of the students' first weights and of the held-out part.")] = 0,
     as_json: JsonOption = False,
@@ -61,7 +53,7 @@ def distill(
 
     def made() -> Outcome:
         settings = Settings(epochs=passes, seed=seed)
-        return distil(opened, out, samples, reward, also or (), settings, from_nothing=backbone is Backbone.none)
+        return distil(opened, out, samples, reward, also or (), settings, from_nothing=backbone == "none")
 
     if as_json:
         with json_alone() as write:

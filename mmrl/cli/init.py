@@ -6,10 +6,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -23,21 +22,9 @@ if TYPE_CHECKING:
     from mmrl.planner.first_recipe import Wanted
 
 
-class Modality(StrEnum):
-    """Those of ``mmrl.planner.first_model`` (a test compares them)."""
-
-    text = "text"
-    vision_language = "vision-language"
-    pictures = "pictures"
-    clips = "clips"
-
-
-class Device(StrEnum):
-    """What a first recipe computes on."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+Modality = Literal["text", "vision-language", "pictures", "clips"]
+"""Those of ``mmrl.planner.first_model`` (a test compares them)."""
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +106,7 @@ def init(
     chosen = _model(model, modality, algorithm, found, ask)
     algorithm = algorithm or _algorithm(chosen, ask)
     adapters = ask.yes("Train LoRA adapters, and not all weights?", default=True) if lora is None else lora
-    where = device or ask.one_of("--device", "Computes on", list(Device), "auto")
+    where = device or ask.one_of("--device", "Computes on", get_args(Device), "auto")
     wanted, begun = _wanted(file, _Chosen(chosen, found, reward, algorithm, str(where), adapters, tool or []), ask)
     _write(file, wanted, begun)
     if not _usable(file, wanted):
@@ -178,7 +165,7 @@ def _model(name: str, modality: Modality | None, algorithm: str | None, data: Fi
     except first_model.UnknownModalityError:
         if not ask.on:
             raise
-        found = look(ask.one_of("--modality", f"{name} is not downloaded. What is it for?", list(Modality)))
+        found = look(ask.one_of("--modality", f"{name} is not downloaded. What is it for?", get_args(Modality)))
     print(f"model: {found.says}; pipeline {found.pipeline}")
     return found
 
@@ -248,7 +235,7 @@ def _lacks(wanted: Wanted) -> list[str]:
             f"data: no column is the answer, with which {compares} compares responses; add a column answer, or "
             "--answer-column"
         )
-    if wanted.model.modality == Modality.vision_language and data.known and not data.media:
+    if wanted.model.modality == "vision-language" and data.known and not data.media:
         found.append(
             "data: no column is a picture or clip, so that prompts are text alone; add a column image or video"
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,12 +13,6 @@ from mmrl.garbage import rarely_collected
 
 if TYPE_CHECKING:
     from mmrl.labels.spread_folder import Outcome
-
-
-class Method(StrEnum):
-    auto = "auto"
-    graph = "graph"
-    head = "head"
 
 
 FolderArgument = Annotated[
@@ -94,8 +87,9 @@ def spread(
         ),
     ] = None,
     by: Annotated[
-        Method, typer.Option(help="What gives the scores; auto: the best one on held-out labels.")
-    ] = Method.auto,
+        Literal["auto", "graph", "head"],
+        typer.Option(help="What gives the scores; auto: the best one on held-out labels."),
+    ] = "auto",
     following: Annotated[int, typer.Option("--next", min=0, help="How many samples to propose for labels.")] = 50,
     pairs: Annotated[
         int, typer.Option(min=0, help="Pick up to so many pairs of each prompt, a better and a worse sample, for DPO.")
@@ -116,7 +110,7 @@ def spread(
         from mmrl.labels.spreading import AUTO, GRAPH, HEAD
         from mmrl.labels.training import Settings
 
-        methods = {Method.auto: AUTO, Method.graph: GRAPH, Method.head: HEAD}
+        methods = {"auto": AUTO, "graph": GRAPH, "head": HEAD}
         reader = None if loaded is None else model_of(loaded.recipe)
 
     def made() -> Outcome:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mmrl.cli.arguments import ChangesArgument, RecipeArgument, read_recipe
 from mmrl.errors import UserError
 
-
-class Launcher(StrEnum):
-    """What can start a run on a cluster."""
-
-    slurm = "slurm"
-    torchrun = "torchrun"
-    ray = "ray"
+Launcher = Literal["slurm", "torchrun", "ray"]
 
 
 def launch(
@@ -25,7 +18,7 @@ def launch(
     changes: ChangesArgument = None,
     launcher: Annotated[
         Launcher, typer.Option("--print", help="A batch script for sbatch, or commands for torchrun or Ray.")
-    ] = Launcher.slurm,
+    ] = "slurm",
     per_node: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Devices of a host.", show_default="8, or fewer if enough")
     ] = None,
@@ -48,10 +41,10 @@ def launch(
 
     loaded = read_recipe(recipe, changes or ())
     shown = [masked_override(text, loaded.tree.values) if "=" in text else text for text in changes or ()]
-    if cpus_per_task is not None and launcher is not Launcher.slurm:
+    if cpus_per_task is not None and launcher != "slurm":
         raise UserError("--cpus-per-task is for Slurm; leave it out, or print slurm")
     directory = out or Path("runs") / loaded.recipe.name
-    more = ["ray=auto"] if launcher is Launcher.ray else []
+    more = ["ray=auto"] if launcher == "ray" else []
     words = ("mmrl", "train", recipe, *shown, *more, "--out", str(directory))
     job = launch_files.Job(loaded.recipe, words, directory, Path.cwd(), per_node, cpus_per_task)
-    print(getattr(launch_files, launcher.value)(job), end="")
+    print(getattr(launch_files, launcher)(job), end="")

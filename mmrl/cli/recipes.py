@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from mmrl.cli.arguments import RecipeArgument, console
 from mmrl.errors import UserError
 
-
-class Shelf(StrEnum):
-    """What ``mmrl ls`` can list."""
-
-    recipes = "recipes"
-    pipelines = "pipelines"
-    rewards = "rewards"
-    datasets = "datasets"
-    environments = "environments"
-    algorithms = "algorithms"
+Shelf = Literal["recipes", "pipelines", "rewards", "datasets", "environments", "algorithms"]
+_SHELVES: tuple[Shelf, ...] = get_args(Shelf)
 
 
-_CAPTIONS = {Shelf.algorithms: "formulas and settings: docs/algorithms.md"}
+_CAPTIONS = {"algorithms": "formulas and settings: docs/algorithms.md"}
 
 
 def ls(what: Annotated[Shelf | None, typer.Argument(help="List only this kind.", show_default="all")] = None) -> None:
     """List recipes, pipelines, rewards, data sets, environments and algorithms by name."""
     from rich.table import Table
 
-    for shelf in [what] if what else list(Shelf):
-        table = Table(title=shelf.value, title_justify="left", title_style="bold", box=None, show_header=False)
+    for shelf in [what] if what else _SHELVES:
+        table = Table(title=shelf, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(no_wrap=True)
         table.add_column()
         table.caption, table.caption_justify = _CAPTIONS.get(shelf), "left"
@@ -64,17 +55,17 @@ def cp(
 
 
 def _rows(shelf: Shelf) -> list[tuple[str, str]]:
-    if shelf is Shelf.recipes:
+    if shelf == "recipes":
         from mmrl.config.loader import shipped_recipes
 
         return [(name, _first_comment(file)) for name, file in shipped_recipes().items()]
-    if shelf is Shelf.algorithms:
+    if shelf == "algorithms":
         from mmrl.config.algorithms import algorithm_summaries
 
         return list(algorithm_summaries().items())
     from mmrl.config.drop_ins import entries
 
-    return [(entry.name, entry.summary) for entry in entries(shelf.value)]
+    return [(entry.name, entry.summary) for entry in entries(shelf)]
 
 
 def _first_comment(file: Path) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -34,12 +33,7 @@ if TYPE_CHECKING:
     from mmrl.runtime.launchers import Launched
 
 
-class Exported(StrEnum):
-    """What ``mmrl export`` writes."""
-
-    merged = "merged"
-    lora = "lora"
-    lora_file = "lora-file"
+Exported = Literal["merged", "lora", "lora-file"]
 
 
 def train(
@@ -210,7 +204,7 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; must not exist yet.")],
     what: Annotated[
         Exported, typer.Option(help="The whole model, the adapter alone, or that in one file (ComfyUI).")
-    ] = Exported.merged,
+    ] = "merged",
     checkpoint: CheckpointOption = "latest",
     push_to_hub: Annotated[
         str | None,
@@ -228,7 +222,7 @@ def export(
     from mmrl.hub_upload import Upload
 
     upload = None if push_to_hub is None else Upload(push_to_hub, public=public)
-    print(write(run, out, what.value, checkpoint))
+    print(write(run, out, what, checkpoint))
     if upload is not None:
         print(upload.send(out, f"{out.name}, exported by mmrl"))
 

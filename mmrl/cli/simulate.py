@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,14 +26,8 @@ CONCURRENCY = 16
 """Requests at once of a judge whose recipe does not say; a test compares it with the judge's."""
 
 
-class MadeUp(StrEnum):
-    """The loads of ``mmrl.simulator.trace.LOADS`` (a test compares them)."""
-
-    steady = "steady"
-    judge_heavy = "judge-heavy"
-    drifting = "drifting"
-    shifting = "shifting"
-    tailed = "tailed"
+MadeUp = Literal["steady", "judge-heavy", "drifting", "shifting", "tailed"]
+"""The loads of ``mmrl.simulator.trace.LOADS`` (a test compares them)."""
 
 
 def simulate(
@@ -44,7 +37,7 @@ def simulate(
         int | None, typer.Option(min=2, help="Devices of all controllers together.", show_default="the recipe's")
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="RUN", help="Use the measured seconds of this run.")] = None,
-    load: Annotated[MadeUp, typer.Option(help="A synthetic load, without --trace.")] = MadeUp.steady,
+    load: Annotated[MadeUp, typer.Option(help="A synthetic load, without --trace.")] = "steady",
     steps: Annotated[
         int | None, typer.Option(min=1, help="How many steps.", show_default="40, or all of the trace")
     ] = None,
@@ -82,7 +75,7 @@ def simulate(
         recipe_of = recipe_of.model_copy(update=shaped)
     cluster = shape(recipe_of, devices)
     asked = _asked(recipe_of, latency, concurrency, traced=own is not None)
-    work = _trace(recipe_of, cluster, own, load.value, steps, seed, asked)
+    work = _trace(recipe_of, cluster, own, load, steps, seed, asked)
     work = work if price is None else replace(work, price=price)
     found = compare(work, cluster, staleness)
     if as_json:

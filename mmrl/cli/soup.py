@@ -84,7 +84,7 @@ def merge(
     out: Annotated[Path, typer.Option(metavar="MODEL", help="Where to write; must not exist yet.")],
     what: Annotated[
         Exported, typer.Option(help="The whole model, the adapter alone, or that in one file (ComfyUI).")
-    ] = Exported.merged,
+    ] = "merged",
     checkpoint: CheckpointOption = "latest",
     no_extrapolate: Annotated[
         bool, typer.Option("--no-extrapolate", help="No backbone counts less than nothing.")
@@ -99,7 +99,7 @@ def merge(
         use_threads_of(soup / "backbone-1")
     from mmrl.soup.merging import merge as write
 
-    shares = write(soup, mu, out, what.value, checkpoint, extrapolate=not no_extrapolate)
+    shares = write(soup, mu, out, what, checkpoint, extrapolate=not no_extrapolate)
     print(f"backbones: {', '.join(f'{share:.4g}' for share in shares)}", file=sys.stderr)
     print(out)
 
