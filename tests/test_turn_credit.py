@@ -200,13 +200,13 @@ def test_credit_of_episodes_is_untouched():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["environment=null"], "algorithm.credit: turns are those of an environment.*credit to episode"),
+        (["environment=null"], "algorithm.credit: turns are those of an environment.*set algorithm.credit to episode"),
         (["algorithm={type: gspo, credit: turn}"], "algorithm.credit: gspo has no .* grpo, .*remove it"),
         (["algorithm={type: ppo, turn_weight: 2}"], "algorithm.turn_weight: ppo has no .* grpo, .*remove it"),
         (["algorithm={type: capo, credit: turn}"], "algorithm.credit: capo has no"),
         (
             ["algorithm.credit=episode", "algorithm.turn_discount=0.5"],
-            "algorithm.turn_discount: .*set it to turn, or remove turn_discount",
+            "algorithm.turn_discount: .*set algorithm.credit to turn, or remove it",
         ),
         (["algorithm.advantage_aggregation=each"], "algorithm.advantage_aggregation: .* set it to sum"),
         (["rewards=[{name: environment, normalize: group}]"], r"rewards\[0\].normalize: .* remove it"),

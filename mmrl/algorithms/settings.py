@@ -183,12 +183,12 @@ class TurnSettings(TokenSettings):
             if self.aggregates != "sum":
                 yield (
                     "algorithm.advantage_aggregation: the credit of a turn is that of the sum of the rewards; set it "
-                    "to sum, or algorithm.credit to episode"
+                    "to sum, or set algorithm.credit to episode"
                 )
             return
         for key in TURN_KEYS[1:]:
             if getattr(self, key) != type(self).model_fields[key].default:
-                yield f"algorithm.{key}: algorithm.credit is episode, which has none; set it to turn, or remove {key}"
+                yield f"algorithm.{key}: only the credit of turns has it; set algorithm.credit to turn, or remove it"
 
 
 TURN_KEYS = ("credit", "turn_discount", "turn_weight")

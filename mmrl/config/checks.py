@@ -30,7 +30,7 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
         if by_turn:
             yield (
                 "algorithm.credit: turns are those of an environment, and the recipe has none; set environment, or "
-                "credit to episode"
+                "set algorithm.credit to episode"
             )
         listed = [("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)]
         for key, rewards in listed:
