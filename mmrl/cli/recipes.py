@@ -21,7 +21,7 @@ def ls(what: Annotated[Shelf | None, typer.Argument(help="List only this kind.",
     """List recipes, pipelines, rewards, data sets, environments and algorithms by name."""
     from rich.table import Table
 
-    for shelf in [what] if what else _SHELVES:
+    for shelf in (what,) if what else _SHELVES:
         table = Table(title=shelf, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(no_wrap=True)
         table.add_column()
