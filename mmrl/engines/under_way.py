@@ -64,7 +64,6 @@ class OneByOne(ABC, Generic[H]):
         return [found[id] for id in ids]
 
     def submit(self, request: Request, settings: Settings) -> int:
-        """As ``AnswersAsItGoes.submit``."""
         (allowed,) = allowances([request], settings, self.max_model_len)
         id = next(self._ids)
         if allowed.tokens:
@@ -74,7 +73,6 @@ class OneByOne(ABC, Generic[H]):
         return id
 
     def ready(self, timeout: float | None) -> list[tuple[int, Completion]]:
-        """As ``AnswersAsItGoes.ready``."""
         until = None if timeout is None else time.monotonic() + timeout
         try:
             while self._asked and not self._answered:
@@ -88,7 +86,6 @@ class OneByOne(ABC, Generic[H]):
         return answers
 
     def cancel(self, id: int) -> None:
-        """As ``AnswersAsItGoes.cancel``."""
         if self._answered.pop(id, None) is not None:
             return
         handle = next((handle for handle, asked in self._asked.items() if asked.id == id), None)

@@ -143,7 +143,6 @@ class VllmEngine(OneByOne[str]):
         return self._open[1]
 
     def ready(self, timeout: float | None) -> list[tuple[int, Completion]]:
-        """As ``AnswersAsItGoes.ready``."""
         with self._aside():
             return super().ready(timeout)
 

@@ -196,7 +196,6 @@ class SimulatedDevices:
             awake |= {f"judge {name}" for name in self.scheduler.judges.names or [""]}
 
     def lend(self, step: int) -> None:
-        """As ``Scheduler.lend``."""
         self.scheduler.lend(step)
         self._decide()
 

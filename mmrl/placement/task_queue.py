@@ -50,7 +50,8 @@ class Task:
 
 class TaskQueue:
     """Final class. The controller adds tasks; each device's thread takes them. ``scheduler`` decides who takes what; it
-    is used under one lock, and every change is followed by its decisions."""
+    is used under one lock, and every change is followed by its decisions. A method that has the name of one of
+    ``Scheduler``'s calls it, and writes that into the log."""
 
     def __init__(self, devices: int) -> None:
         self._now = time.perf_counter()
@@ -78,24 +79,20 @@ class TaskQueue:
             self.scheduler.new_step()
 
     def apart(self, split: Split, moves: Moves = "never") -> None:
-        """As ``Scheduler.apart``."""
         with self._heard("apart", split.rollout, split.judge, moves):
             self.scheduler.apart(split, moves)
             self._decide()
 
     def work_of(self, step: int) -> list[Event]:
-        """As ``Scheduler.work_of``."""
         with self._heard("work_of", step):
             return self.scheduler.work_of(step)
 
     def lend(self, step: int) -> None:
-        """As ``Scheduler.lend``."""
         with self._heard("lend", step):
             self.scheduler.lend(step)
             self._decide()
 
     def recall(self) -> None:
-        """As ``Scheduler.recall``."""
         with self._heard("recall"):
             self.scheduler.recall()
 
@@ -105,19 +102,16 @@ class TaskQueue:
             self.scheduler.cut()
 
     def begin(self, split: Split, moves: Moves, to_come: int, members: Collection[int] = ()) -> None:
-        """As ``Scheduler.begin``."""
         with self._heard("begin", split.rollout, split.judge, moves, to_come, sorted(members)):
             self.scheduler.begin(split, moves, to_come, members)
             self._decide()
 
     def comes(self, count: int) -> None:
-        """As ``Scheduler.comes``."""
         with self._heard("comes", count):
             self.scheduler.comes(count)
             self._decide()
 
     def measured(self) -> Scheduler[Task]:
-        """As ``hindsight.measured``."""
         with self._heard(MEASURED):
             return measured(self.scheduler)
 
@@ -138,7 +132,6 @@ class TaskQueue:
             return found
 
     def open_work(self) -> tuple[float, float]:
-        """As ``Scheduler.open_work``."""
         with self._changed:
             return self.scheduler.open_work()
 
@@ -187,7 +180,6 @@ class TaskQueue:
         self.hear()
 
     def called(self, call: Call, began: float, ended: float, of: tuple[int, int] | None) -> None:
-        """As ``Scheduler.called``."""
         with self._heard("called", [*call], began, ended, of):
             self.scheduler.called(call, began, ended, of)
 
