@@ -1,5 +1,6 @@
 """What environments answered is kept: a step that is taken again asks for no answer again."""
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import mmrl
@@ -18,6 +20,7 @@ from mmrl.episodes.contract import Observation
 from mmrl.episodes.journal import FOLDER, Journal, Kept
 from mmrl.trajectory import Prompt, SampleId, Slot
 from mmrl.verify import verify
+from tests import ray_runs
 from tests.test_episodes import SMALL, Script, figures, written
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -207,13 +210,14 @@ def test_verify_replays_a_step_without_its_environment(worlds):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_is_as_one_that_was_not(worlds):
+@pytest.mark.parametrize("most", [3, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
+def test_a_run_that_is_killed_again_and_again_is_as_one_that_was_not(worlds, most):
     changes = [*SMALL, section(worlds, options={"log": str(worlds / "calls"), "seconds": 0.02}), "checkpoint.every=1"]
-    changes += ["train.steps=3", "eval.every=3", "environment.workers=2"]
+    changes += [f"train.steps={max(3, most // 2)}", "eval.every=3", "environment.workers=2"]
     mmrl.train("sums", changes=changes, rewards=["environment"], out=worlds / "whole")
     command = [sys.executable, "-m", "mmrl", "train", "sums", *changes, "rewards=[{name: environment}]"]
-    draw, kills = random.Random(0), 0
-    for n in range(12):
+    draw, kills, ended = random.Random(0), 0, None
+    while ended != 0:
         how = "--resume" if (worlds / "run" / "recipe.yaml").exists() else "--overwrite"
         process = subprocess.Popen(
             [*command, "--out", str(worlds / "run"), how],
@@ -222,18 +226,68 @@ def test_a_run_that_is_killed_again_and_again_is_as_one_that_was_not(worlds):
             stderr=(worlds / "log").open("w"),
             cwd=Path(mmrl.__file__).parents[1],
         )
-        end = time.monotonic() + 600
-        noted = len(calls(worlds))
-        wait = draw.randint(1, 25)  # calls; the last starts are left alone
-        while process.poll() is None and time.monotonic() < end:
-            if n < 5 and len(calls(worlds)) - noted >= wait:
+        noted, wait, later = len(calls(worlds)), draw.randint(1, 25), draw.random() * 0.2
+        while process.poll() is None and kills < most:
+            if len(calls(worlds)) - noted >= wait:
+                time.sleep(later)  # so that a kill falls beside calls, too: in sampling, an update, a checkpoint
                 os.killpg(process.pid, signal.SIGKILL)
                 kills += 1
                 break
             time.sleep(0.005)
-        if process.wait() == 0:
-            break
-    else:
-        raise AssertionError((worlds / "log").read_text()[-2000:])
-    assert kills >= 3
+        ended = process.wait(600)
+        assert ended in (0, -signal.SIGKILL), (worlds / "log").read_text()[-2000:]
+    assert kills == most
+    assert told(worlds / "run") == told(worlds / "whole")
     assert figures(worlds / "run") == figures(worlds / "whole")
+
+
+def told(run):
+    """What the answers of a run's training say, by step, episode and turn; each was told once."""
+    found = {}
+    for file in run.rglob(f"{FOLDER}/0*.jsonl"):
+        for row in map(json.loads, file.read_text().splitlines()):
+            key = (file.name, *(row[name] for name in ("slot", "attempt", "sample", "turn", "after")))
+            if "asked" not in row:
+                assert key not in found, key
+                found[key] = row.get("told")
+    return found
+
+
+@pytest.mark.slow
+def test_unfinished_episodes_go_on_with_other_numbers_of_controllers(worlds):
+    """Killed in the second step, gone on with by two controllers, killed in the third, and gone on with by one."""
+    pytest.importorskip("ray")
+    environment = section(worlds, options={"log": str(worlds / "calls"), "seconds": 0.05}, workers=2)
+    changes = [*SMALL, environment, "rewards=[{name: environment}]", "checkpoint.every=1", "eval.every=null"]
+    changes += ["train.steps=4", "optim.schedule=constant"]
+    code, said = ray_runs.ended(ray_runs.train("sums", worlds / "whole", *changes), timeout=600)
+    assert code == 0, said
+    run = worlds / "run"
+    for controllers, steps in ((1, 1), (2, 2)):
+        more = [f"controllers={controllers}", *(["--resume"] if steps > 1 else [])]
+        process = ray_runs.train("sums", run, *changes, *more)
+        wait_for(process, lambda steps=steps: len(ray_runs.rows(run)) >= steps)
+        noted = len(calls(worlds))
+        wait_for(process, lambda noted=noted: len(calls(worlds)) >= noted + 8)
+        left = ray_runs.children(process.pid)
+        process.kill()
+        process.wait()
+        for other in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                other.kill()
+        assert not psutil.wait_procs(left, timeout=60)[1]
+    assert len(ray_runs.rows(run)) == 2
+    code, said = ray_runs.ended(ray_runs.train("sums", run, *changes, "controllers=1", "--resume"), timeout=600)
+    assert code == 0, said
+    assert told(run) == told(worlds / "whole")
+    for row, other in zip(ray_runs.rows(worlds / "whole"), ray_runs.rows(run), strict=True):
+        for name in ("reward/mean", "episode/turns", "episode/reward", "episode/failed", "text/length", "policy/loss"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+def wait_for(process, found):
+    end = time.monotonic() + 300
+    while not found():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(0.005)
