@@ -15,6 +15,8 @@ from mmrl.tensor_files import header
 
 _TIMES, _SMALL = 3, 50_000_000
 """A model may have so many times as many numbers as its files (two weights of 4 bits are stored as one), or so many."""
+_USED = ("bos", "cls", "eos", "pad", "sep", "unk")
+"""Special tokens that are put in without a text that spells them."""
 _SIDE = 32
 """Pixels of a side of the picture that a processor is tried with."""
 
@@ -77,6 +79,23 @@ def try_tokenizer(tokenizer: Any, file: str = "tokenizer_config.json") -> None:
     for token in (tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.all_special_ids):
         if token is not None and not isinstance(token, int):
             raise ValueError(f"{file}: the special token {token!r} is no token of the vocabulary")
+
+
+def check_tokens(tokenizer: Any, config: Any) -> None:
+    """Raise ``ValueError`` where ``tokenizer`` makes tokens that a model with ``config`` has no embedding for: a device
+    would end the process. Added tokens that no text makes may be beyond it, as Gemma 3's for pictures are."""
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if tokenizer is None or not isinstance(rows, int):
+        return
+    used = {getattr(tokenizer, f"{name}_token_id", None) for name in _USED}
+    added = getattr(tokenizer, "added_tokens_decoder", {}).keys() - used
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and i not in added}
+    if beyond:
+        first = min(beyond)
+        raise ValueError(
+            f"its tokenizer has the token {beyond[first][:40]!r} with the number {first}, and the model has embeddings "
+            f"for numbers below {rows}; save both anew, together"
+        )
 
 
 def try_processor(processor: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import mmrl
 from mmrl.hub_files import check_files
-from mmrl.library_loading import check_size, refused, try_processor
+from mmrl.library_loading import check_size, check_tokens, refused, try_processor
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 from mmrl.trajectory import Sample
@@ -74,6 +74,7 @@ def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any
             model = CLIPModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
         reader = CLIPProcessor.from_pretrained(processor)
         try_processor(reader)
+        check_tokens(reader.tokenizer, model.config)
         return model.eval().requires_grad_(False), reader
 
 

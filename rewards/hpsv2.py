@@ -16,7 +16,7 @@ import torch
 
 import mmrl
 from mmrl.hub_files import check_files
-from mmrl.library_loading import try_processor
+from mmrl.library_loading import check_tokens, try_processor
 from mmrl.media.images import to_tensor
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
@@ -136,6 +136,7 @@ def _load(path: str, base: str) -> tuple[Any, Any]:
     with no_model(base, "base"):
         config, processor = CLIPConfig.from_pretrained(base), CLIPProcessor.from_pretrained(base)
         try_processor(processor)
+        check_tokens(processor.tokenizer, config)
         return fill(lambda: CLIPModel(config), tensors, path), processor
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
-from mmrl.library_loading import refused, try_tokenizer
+from mmrl.library_loading import check_tokens, refused, try_tokenizer
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
@@ -118,6 +118,7 @@ def _load(path: str, tokenizer: str) -> tuple[Any, Any, Any]:
     ):
         words = AutoTokenizer.from_pretrained(tokenizer)
         try_tokenizer(words)
+        check_tokens(words, text)
     side = int(vision.image_size)
     images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     return fill(lambda: _build(vision, text), tensors, path, _UNUSED), words, images

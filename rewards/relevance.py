@@ -14,7 +14,7 @@ import torch
 import mmrl
 from mmrl.errors import UserError
 from mmrl.hub_files import check_files
-from mmrl.library_loading import check_size, refused, try_tokenizer
+from mmrl.library_loading import check_size, check_tokens, refused, try_tokenizer
 from mmrl.packages.places import found, lacking
 from mmrl.rewards.contract import Context, Failed, Value, Weights
 from mmrl.rewards.sleeping import Sleeping
@@ -98,4 +98,5 @@ def _load(path: str) -> tuple[Any, Any]:
         check_size(AutoModel, path)
         with whole_weights(path, unused=("pooler.",)):
             model = AutoModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
+        check_tokens(tokenizer, model.config)
     return model.eval().requires_grad_(False), tokenizer

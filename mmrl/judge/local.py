@@ -27,7 +27,7 @@ from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
 from mmrl.judge.sampling import seeded
-from mmrl.library_loading import check_size, refused, try_processor, try_tokenizer
+from mmrl.library_loading import check_size, check_tokens, refused, try_processor, try_tokenizer
 from mmrl.rewards.contract import before_loading
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.text.control_tokens import ControlTokens
@@ -64,7 +64,7 @@ class LocalModel(Sleeping):
             self.template["chat_template"] = _checked(chat_template)
         before_loading()
         model, self.sees = _load_model(path, self.dtype)
-        self.processor, self.tokenizer = _readers(path, sees=self.sees)
+        self.processor, self.tokenizer = _readers(path, model.config, sees=self.sees)
         self.model = self.frozen(model, lambda: _load_model(path, self.dtype)[0])
         self.tokenizer.padding_side = "left"
         if chat_template is None and getattr(self.processor or self.tokenizer, "chat_template", None) is None:
@@ -230,7 +230,7 @@ def empty(
         kind = getattr(config, "dtype", None) if dtype_here(dtype) == "auto" else getattr(torch, dtype_here(dtype))
         with torch.device("meta"):
             model = auto.from_config(config, dtype=kind or torch.float32).eval().requires_grad_(False)
-    processor, tokenizer = _readers(path, sees=sees)
+    processor, tokenizer = _readers(path, config, sees=sees)
     tokenizer.padding_side = "left"
     asks = [ask] * rows
 
@@ -277,17 +277,19 @@ def _messages(ask: Ask, plain: bool) -> list[JsonObject]:
     return [*head, {"role": "user", "content": content}]
 
 
-def _readers(path: str, *, sees: bool) -> tuple[Any, Any]:
-    """A model's processor (None where it reads text only) and its tokenizer."""
+def _readers(path: str, config: Any, *, sees: bool) -> tuple[Any, Any]:
+    """The processor of a model with ``config`` (None where it reads text only) and its tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
     with _refused(path):
         if not sees:
             tokenizer = AutoTokenizer.from_pretrained(path)
             try_tokenizer(tokenizer)
+            check_tokens(tokenizer, config)
             return None, tokenizer
         processor = AutoProcessor.from_pretrained(path)
         try_processor(processor)
+        check_tokens(processor.tokenizer, config)
         return processor, processor.tokenizer
 
 

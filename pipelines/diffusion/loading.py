@@ -32,7 +32,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.hub_files import json_of
 from mmrl.json_types import JsonObject, as_list, as_object, as_text
-from mmrl.library_loading import refused, try_tokenizer
+from mmrl.library_loading import check_tokens, refused, try_tokenizer
 from mmrl.pipelines.description import Component, Description, Phase
 from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.report import notices
@@ -168,8 +168,10 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
         variant = variant_of(family, path)
         with whole_weights(f"model.path: {path}"):
             pipe = kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
-        for name in map(tokenizer_of, family.encoders):
-            try_tokenizer(getattr(pipe, name, None), f"{name}/tokenizer_config.json")
+        for encoder, name in ((getattr(pipe, one, None), tokenizer_of(one)) for one in family.encoders):
+            try_tokenizer(tokenizer := getattr(pipe, name, None), f"{name}/tokenizer_config.json")
+            if encoder is not None:
+                check_tokens(tokenizer, encoder.config)
         return pipe
 
 

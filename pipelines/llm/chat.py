@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +12,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Model, Recipe
 from mmrl.episodes.showing import tools_shown
 from mmrl.errors import UserError
-from mmrl.library_loading import refused, try_tokenizer
+from mmrl.library_loading import check_tokens, refused, try_tokenizer
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
 from mmrl.text.chat import Chat
@@ -62,12 +63,16 @@ class ChatTokenizer(Tokenizer, Protocol):
 def load_tokenizer(auto: type[AutoTokenizerClass], path: str, settings: Model | None = None) -> Tokenizer:
     """The tokenizer at ``path``, with the chat template of ``settings``. Raises ``UserError`` if there is no tokenizer
     or no usable chat template, and if ``settings`` limit pictures."""
+    from transformers import AutoConfig
+
     for key in ("min_pixels", "max_pixels"):
         if settings is not None and getattr(settings, key) is not None:
             raise UserError(f"model.{key}: this pipeline reads no pictures; remove it, or set a pipeline of vlm/")
     with refused(lambda reason: f"model.path: {path} has no tokenizer that can be used: {reason}"):
         tokenizer = auto.from_pretrained(path)
         try_tokenizer(tokenizer)
+        with suppress(OSError):  # there is no config.json, which the model's own loading says
+            check_tokens(tokenizer, AutoConfig.from_pretrained(path))
     if settings is not None and settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
     if not tokenizer.chat_template:

@@ -6,6 +6,7 @@ come first. The processor encodes each prompt once, for all its samples, in samp
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -21,7 +22,7 @@ from mmrl.config.schema import Model, Recipe
 from mmrl.episodes.showing import tools_shown
 from mmrl.errors import BadPromptError, UserError
 from mmrl.installing import install
-from mmrl.library_loading import refused, try_processor
+from mmrl.library_loading import check_tokens, refused, try_processor
 from mmrl.media import BadMediaError, Clip, Media, open_clip, open_image, probe_clip
 from mmrl.media import describe as describe_media
 from mmrl.pipelines.description import Description
@@ -178,13 +179,15 @@ def load_processor(path: str, settings: Model | None = None, data: Data | None =
         import torchvision  # type: ignore[import-not-found]  # noqa: F401  transformers reports its absence much later, in other words
     except ImportError as error:
         raise UserError(f"vision-language models need torchvision for their processors: {install('vlm')}") from error
-    from transformers import AutoProcessor
+    from transformers import AutoConfig, AutoProcessor
 
     with refused(lambda reason: f"model.path: {path} has no processor that can be used: {reason}"):
         processor = AutoProcessor.from_pretrained(path)
         if not hasattr(processor, "image_processor"):
             raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
         try_processor(processor)
+        with suppress(OSError):  # there is no config.json, which the model's own loading says
+            check_tokens(processor.tokenizer, AutoConfig.from_pretrained(path))
     if settings is not None:
         _limit_pixels(processor.image_processor, settings)
     if data is not None:
