@@ -15,6 +15,9 @@ _LARGEST = 256 << 20
 """Bytes of a file beside the weights; tokenizers have up to some 40 MB."""
 _VALUES = 5_000_000
 """Values of a configuration or an index; the index of a large mixture of experts has some 200,000."""
+_MANY = 10_000
+"""The most of what a library makes one by one: layers, heads, experts, extra tokens. Real models have hundreds."""
+_COUNTED = re.compile(r"(num|n)_(.*_)?(layer|block|head|expert)s?|.*_layers|layers_per_block|depths?|extra_ids")
 _CONFIGURATION = re.compile(r"(.*_)?config\.json|.*index\.json|.*\.index\..*json|special_tokens_map\.json")
 _WORDS = re.compile(r"(tokenizer|vocab|added_tokens|chat_template)\.json|.*\.(jinja|model)|(merges|vocab)\.txt")
 
@@ -72,6 +75,13 @@ def _mapping(file: Path, root: Path | None) -> JsonObject:
         raise ValueError(f"{file} {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no mapping")
+    left: list[JsonObject] = [found] if not file.name.endswith("index.json") else []
+    while left:
+        for key, value in left.pop().items():
+            counts = value if isinstance(value, list) else [value]
+            left += [one for one in counts if isinstance(one, dict)]
+            if _COUNTED.fullmatch(key) and any(isinstance(n, int | float) and abs(n) > _MANY for n in counts):
+                raise ValueError(f"{file} says {key}: {str(value)[:40]}, and a library would make so many one by one")
     return found
 
 

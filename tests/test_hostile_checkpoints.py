@@ -21,16 +21,21 @@ allow_cpu_only()  # before transformers imports torchvision
 
 PIPELINES = Path(__file__).parents[1] / "pipelines"
 FOLDERS = {"sums": PIPELINES / "llm/models/sums-qwen3", "shapes-lora": PIPELINES / "diffusion/models/shapes-sd3"}
+OTHERS = {"moving-shapes": PIPELINES / "diffusion/models/motions-wan"}
+if importlib.util.find_spec("torchvision"):
+    OTHERS["scenes"] = PIPELINES / "vlm/models/scenes-vl"
 SMALL = [
     *("train.steps=1", "train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2"),
     "eval.every=null",
 ]
-FEW = {"sums": ["data.train.count=8", "data.heldout.count=8"], "shapes-lora": []}
+FEW = {"sums": ["data.train.count=8", "data.heldout.count=8"], "scenes": ["data.train.size=8", "data.heldout.size=8"]}
 INIT = {
+    "scenes": ["--data", "scenes", "--reward", "answer:Exact", "--yes"],
+    "moving-shapes": ["--data", "motions", "--reward", "motion", "--yes"],
     "sums": ["--data", "sums", "--reward", "sums", "--yes"],
     "shapes-lora": ["--data", "shapes", "--reward", "shapes", "--yes"],
 }
-FAILED = (24, 32, 39, 78, 213, 349)
+FAILED = (24, 32, 39, 78, 213, 349, 615, 738)
 """Seeds whose files were a traceback once."""
 WHOLE = [*hostile.WHOLE, "outside", "huge"]
 
@@ -57,7 +62,7 @@ def commands(name, folder, scratch):
     """The commands that read a checkpoint."""
     out, app = scratch / "out", hostile.mmrl_command()
     shutil.rmtree(out, ignore_errors=True)
-    recipe = [name, f"model.path={folder}", *SMALL, *FEW[name]]
+    recipe = [name, f"model.path={folder}", *SMALL, *FEW.get(name, [])]
     return {
         "plan": lambda: app(["plan", *recipe], standalone_mode=False),
         "train": lambda: app(["train", *recipe, "--out", str(out)], standalone_mode=False),
@@ -84,6 +89,19 @@ def test_no_file_of_a_checkpoint_is_a_traceback(tmp_path, sweep):
         rng = random.Random(seed)
         name = rng.choice(sorted(FOLDERS))
         folder, scratch, change = copied(FOLDERS[name], rng, tmp_path)
+        for command, call in commands(name, folder, scratch).items():
+            wrong = hostile.attempt(call)
+            sweep.check(not wrong, f"seed {seed}: {command} of {name} with {change}: {wrong}")
+    sweep.done()
+
+
+@pytest.mark.slow
+@pytest.mark.sweep("hostile configuration files of checkpoints that see and of clips, through plan, train and init")
+def test_no_file_of_another_checkpoint_is_a_traceback(tmp_path, sweep):
+    for seed in range(sweep.size(4, 100)):
+        rng = random.Random(seed)
+        name = rng.choice(sorted(OTHERS))
+        folder, scratch, change = copied(OTHERS[name], rng, tmp_path)
         for command, call in commands(name, folder, scratch).items():
             wrong = hostile.attempt(call)
             sweep.check(not wrong, f"seed {seed}: {command} of {name} with {change}: {wrong}")

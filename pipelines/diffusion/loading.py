@@ -64,7 +64,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     ``UserError`` where the directory holds no model of the family or the picture size does not fit it.
     """
     pipe = _load(family, recipe, path)
-    pipeline = _assemble(family, pipe, recipe, device)
+    pipeline = _assemble(family, pipe, recipe, path, device)
     local_rows.move(pipeline.policy, device)
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipe.vae):
@@ -80,7 +80,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     """The pipeline that ``build`` would make, on the meta device: from the checkpoint's configuration files, or from
     the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build`` does."""
     pipe, source = empty_pipeline(family, path, architecture, _dtypes(family, recipe))
-    pipeline = _assemble(family, pipe, recipe, torch.device("cpu"))
+    pipeline = _assemble(family, pipe, recipe, path, torch.device("cpu"))
     adapter = pipeline.adapter
     encoders = [Component("text encoders", type(e).__name__, e, frozenset({"encode"})) for e in adapter.text_encoders]
     vae_for: frozenset[Phase] = frozenset({"sample", "decode"})  # it stays while the next micro-batch is sampled
@@ -100,21 +100,31 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     )
 
 
-def _assemble(family: type[Adapter], pipe: DiffusionPipeline, recipe: Recipe, device: torch.device) -> FlowPipeline:
+def _assemble(
+    family: type[Adapter], pipe: DiffusionPipeline, recipe: Recipe, path: str, device: torch.device
+) -> FlowPipeline:
     """From components, wherever they are, to the pipeline with what trains opened."""
     frames = recipe.denoising.frames
     if (frames is None) != (family.makes == "image"):
         edit = "say how many frames a clip has" if frames is None else "it makes pictures; remove it"
         raise UserError(f"sampling.frames: {family.family}: {edit}")
-    check_fields(family, pipe)
-    adapter = family(pipe, recipe.denoising, device)
-    for module in (adapter.model, adapter.vae, *adapter.text_encoders):
-        module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout
-    Sizes(adapter)  # refuses what the family cannot make
+
+    def unusable(reason: str) -> str:
+        said = f"model.path: {path} cannot be used as a {family.family}: {reason}"
+        return f"{said}\n  Correct its configuration files, or download it again."
+
+    with refused(unusable):
+        check_fields(family, pipe)
+        adapter = family(pipe, recipe.denoising, device)
+        for module in (adapter.model, adapter.vae, *adapter.text_encoders):
+            module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout
+        Sizes(adapter)  # refuses what the family cannot make
     if recipe.model.gradient_checkpointing:
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
     _attend(adapter.model, recipe)
-    return FlowPipeline(adapter, _trainable(adapter, recipe), recipe, device)
+    policy = _trainable(adapter, recipe)
+    with refused(unusable):
+        return FlowPipeline(adapter, policy, recipe, device)
 
 
 def _attend(model: nn.Module, recipe: Recipe) -> None:
