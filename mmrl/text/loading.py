@@ -91,10 +91,14 @@ def without_sampling_defaults(model: PreTrainedModel) -> PreTrainedModel:
     plain = copy.deepcopy(model.generation_config)
     stop, padding = plain.eos_token_id, plain.pad_token_id
     for name, ids in (("eos_token_id", stop), ("pad_token_id", padding)):
-        if any(isinstance(one, int) and abs(one) >= 2**63 for one in (ids if isinstance(ids, list) else [ids])):
+        if not all(one is None or (type(one) is int and abs(one) < 2**63) for one in _listed(ids)):
             raise UserError(f"model.path: generation_config.json: {name} is no token's number; correct the file")
     model.generation_config = type(plain)(eos_token_id=stop, pad_token_id=padding)
     return model
+
+
+def _listed(ids: object) -> list[object]:
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def set_exported_config(model: PreTrainedModel, config: GenerationConfig | None) -> None:

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Collection, Iterator
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +160,7 @@ def _named(listed: Json) -> str:
 def check_fields(family: type[Adapter], pipe: DiffusionPipeline) -> None:
     """Raises ``UserError`` with all fields of ``pipe``, whose weights may be on the meta device, that the family does
     not use as diffusers does."""
-    found = [*_fixed(family, pipe), *_statistics(family, pipe), *_widths(family, pipe)]
+    found = [*_fixed(family, pipe), *_statistics(family, pipe), *_widths(family, pipe), *_numbers(family, pipe)]
     if found:
         raise UserError("\n".join(f"model.path: {line}" for line in found))
 
@@ -173,6 +174,16 @@ def _fixed(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
                 f"{family.trains}/config.json says {name}: {as_json(value)}, which is a model of another kind: "
                 f"{family.pipeline} draws with {name}: {' or '.join(map(as_json, allowed))}; give one that has it"
             )
+
+
+def _numbers(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+    """Numbers that are none; diffusers would fail at the first forward, or the last."""
+    for name in (family.trains, "vae"):
+        model = getattr(pipe, name)
+        for key, parameter in signature(type(model).__init__).parameters.items():
+            value = plain(model.config.get(key))
+            if parameter.annotation in (int, float, "int", "float") and isinstance(value, list | dict | str):
+                yield f"{name}/config.json says {key}: {as_json(value)[:60]}, and it is a number; download it again"
 
 
 def _statistics(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:

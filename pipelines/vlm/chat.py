@@ -187,7 +187,9 @@ def load_processor(path: str, settings: Model | None = None, data: Data | None =
             raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
         try_processor(processor)
         with suppress(OSError):  # there is no config.json, which the model's own loading says
-            check_tokens(processor.tokenizer, AutoConfig.from_pretrained(path))
+            config = AutoConfig.from_pretrained(path)
+            check_tokens(processor.tokenizer, config)
+            _check_patches(processor.image_processor, config)
     if settings is not None:
         _limit_pixels(processor.image_processor, settings)
     if data is not None:
@@ -200,6 +202,22 @@ def load_processor(path: str, settings: Model | None = None, data: Data | None =
             "Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"
         )
     return processor
+
+
+def _check_patches(images: object, config: PretrainedConfig) -> None:
+    """Raises ``ValueError`` where the image processor cuts pictures into other patches than the model reads."""
+    vision = getattr(config, "vision_config", None)
+    for name, theirs in (
+        ("patch_size", "patch_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+        ("merge_size", "spatial_merge_size"),
+    ):
+        made, read = getattr(images, name, None), getattr(vision, theirs, None)
+        if isinstance(made, int) and isinstance(read, int) and made != read:
+            raise ValueError(
+                f"its image processor has {name}: {made}, and vision_config of config.json {theirs}: {read}; download "
+                "both again, together"
+            )
 
 
 class PixelLimits(Protocol):
