@@ -73,8 +73,8 @@ def try_tokenizer(tokenizer: Any, file: str = "tokenizer_config.json") -> None:
     if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 1 or math.isinf(most):
         raise ValueError(f"{file}: model_max_length is {most!r}, which is no number of tokens")
     tokenizer.model_max_length = int(most)
-    ids = tokenizer("a", add_special_tokens=False).input_ids
     tokenizer("a", truncation=True, max_length=min(int(most), 8))
+    ids = tokenizer("a", add_special_tokens=False).input_ids  # last: its parser keeps the truncation of a call
     tokenizer.decode(ids, skip_special_tokens=True)
     for token in (tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.all_special_ids):
         if token is not None and not isinstance(token, int):

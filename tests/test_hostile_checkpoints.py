@@ -13,6 +13,7 @@ from PIL import Image
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Reward
+from mmrl.library_loading import try_tokenizer
 from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import hostile, judging, tiny
@@ -57,6 +58,15 @@ def spoiled(rng, folder, scratch):
     else:
         hostile.spoil(rng, file, how)
     return f"{file.relative_to(folder)}: {how}"
+
+
+def test_a_trial_leaves_a_tokenizer_as_it_was():
+    for words in (tiny.tokenizer(), tiny.tokenizer(["word"], template=None)):
+        words("a much longer text", truncation=True, max_length=2, padding="max_length")  # its parser keeps both
+        try_tokenizer(words)
+        backend = words.backend_tokenizer
+        assert (backend.truncation, backend.padding) == (None, None)
+        assert len(backend.encode("a much longer text than eight tokens").ids) > 8
 
 
 def commands(name, folder, scratch):
