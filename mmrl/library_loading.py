@@ -15,8 +15,6 @@ from mmrl.tensor_files import header
 
 _TIMES, _SMALL = 3, 50_000_000
 """A model may have so many times as many numbers as its files (two weights of 4 bits are stored as one), or so many."""
-_USED = ("bos", "cls", "eos", "pad", "sep", "unk")
-"""Special tokens that are put in without a text that spells them."""
 _SIDE = 32
 """Pixels of a side of the picture that a processor is tried with."""
 
@@ -87,7 +85,7 @@ def check_tokens(tokenizer: Any, config: Any) -> None:
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if tokenizer is None or not isinstance(rows, int):
         return
-    used = {getattr(tokenizer, f"{name}_token_id", None) for name in _USED}
+    used = {*tokenizer("a").input_ids, tokenizer.pad_token_id, tokenizer.unk_token_id}
     added = getattr(tokenizer, "added_tokens_decoder", {}).keys() - used
     beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and i not in added}
     if beyond:
