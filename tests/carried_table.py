@@ -39,6 +39,8 @@ CARRIED: dict[str, str] = {
 """The message, by file and beginning, and the test that causes it, after which its edits are carried out."""
 
 BY_HAND: dict[str, str] = {
+    "mmrl/algorithms/settings.py: algorithm.advantage_aggregation: the credit of a turn is that of the s": "tests/test_turn_credit.py::test_the_edits_that_refusals_name_are_taken",
+    "mmrl/algorithms/settings.py: algorithm.…: only the credit of turns has it; set algorithm.credit to ": "tests/test_turn_credit.py::test_the_edits_that_refusals_name_are_taken",
     "mmrl/api/recipes.py: algorithm: …; write algorithm=MyClass, algorithm='grpo', or algorithm=": "tests/test_edits_by_hand.py::test_an_algorithm_is_given_as_the_message_writes_it",
     "mmrl/api/recipes.py: heldout: give data too, or set data.heldout of the recipe": "tests/test_edits_by_hand.py::test_heldout_data_come_with_data",
     "mmrl/api/recipes.py: …: … is neither a name, a class nor a function; give environment=MyCla": "tests/test_edits_by_hand.py::test_an_environment_is_a_function_or_several",

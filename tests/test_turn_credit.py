@@ -220,6 +220,21 @@ def test_what_cannot_be_is_refused_by_name(changes, words):
         recipe_of("rewards=[{name: 'answer:number'}]" if "environment=null" in changes else "name=x", *changes)
 
 
+TWO = "rewards=[{name: environment}, {name: 'answer:number'}]"
+
+
+def test_the_edits_that_refusals_name_are_taken():
+    for wrong, edits in (
+        (["algorithm.credit=episode", "algorithm.turn_discount=0.5"], ["algorithm.credit=turn"]),
+        (["algorithm.credit=episode", "algorithm.turn_weight=2"], ["algorithm.turn_weight=1"]),
+        (["algorithm.advantage_aggregation=each"], ["algorithm.advantage_aggregation=sum"]),
+        (["algorithm.advantage_aggregation=each", TWO], ["algorithm.credit=episode"]),
+    ):
+        with pytest.raises(RecipeError, match="credit of"):
+            recipe_of("name=x", *wrong)
+        assert recipe_of("name=x", *wrong, *edits)
+
+
 # ---- runs
 
 
