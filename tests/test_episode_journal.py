@@ -210,7 +210,7 @@ def test_verify_replays_a_step_without_its_environment(worlds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [3, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("most", [2, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
 def test_a_run_that_is_killed_again_and_again_is_as_one_that_was_not(worlds, most):
     changes = [*SMALL, section(worlds, options={"log": str(worlds / "calls"), "seconds": 0.02}), "checkpoint.every=1"]
     changes += [f"train.steps={max(3, most // 2)}", "eval.every=3", "environment.workers=2"]

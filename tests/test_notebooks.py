@@ -43,7 +43,7 @@ def test_outputs_that_are_not_those_of_the_code_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", ["pictures", "vision_language", pytest.param("own_reward", marks=pytest.mark.long)])
 def test_a_notebook_runs_and_its_reward_rises(name, tmp_path):
     if name == "vision_language" and importlib.util.find_spec("torchvision") is None:
         pytest.skip("needs torchvision")

@@ -109,7 +109,9 @@ def resumes(out, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    "where", [w if w in ("gradients", "save") else pytest.param(w, marks=pytest.mark.long) for w in PLACES]
+)
 def test_under_torchrun_a_process_that_blocks_is_named_and_the_run_resumes(tmp_path, where):
     place, phase = PLACES[where]
     rank = 0 if where == "save" else 1  # process 0 saves for all
