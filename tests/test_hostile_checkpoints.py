@@ -93,30 +93,28 @@ def copied(path, rng, tmp_path):
     return folder, scratch, spoiled(rng, folder, scratch)
 
 
-@pytest.mark.slow
-@pytest.mark.sweep("hostile configuration files of model checkpoints, through plan, train and init")
-def test_no_file_of_a_checkpoint_is_a_traceback(tmp_path, sweep):
-    for seed in dict.fromkeys([*range(sweep.size(12, 300)), *FAILED]):
+def tried(sweep, seeds, folders, tmp_path):
+    """Every command of a checkpoint of ``folders``, for each of ``seeds``."""
+    for seed in dict.fromkeys(seeds):
         rng = random.Random(seed)
-        name = rng.choice(sorted(FOLDERS))
-        folder, scratch, change = copied(FOLDERS[name], rng, tmp_path)
+        name = rng.choice(sorted(folders))
+        folder, scratch, change = copied(folders[name], rng, tmp_path)
         for command, call in commands(name, folder, scratch).items():
             wrong = hostile.attempt(call)
             sweep.check(not wrong, f"seed {seed}: {command} of {name} with {change}: {wrong}")
     sweep.done()
+
+
+@pytest.mark.slow
+@pytest.mark.sweep("hostile configuration files of model checkpoints, through plan, train and init")
+def test_no_file_of_a_checkpoint_is_a_traceback(tmp_path, sweep):
+    tried(sweep, [*range(sweep.size(12, 300)), *FAILED], FOLDERS, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.sweep("hostile configuration files of checkpoints that see and of clips, through plan, train and init")
 def test_no_file_of_another_checkpoint_is_a_traceback(tmp_path, sweep):
-    for seed in dict.fromkeys([*range(sweep.size(0, 100)), *OTHERS_FAILED]):
-        rng = random.Random(seed)
-        name = rng.choice(sorted(OTHERS))
-        folder, scratch, change = copied(OTHERS[name], rng, tmp_path)
-        for command, call in commands(name, folder, scratch).items():
-            wrong = hostile.attempt(call)
-            sweep.check(not wrong, f"seed {seed}: {command} of {name} with {change}: {wrong}")
-    sweep.done()
+    tried(sweep, [*range(sweep.size(0, 100)), *OTHERS_FAILED], OTHERS, tmp_path)
 
 
 PICTURES = ("clip", "vbench:subject", "geneval", "sees")
