@@ -35,7 +35,7 @@ from mmrl.rollout.branches import with_credit
 from mmrl.rollout.encoding import encode
 from mmrl.rollout.importance import SCALE, mean_weight, normalizes
 from mmrl.rollout.mismatched import mismatched, prompt_of_step
-from mmrl.rollout.moving import moves, whole_first
+from mmrl.rollout.moving import prompts_move, whole_first
 from mmrl.rollout.rounds import sample_and_score
 from mmrl.rollout.turn_credit import with_turns
 from mmrl.training.batch import Batch, Groups, MicroBatch, rows_of_update, samples_of
@@ -50,7 +50,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
     ``UserError``."""
     groups = rollout(context, slots, step, clock, metrics)
     batch = assembled(context, groups)
-    batch.slots = groups.rounds[0].slots if moves(context, 0) else slots
+    batch.slots = groups.rounds[0].slots if prompts_move(context) else slots
     mask, prepared = mask_of(batch), dict[str, Tensor]()
     if batch.texts or context.recomputes_old_log_probs:
         with clock("prepare"):
@@ -69,7 +69,7 @@ def rollout(context: StepContext, slots: list[Slot], step: int, clock: Clock, me
     with context.compute.devices.sampling_phase(context, sampler(context.objective, step)):
         groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
     first = groups.rounds[0]
-    if moves(context, 0):
+    if prompts_move(context):
         metrics.weigh(len(first.slots))
     metrics.merge([r.measured for r in groups.rounds if r.measured is not None])
     alone = Groups.of_round(first, groups.size)
@@ -140,7 +140,7 @@ class SynchronousRollout:
 
     def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
         whole = sample_and_score(context, slots, step, clock)
-        if moves(context, 0):
+        if prompts_move(context):
             return whole_first(context.recipe, whole)
         return Groups.of_round(whole, context.recipe.train.group_size)
 
@@ -203,13 +203,13 @@ def prepare(context: StepContext, batch: Batch, mask: Tensor | None) -> dict[str
     log-probs, a critic's values), ``[B, T]`` each. The batch keeps those that an update reads.
 
     With one update per step text needs no old log-probs, unless importance weights are normalised: the update's forward
-    pass is the old policy, and the ratio is 1. For pictures sampling recorded them (but see
-    ``StepContext.recomputes_old_log_probs``).
+    pass is the old policy, and the ratio is 1. For pictures sampling recorded them; where the record is not
+    exactly the old policy's (``StepContext.recomputes_old_log_probs``), the rule for text holds.
     """
     updates = context.recipe.train.updates_per_step
-    changes = (updates > 1 or normalizes(context)) and "log_probs" in context.objective.needs
+    reads_old = (updates > 1 or normalizes(context)) and "log_probs" in context.objective.needs
     kept = {"log_probs", "values"}
-    wanted = prepared_by(context.objective) | (frozenset({"log_probs"}) if changes else frozenset())
+    wanted = prepared_by(context.objective) | (frozenset({"log_probs"}) if reads_old else frozenset())
     if context.policy.weights.stages is not None:  # pipeline stages: an update calls the model once
         wanted |= context.objective.needs & {"reference_log_probs"}
         kept |= {"reference_log_probs"}

@@ -28,8 +28,9 @@ from mmrl.training.step_metrics import StepMetrics, Sums
 from mmrl.trajectory import Slot
 
 
-def moves(context: StepContext, number: int) -> bool:
-    """Whether the prompts of round ``number`` of a step may move."""
+def prompts_move(context: StepContext, number: int = 0) -> bool:
+    """Whether prompts of round ``number`` of a step may move to another controller: then a step's slots are not those
+    that it was given."""
     return context.recipe.train.balance == "moving" and context.controller.size > 1 and number == 0
 
 

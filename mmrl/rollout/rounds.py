@@ -8,7 +8,7 @@ from mmrl.pipelines.protocol import recorded_steps
 from mmrl.report.clock import Clock
 from mmrl.rollout.encoding import encode
 from mmrl.rollout.midway import Beginning, Pruned, chunked, measures
-from mmrl.rollout.moving import Coming, moves
+from mmrl.rollout.moving import Coming, prompts_move
 from mmrl.training.batch import Round, samples_of
 from mmrl.training.step_context import SamplingSpec, StepContext
 from mmrl.trajectory import Rows, Slot
@@ -39,7 +39,7 @@ class Sampling:
         version: Version | None = None,
         number: int = 0,
     ) -> None:
-        self._coming = Coming(context, slots, step, clock) if moves(context, number) else None
+        self._coming = Coming(context, slots, step, clock) if prompts_move(context, number) else None
         if self._coming is None:
             with clock("encode"):
                 self._slots, self._keys, self._bad = encode(context, slots)

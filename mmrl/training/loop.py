@@ -4,9 +4,9 @@ A *slot* is a place for one prompt in a step; a *group* is the samples of one pr
 in one forward and backward pass. The program branches only on the kind of objective. ``Devices`` runs the sampling and
 the gradients on one or several devices (``mmrl.placement``).
 
-Numbers alone cross between the controllers (``context.controller``): how many rows an update has, statistics of
-rewards, means of metrics; and the gradients, which ``device_tasks.apply`` sums before the optimizer step. Prompts,
-samples and features stay with the controller that has the slot.
+Numbers alone cross between the controllers (``context.controller``): the loss denominator of an update, the rewards
+of every sample, means of metrics; and the gradients, which ``device_tasks.apply`` sums before the optimizer step.
+Prompts, samples and features stay with the controller that has the slot.
 
 A checkpoint lies between two steps: weights, optimizer and copies of each trained model, and the state of each
 ``StepPart``. A resumed run begins with the next step. It draws the same prompts and the same random numbers, which
@@ -156,7 +156,8 @@ def importance_weights(
     """Add truncated importance weights to ``old``: they correct the mismatch between the policy that trains and the
     engine (or the older weights) that sampled.
 
-    If ``old`` has no log-probs of the policy, the detached ``new`` ones are used: no weight has changed since sampling.
+    If ``old`` has no log-probs of the policy, the detached ``new`` ones are used: the only update of this step has not
+    changed a weight yet (older weights may have sampled).
     """
     own = old.get("log_probs", new["log_probs"].detach())
     counted = old["mask"] * old["weights"].unsqueeze(1)
