@@ -83,6 +83,9 @@ def draw(
             f"the model of {run} ({context.recipe.pipeline}) reads no pictures in a prompt; leave out --images, or "
             "sample a run of a vision-language model (pipeline: vlm/chat)"
         )
+    lengths = getattr(context.pipeline, "lengths_of_prompts", None)  # of pictures
+    for note in lengths.said_of(prompts) if lengths is not None else ():
+        print(f"note: {note}", file=sys.stderr)
     n = _different(context, n)
     made: dict[str, Drawn] = {}
     try:

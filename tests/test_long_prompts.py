@@ -111,6 +111,36 @@ def test_only_the_encoder_that_reads_most_decides(folders):  # noqa: F811
         assert pipeline.lengths_of_prompts.of(Prompt("p", "red")).most == decides
 
 
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("flux", "flux2_klein_edit")])
+def test_a_negative_prompt_is_too_long_where_its_end_is_not_read(folders, family):  # noqa: F811
+    length = {"max_sequence_length": LENGTHS[family]} if family in LENGTHS else {}
+    pipeline = contract.Case(recipe(family, folders, guidance_scale=3.0, **length)).pipeline
+    for words in (1, 400):
+        text = text_of(words, words)
+        why = pipeline.lengths_of_prompts.why(Prompt("p", "red", negative_prompt=text))
+        with torch.no_grad():
+            first, second = (pipeline.adapter.encode_negative(text + end) for end in (" q", " j"))
+        unread = all(torch.equal(first[name], second[name]) for name in first)
+        assert unread == (words > 1) == (why is not None and why.startswith("has a negative prompt of ")), why
+
+
+@pytest.mark.parametrize("how", ["cut", "skip", "error"])
+@pytest.mark.parametrize("whose", ["record", "recipe"])
+def test_a_negative_prompt_is_treated_as_its_prompt(folders, tmp_path, how, whose):  # noqa: F811
+    text = text_of(200, 1)
+    prompts = [{"prompt": "red"}, {"prompt": "blue"} | ({"negative_prompt": text} if whose == "record" else {})]
+    written(tmp_path, prompts, "sd", folders, overlong=how)
+    edits = ["sampling.guidance_scale=4", *([f"sampling.negative_prompt={text}"] if whose == "recipe" else [])]
+    loaded = load_recipe([tmp_path / "recipe.yaml"], edits)
+    made, found = plan(loaded), "1 of 2" if whose == "record" else "2 of 2"
+    said = [line for line in (*made.notes, *made.problems) if "too long" in line]
+    assert len(said) == 1
+    assert "the first has a negative prompt of " in said[0]
+    assert bool(made.problems) == (how == "error" or (how, whose) == ("skip", "recipe"))
+    checked = check_recipe(loaded.recipe, 2, 2).splits["train"]
+    assert any(f"{found} prompts looked at are too long" in line for line in checked.notes) == (how == "cut")
+
+
 def test_what_records_carry_and_pictures_do_not_use_is_said(folders, tmp_path):  # noqa: F811
     import PIL.Image
 

@@ -98,6 +98,14 @@ def test_both_checkpoints_draw_the_same_noise_and_a_seed_the_same_pictures(
     assert ImageChops.difference(a, b).getbbox()
 
 
+def test_a_prompt_that_is_longer_than_the_encoders_read_is_named(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--prompt", "a red circle", "--prompt", "a red circle above " * 30, "--n", "1"]
+    assert mmrl("sample", str(pictures), *asked, "--out", str(tmp_path / "one")) == 0
+    assert "note: 1 of 2 prompts looked at are too long" in capsys.readouterr().err
+
+
 def test_a_file_of_prompts_names_the_lines_that_cannot_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
             module.to(device)
     if recipe.performance.compile:
         compile_for_all(pipeline.adapter.model, device, sizes=len(recipe.denoising.sizes))
-    pipeline.lengths_of_prompts = PromptLengths(pipeline.adapter, recipe, of_pipe(pipeline.adapter))
+    pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_pipe(pipeline.adapter))
     pipeline.cache = cache_of(pipeline.adapter, recipe)
     return pipeline
 
@@ -85,7 +85,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     encoders = [Component("text encoders", type(e).__name__, e, frozenset({"encode"})) for e in adapter.text_encoders]
     vae_for: frozenset[Phase] = frozenset({"sample", "decode"})  # it stays while the next micro-batch is sampled
     vae_for |= frozenset({"encode"} if adapter.edits else ())
-    pipeline.lengths_of_prompts = PromptLengths(adapter, recipe, of_checkpoint(adapter, path))
+    pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_checkpoint(adapter, path))
     return Description(
         pipeline,
         [

@@ -1,6 +1,7 @@
 """Prompts with more tokens than the text encoders read, and what ``data.overlong`` does with them.
 
-Of several encoders the one that reads most decides: what the others cut, it still reads.
+Of several encoders the one that reads most decides: what the others cut, it still reads. A negative prompt that is used
+counts as a part of its prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mmrl.json_types import as_list
 from mmrl.trajectory import Prompt
 
 from .adapter import Adapter, Read
+from .negative import Negatives
 
 _NAMED = 5
 """How many prompts a message names."""
@@ -25,14 +27,14 @@ _NAMED = 5
 class PromptLengths:
     """Final class. ``tokenizers`` by the text encoder's name; without them nothing is known, and nothing refused."""
 
-    def __init__(self, adapter: Adapter, recipe: Recipe, tokenizers: Mapping[str, Any]) -> None:
-        self.adapter, self.how, self._tokenizers = adapter, recipe.overlong, tokenizers
+    def __init__(self, negatives: Negatives, recipe: Recipe, tokenizers: Mapping[str, Any]) -> None:
+        self.adapter, self.how, self._tokenizers = negatives.adapter, recipe.overlong, tokenizers
+        self._negatives = negatives
 
     def of(self, prompt: Prompt) -> Read | None:
         """The tokens of ``prompt`` for the encoder that reads most, and how many it reads; None where that is not
         known."""
-        reads = self.adapter.read(prompt.text, self._tokenizers) if self._tokenizers else []
-        return max(reads, key=lambda one: (one.most, -one.tokens), default=None)
+        return _deciding(self.adapter.read(prompt.text, self._tokenizers)) if self._tokenizers else None
 
     def check(self, prompt: Prompt) -> None:
         """Raises ``BadPromptError``, or ``UserError`` with ``data.overlong: error``, where ``prompt`` is too long."""
@@ -43,11 +45,14 @@ class PromptLengths:
         raise BadPromptError(prompt.id, f"it {why} (data.overlong: skip)")
 
     def why(self, prompt: Prompt) -> str | None:
-        """Why ``prompt`` is too long; None where it is not."""
-        read = self.of(prompt)
-        if read is None or read.tokens <= read.most:
-            return None
-        return f"has {read.tokens} tokens, and {self.adapter.family}'s text encoder reads {read.most}"
+        """Why ``prompt``, or its negative prompt, is too long; None where neither is."""
+        found, away = [("", self.of(prompt))], self._negatives.given(prompt)
+        if away is not None and self._negatives.used and self._tokenizers:
+            found.append(("a negative prompt of ", _deciding(self.adapter.read_negative(away, self._tokenizers))))
+        for what, read in found:
+            if read is not None and read.tokens > read.most:
+                return f"has {what}{read.tokens} tokens, and {self.adapter.family}'s text encoder reads {read.most}"
+        return None
 
     def said_of(self, prompts: Sequence[Prompt]) -> list[str]:
         """Notes on those of ``prompts`` that are too long. Raises ``UserError`` where none may be, or where all are and
@@ -70,6 +75,10 @@ _EDIT = (
     "shorten such prompts or take them out of the data, raise sampling.max_sequence_length where the family has it, or "
     "set data.overlong=cut to train on their beginnings"
 )
+
+
+def _deciding(reads: Sequence[Read]) -> Read | None:
+    return max(reads, key=lambda one: (one.most, -one.tokens), default=None)
 
 
 def of_pipe(adapter: Adapter) -> dict[str, Any]:

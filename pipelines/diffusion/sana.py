@@ -56,6 +56,10 @@ class SanaAdapter(EulerAdapter):
         ids = tokenizer(before + text.lower().strip(), verbose=False).input_ids
         return [Read(len(ids), len(tokenizer.encode(before)) + self.sampling.max_sequence_length - 2)]
 
+    def read_negative(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        ids = tokenizers["text_encoder"](text.lower().strip(), verbose=False).input_ids
+        return [Read(len(ids), self.sampling.max_sequence_length)]
+
     @property
     def _instruction(self) -> list[str]:
         """What the stock call puts before every prompt, and never before the negative one."""
