@@ -555,3 +555,17 @@ def test_system_messages_of_picture_recipes_are_not_shown_as_if_they_were_read(t
     assert (record.text, record.system, record.settings["negative_prompt"]) == ("a red circle", None, "")
     assert found.notes == ["1 of 1 prompts looked at have a system message, and diffusion/sd3 reads none"]
     assert any("2 of 2 prompts looked at have a system message" in note for note in plan(made).notes)
+
+
+def test_earlier_turns_are_not_shown_to_a_picture_recipe_as_if_they_were_read(tmp_path):
+    from mmrl.planner.data_check import check_recipe
+
+    said = [("user", "a red circle"), ("assistant", "Drawn."), ("user", "now a blue one")]
+    rows = [{"prompt": [{"role": role, "content": text} for role, text in said]}, {"prompt": "a square"}]
+    write(tmp_path, rows)
+    data = f"{{path: {tmp_path}/q.jsonl, heldout: 0}}"
+    made = load_recipe(["shapes-full"], [f"data={{name: jsonl, train: {data}, heldout: {data}}}"])
+    found = check_recipe(made.recipe, 3, 10).splits["train"]
+    assert {record.text for record in found.shown} == {"now a blue one", "a square"}
+    assert found.notes == ["1 of 2 prompts looked at have earlier turns, and diffusion/sd3 reads none"]
+    assert any("2 of 4 prompts looked at have earlier turns" in note for note in plan(made).notes)

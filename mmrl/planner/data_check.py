@@ -22,7 +22,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.hub_files import check_files
 from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, describe
-from mmrl.planner.prompt_check import unread_systems
+from mmrl.planner.prompt_check import unread_messages
 from mmrl.planner.unread import unread
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
@@ -178,7 +178,7 @@ def _split(
         seen.append(prompts[n])
         record = _record(seen[-1], model.read, sizes=n < shown)
         if recipe is not None and recipe.makes != "text":
-            record.system = None  # these models read none
+            record.text, record.system = seen[-1].text, None  # these models read one text
         if record.problem is not None:
             unusable[_kind(record.problem)] += 1
             first.setdefault(_kind(record.problem), f"{record.id}: {record.problem}")
@@ -203,7 +203,7 @@ def _split(
         sizes=dict(sizes),
         spelled=dict(spelled),
         frames=_spread(frames),
-        notes=[*model.notes(seen), *([] if recipe is None else unread_systems(recipe, seen))],
+        notes=[*model.notes(seen), *([] if recipe is None else unread_messages(recipe, seen))],
     )
 
 

@@ -48,7 +48,7 @@ from mmrl.planner.judges import Asked, on_devices
 from mmrl.planner.memory import measure
 from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
-from mmrl.planner.prompt_check import lacking_truths, unread_systems, unreadable, unscored
+from mmrl.planner.prompt_check import lacking_truths, unread_messages, unreadable, unscored
 from mmrl.planner.rates import Assumed, Calibrated, Rates
 from mmrl.planner.steps_per_forward import settle
 from mmrl.planner.unread import unread
@@ -98,7 +98,7 @@ def plan(
         if prompts:
             shown = [_looked_at(split) if len(split) else [] for split in prompts]
             made.problems += [*lacking_truths(recipe, *shown), *unscored(recipe, *shown)]
-            made.notes += unread_systems(recipe, [prompt for split in shown for prompt in split])
+            made.notes += unread_messages(recipe, [prompt for split in shown for prompt in split])
         architecture = Path(recipe.architecture) if recipe.architecture else None
         check_files(recipe.model.path)
         description = module.describe(recipe, recipe.model.path, architecture)

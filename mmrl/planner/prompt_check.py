@@ -115,11 +115,14 @@ def _render(pipeline: LanguagePipeline, prompt: Prompt) -> None:
             raise
 
 
-def unread_systems(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """A note: system messages of prompts for pictures and clips, whose models read none."""
-    times = sum(1 for prompt in prompts if prompt.system)
-    if recipe.makes != "text" and times:
-        yield f"{times} of {len(prompts)} prompts looked at have a system message, and {recipe.pipeline} reads none"
+def unread_messages(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Notes: system messages and earlier turns of prompts for pictures and clips, whose models read one text."""
+    if recipe.makes == "text":
+        return
+    found = {"a system message": [p for p in prompts if p.system], "earlier turns": [p for p in prompts if p.turns]}
+    for what, those in found.items():
+        if those:
+            yield f"{len(those)} of {len(prompts)} prompts looked at have {what}, and {recipe.pipeline} reads none"
 
 
 def _listed(names: Sequence[str]) -> str:
