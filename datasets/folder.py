@@ -143,12 +143,12 @@ def _names(record: Json) -> list[str]:
 
 def _beside(file: Path, root: Path) -> Json:
     """The record that stands in the text file of the same name. Raises ``ValueError``, ``OSError``."""
-    for suffix in _BESIDE:
+    for suffix in (*_BESIDE, *map(str.upper, _BESIDE)):
         text = file.with_suffix(suffix)
         if lexists(text):
             try:
                 data = read_file(text, most=LIMITS.beside, root=root)
-                return parse_json(data) if suffix == ".json" else {"prompt": data.decode("utf-8-sig")}
+                return parse_json(data) if suffix.lower() == ".json" else {"prompt": data.decode("utf-8-sig")}
             except OSError as error:
                 raise ValueError(f"{text.name} is not read: {error.strerror}") from None
             except UnicodeDecodeError:

@@ -204,6 +204,7 @@ def test_a_part_of_a_message_says_how_it_is_shown(part, show, tmp_path):
         ({"fps": float("nan")}, "its fps is nan"),
         ({"fps": 2, "nframes": 4}, "has fps and nframes"),
         ({"min_pixels": 9, "max_pixels": 4}, "are above its max_pixels"),
+        ({"min_frames": 9, "max_frames": 4}, "are above its max_frames"),
     ],
 )
 def test_what_a_part_cannot_say_is_named(part, why, tmp_path):
@@ -215,6 +216,8 @@ def test_keys_of_a_part_that_nothing_reads_are_named():
     content = [{"type": "video", "video": "a.mp4", "fps": 2, "total_pixels": 9, "resized_width": None}]
     found = read_fields({"messages": [{"role": "user", "content": [*content, {"type": "text", "text": "Why?"}]}]})
     assert [key for key in found.keys if "video" in key] == ["messages: video: total_pixels"]
+    column = {"prompt": "Why?", "videos": [{"video": "a.mp4", "fps": 2, "total_pixels": 9}], "image": {"bytes": b"a"}}
+    assert [key for key in read_fields(column).keys if ":" in key] == ["messages: video: total_pixels"]
 
 
 def test_a_part_without_a_source_says_nothing():

@@ -141,6 +141,8 @@ def sharegpt(messages):
 FORMS = {
     "list": lambda messages: messages,
     "JSON": json.dumps,
+    "JSON behind a mark of UTF-8": lambda messages: "\ufeff" + json.dumps(messages),
+    "ShareGPT in capitals": lambda messages: [{**m, "from": m["from"].capitalize()} for m in sharegpt(messages)],
     "JSON, indented": lambda messages: "\n " + json.dumps(messages, indent=2, ensure_ascii=False) + "\n",
     "ShareGPT": sharegpt,
     "ShareGPT in JSON": lambda messages: json.dumps(sharegpt(messages)),
@@ -213,9 +215,19 @@ def test_a_text_that_is_no_list_of_messages_stays_a_text(text):
     ("record", "why"),
     [
         ({"messages": str(TALK)}, "as Python prints it.*json.dumps"),
+        ({"messages": str(TALK[0])}, "in place of messages; store a list"),
+        ({"messages": json.dumps(TALK[0])}, "in place of messages"),
+        ({"conversations": json.dumps(json.dumps(TALK))}, "in place of messages"),
+        ({"conversations": json.dumps({"messages": TALK})}, "in place of messages"),
+        ({"messages": json.dumps(TALK)[:-1]}, "in place of messages"),
+        ({"messages": "\n".join(map(json.dumps, TALK))}, "in place of messages"),
         ({"prompt": "Hi", "completion": str([ANSWER])}, "as Python prints it"),
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "f"}]}, "of a tool"),
-        ({"conversations": [{"from": "nobody", "value": "Hi"}]}, "none of system, user and assistant"),
+        (
+            {"conversations": [{"from": "nobody", "value": "Hi"}]},
+            "'nobody', which is none of system, user and assistant",
+        ),
+        ({"messages": [{"role": "developer", "content": "Hi"}]}, "'developer', which is none of"),
         ({"messages": [TALK[0], {**ANSWER, "function_call": {"name": "f"}}]}, r"a call of one \(function_call\)"),
         ({"prompt": "Hi", "completion": [{**ANSWER, "tool_calls": [{"id": 1}]}]}, r"a call of one \(tool_calls\)"),
         ({"prompt": "Hi", "chosen": [{**ANSWER, "tool_calls": [1]}], "rejected": [WRONG]}, r"\(tool_calls\)"),
@@ -250,7 +262,7 @@ def test_keys_inside_messages_that_nothing_reads_are_named_once(tmp_path):
     with pytest.warns(UnreadColumns) as seen:
         mmrl.load("datasets", "jsonl:prompts")("train", path=str(tmp_path / "q.jsonl"), heldout=0)
     (said,) = [str(w.message) for w in seen if issubclass(w.category, UnreadColumns)]
-    assert "the keys name, weight, reasoning inside messages are not used" in said
+    assert "the keys name, weight, reasoning inside messages and media are not used" in said
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

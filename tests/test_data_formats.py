@@ -14,6 +14,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.names import is_hub_data
 from mmrl.datasets.loading import load_prompts
 from mmrl.datasets.preferences import BETTER, WORSE, TieError, as_pair
+from mmrl.datasets.record_media import media_from
 from mmrl.errors import UserError
 from mmrl.media import read_bytes
 
@@ -129,6 +130,15 @@ def test_base64_is_a_picture_and_a_path_stays_one(tmp_path):
     found = jsonl("train", path=lines(tmp_path / "q.jsonl", *records), heldout=0)
     assert [read_bytes(p.media[0]) for p in found] == [png(BLUE), png(BLUE), png()]
     assert ["base64 cannot be decoded" in found.bad[0].why, "No such file" in found.bad[1].why] == [True, True]
+
+
+def test_an_address_of_a_file_is_its_path(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a b.png")
+    for said in (f"file://{tmp_path}/a b.png", f"file://{tmp_path}/a%20b.png", "file://a b.png", "a b.png"):
+        assert media_from("image", {"image": said}, str(tmp_path)).path == str(tmp_path.resolve() / "a b.png")
+    for said in ("file:///etc/a.png", "file://..%2Fa.png", "https://a.b/c.png", "s3://a/c.png"):
+        with pytest.raises(ValueError, match=r"is outside|is an address"):
+            media_from("image", said, str(tmp_path))
 
 
 def test_columns_are_mapped_in_one_option(tmp_path):

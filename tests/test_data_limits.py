@@ -77,11 +77,11 @@ def test_lines_are_split_alike_however_they_lie_in_the_pieces_that_are_read(tmp_
 
 
 def test_captions_are_read_from_files_and_columns(tmp_path: Path) -> None:
-    for n, name in enumerate(("a.txt", "b.caption", "c.json")):
+    for n, name in enumerate(("a.txt", "b.caption", "c.json", "d.TXT", "e.JSON")):
         Image.new("RGB", (4, 4), (n, 0, 0)).save((tmp_path / name).with_suffix(".png"))
-        (tmp_path / name).write_text('{"caption": "third"}' if name == "c.json" else f"text {n}")
+        (tmp_path / name).write_text('{"caption": "third"}' if "json" in name.lower() else f"text {n}")
     found = folder("train", path=str(tmp_path), heldout=0)
-    assert [p.text for p in found] == ["text 0", "text 1", "third"]
+    assert [p.text for p in found] == ["text 0", "text 1", "third", "text 3", "third"]
     (tmp_path / "d.csv").write_text("caption,other\na cat,1\n")
     with pytest.warns(UserWarning, match="other"):
         assert [p.text for p in jsonl("train", path=str(tmp_path / "d.csv"), heldout=0)] == ["a cat"]

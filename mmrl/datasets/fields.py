@@ -26,7 +26,8 @@ from mmrl.media import Media
 from mmrl.trajectory import REASONING, AskedSize, Prompt, Turn
 from mmrl.untrusted import parse_json
 
-TEXT = ("prompt", "question", "text", "messages", "conversations", "conversation", "caption")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+TEXT = ("prompt", "question", "text", *_CONVERSATIONS, "caption")
 ANSWER = ("answer", "solution")
 PAIR = ("chosen", "rejected")
 """A better and a worse response, by the columns of TRL's preference data."""
@@ -41,6 +42,7 @@ _OTHERS = ("system", "negative_prompt", "meta", "max_new_tokens", "id", "file_na
 ROLES: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
 """Whose messages alternate in a conversation."""
 _NAMED = 8
+_NAMED_ROLE = 30
 _STRANGE = re.compile(r"[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 _VISIBLE = re.compile(
     r"[^\s\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f"
@@ -55,6 +57,8 @@ _SPEAKERS = {
     "gpt": "assistant",
     "assistant": "assistant",
     "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "system": "system",
     "function_call": "tool",
     "function_response": "tool",
@@ -153,6 +157,8 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
     if said is None and columns.prompt is None:
         said = _common_messages(record.get(PAIR[0]), record.get(PAIR[1]))
     if isinstance(said, str):
+        if said.lstrip()[:1] in ("[", "{", '"') and said in map(record.get, _CONVERSATIONS):
+            raise ValueError(f"has {said[:40]!r} in place of messages; store a list of them, or that list in JSON")
         found = Fields(clean_text(said))
     elif isinstance(said, list):
         found = _read_messages(said)
@@ -164,6 +170,7 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
             raise ValueError(f"{columns.system or 'system'!r} is not text")
         found.system = clean_text(system)
     found.negative_prompt = negative_of(record, columns.negative_prompt)
+    shown = list[str]()
     images = [columns.images] if columns.images is None or isinstance(columns.images, str) else columns.images
     lists: list[tuple[str | None, Sequence[str], Kind]] = [
         *((name, IMAGES, "image") for name in images),
@@ -174,9 +181,10 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
         if sources is not None:
             several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
             found.media.extend((kind, source) for source in several)
+            shown.extend(key for source in several if isinstance(source, Mapping) for key in _of_part(source, kind))
     found.meta |= _meta(record, columns)
     inside = (keys_inside(of) for of in (said, *(record.get(name) for name in (*PAIR, COMPLETION))))
-    found.keys = (*record, *chain.from_iterable(inside))
+    found.keys = (*record, *chain.from_iterable(inside), *shown)
     most = record.get("max_new_tokens")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(f'"max_new_tokens" is {most!r}; write a whole number from 1 on')
@@ -239,8 +247,8 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     if inside := [key.removeprefix(INSIDE) for key in keys if key.startswith(INSIDE)]:
         listed = ", ".join(inside[:_NAMED]) + (", ..." if len(inside) > _NAMED else "")
         warnings.warn(
-            f"{path}: the keys {listed} inside messages are not used; chat templates get role and content, and of the "
-            f"assistant {', '.join(REASONING)}",
+            f"{path}: the keys {listed} inside messages and media are not used; chat templates get role and "
+            f"content, and of the assistant {', '.join(REASONING)}",
             UnreadColumns,
             stacklevel=3,
         )
@@ -276,7 +284,8 @@ def negative_of(record: Mapping[str, Cell], name: str | None = None) -> str | No
         return None
     if not isinstance(said, str):
         raise ValueError(f"{name or 'negative_prompt'!r} is not text")
-    return _checked(said, "the negative prompt")
+    text = _checked(said, "the negative prompt")
+    return text if _VISIBLE.search(text) else ""
 
 
 def size_of(record: Mapping[str, Cell], named: Mapping[str, str] | None = None) -> AskedSize | None:
@@ -386,7 +395,8 @@ def _read_messages(messages: list[Cell]) -> Fields:
         keys: Mapping[str, Cell] = message if isinstance(message, Mapping) else {}
         role = keys.get("role")
         if role not in ("system", *ROLES):
-            raise ValueError("has a message whose role is none of system, user and assistant")
+            said = repr(role)[:_NAMED_ROLE]
+            raise ValueError(f"has a message whose role is {said}, which is none of system, user and assistant")
         text, media, shown = _read_content(keys.get("content"))
         if shown and role != "user":
             raise ValueError(f"has a picture or clip in a message of the {role}; only the user shows some")
@@ -481,9 +491,13 @@ def keys_inside(said: Cell) -> Iterator[str]:
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
             if isinstance(part, Mapping) and isinstance(kind, str) and kind != "text":
-                reads = {"type", "text", kind, "url", "path", *SHOWN}
-                unread = [str(key) for key, value in part.items() if key not in reads and value is not None]
-                yield from (f"{INSIDE}{kind}: {key}" for key in unread)
+                yield from _of_part(part, kind)
+
+
+def _of_part(part: Mapping[str, Cell], kind: str) -> Iterator[str]:
+    """The names of keys of a medium that nothing reads, of values that are there."""
+    reads = {"type", "text", kind, "url", "path", "bytes", *SHOWN}
+    yield from (f"{INSIDE}{kind}: {key}" for key, value in part.items() if key not in reads and value is not None)
 
 
 def reasoning_of(message: Mapping[str, Cell]) -> tuple[tuple[str, str], ...]:
@@ -500,6 +514,7 @@ def reasoning_of(message: Mapping[str, Cell]) -> tuple[tuple[str, str], ...]:
 
 def _of_text(text: str) -> list[Cell] | None:
     """The messages that a text is, in JSON."""
+    text = text.strip().removeprefix("\ufeff")
     if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
         return None
     try:
@@ -520,7 +535,7 @@ def _is_message(found: Mapping[str, Cell]) -> bool:
 
 
 def _of_sharegpt(message: Mapping[str, Cell]) -> dict[str, Cell]:
-    speaker = str(message["from"])
+    speaker = str(message["from"]).casefold()
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     return {"role": _SPEAKERS.get(speaker, speaker), "content": message.get("value"), **rest}
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
+from urllib.parse import unquote
 
 from mmrl.json_types import Cell
 from mmrl.media import KINDS, LIMITS, Media, Show
@@ -69,7 +70,9 @@ def media_from(kind: Kind, source: Cell, root: str) -> Media:
         return Media(kind, data=_from_data_url(source))
     if (data := _from_base64(source)) is not None:
         return Media(kind, data=data)
-    if "://" in source:
+    if source.startswith("file://"):  # so the examples of Qwen name files
+        source = unquote(source.removeprefix("file://"))
+    elif "://" in source:
         raise ValueError(f"its {kind} is an address ({source[:80]}); download it and give the file")
     try:
         path = resolved(os.path.join(root, source), root)
@@ -96,9 +99,10 @@ def show_of(part: Mapping[str, Cell]) -> Show | None:
         said[name] = int(number) if whole else number
     if "fps" in said and "count" in said:
         raise ValueError("has fps and nframes for one clip; keep one of them")
-    low, high = said.get("min_pixels"), said.get("max_pixels")
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"its min_pixels, {low}, are above its max_pixels, {high}")
+    for what in ("pixels", "frames"):
+        low, high = said.get(f"min_{what}"), said.get(f"max_{what}")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"its min_{what}, {low}, are above its max_{what}, {high}")
     return Show(**said) if said else None  # pyright: ignore[reportArgumentType]
 
 

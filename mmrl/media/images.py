@@ -93,6 +93,9 @@ class _Watched(io.BytesIO):
 
     until = float("inf")
 
+    def __repr__(self) -> str:
+        return "the file"  # Pillow names it so in its errors
+
     def read(self, size: int | None = -1, /) -> bytes:
         if time.thread_time() > self.until:
             raise BadImageError(f"not decoded within {DECODE_S:g} s of computing")
