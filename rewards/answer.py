@@ -3,9 +3,10 @@
     - name: answer:number          # the last number; or answer:exact, answer:boxed, answer:math
       options: {after: "answer:", pattern: '(.+\\n\\n)+answer: \\d+', pattern_weight: 0.1}
 
-The answer is in the response, where it has an ``<answer>`` in the last one, up to its ``</answer>``. A thought before
-``</think>`` counts for nothing. ``after`` and ``before`` name other marks: the answer follows the last ``after`` and
-ends at the next ``before``. The truth may be a list: any of its entries is right.
+The answer is in the response, where it has an ``<answer>`` in the last one, up to its ``</answer>``; GLM's
+``<|begin_of_box|>`` and ``<|end_of_box|>`` are the same. A thought before ``</think>`` counts for nothing. ``after``
+and ``before`` name other marks: the answer follows the last ``after`` and ends at the next ``before``. The truth may
+be a list: any of its entries is right.
 
 Every reward here returns the parts ``correct`` (0 or 1), with a ``pattern`` also ``format`` (1 where the whole
 response, without white space around it, matches that regular expression; a ``<think>`` that the chat template wrote is
@@ -29,12 +30,13 @@ from mmrl.rewards.answers import boxed as last_boxed
 from mmrl.rewards.answers import comparable, same, squeezed, stated
 from mmrl.rewards.contract import Context, Failed, Value
 from mmrl.rewards.mathverify import MathVerify
-from mmrl.rewards.numerals import Quantity, last_quantity, unfinished
+from mmrl.rewards.numerals import BOX, Quantity, last_quantity, unfinished
 from mmrl.rewards.spelling import spelled
 from mmrl.trajectory import Sample
 
-_ANSWER = re.compile("<answer>", re.IGNORECASE)
-_ANSWER_ENDS = re.compile("</answer>", re.IGNORECASE)
+_ANSWER = re.compile(r"<answer>|<\|begin_of_box\|>", re.IGNORECASE)
+_ANSWER_ENDS = re.compile(r"</answer>|<\|end_of_box\|>", re.IGNORECASE)
+_FRAME = re.compile(r"\\(?:boxed\s+|f(?:rame)?box\s*)\{")
 _TAG = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
 
 Rows = dict[str, Sequence[Value]]
@@ -112,6 +114,7 @@ class Number:
 @mmrl.reward(inputs=("text",), checks=True)
 class Boxed:
     r"""The last ``\boxed{...}`` of the response holds the truth: the same text, number, or list of such. No algebra.
+    ``\fbox`` is a box too.
 
     Numbers are read as by ``answer:number``; a name before an equals sign, LaTeX's spacing and a unit that only one of
     the two has do not count. Boxes joined by ``and``, ``or`` or a comma are one answer, a list.
@@ -259,6 +262,7 @@ class _Verifier:
 
     def _answer(self, text: str) -> str | None:
         """Where the answer stands in ``text``; None where the mark before it is not there, or a thought never ends."""
+        text = _FRAME.sub(lambda _: BOX, text)
         if self._after is None and self._before is None:
             return _outside_thoughts(text)
         mark, answer = True, text
@@ -337,4 +341,5 @@ def _held(truth: str) -> str:
 def _truths(truth: Any) -> list[str]:
     """The truths of a prompt: one, or a list; of a worked solution what stands in its ``<answer>``."""
     said = [str(t) for t in (truth if isinstance(truth, list | tuple) else [truth]) if t is not None and str(t).strip()]
+    said = [_FRAME.sub(lambda _: BOX, t) for t in said]
     return [_outside_thoughts(t) or t if _ANSWER.search(t) else t for t in said]

@@ -51,6 +51,8 @@ WRAPPED = (
     "<answer>{other}</answer> no: <answer>{said}</answer>",
     "<answer>{said}</answer> and that is all",
     "<think>{thought}</think> So: <answer>{said}",
+    "<think>{thought}</think>The answer is <|begin_of_box|>{said}<|end_of_box|>.",
+    "<think>{thought}</think>\n<answer><|begin_of_box|>{said}<|end_of_box|></answer>",
 )
 
 
@@ -114,7 +116,8 @@ LETTERS = (
 @pytest.mark.sweep("letters of options with text")
 def test_a_letter_with_its_text_is_the_letter(rewards, sweep):
     for form, letter in itertools.product(LETTERS, "ABCDEFGH"):
-        text = "\\boxed{" + form.format(L=letter) + "}"
+        box = ("\\boxed{", "\\boxed {", "\\fbox{", "\\framebox{")[ord(letter) % 4]
+        text = box + form.format(L=letter) + "}"
         for truth in (letter, f"({letter})", f"\\text{{{letter}}}"):
             sweep.check(correct(rewards["boxed"], text, truth) == 1.0, (text, truth))
         other = chr(ord(letter) + 1)
@@ -207,6 +210,23 @@ def test_a_run_names_a_constant_reward_once(tmp_path, capsys):
 
 
 SIGNS = ["Don't stop", "CAFÉ", "SALE", "Straße", "Zoë's", 'say "yes"', "2-for-1", "naïve 50%", "ÅNGSTRÖM"]  # fmt: skip
+SIGNS += ["1/2 off"]
+
+
+UNSEEN = [
+    "\u200b",
+    "\u00ad",
+    "\u034f",
+    "\u061c",
+    "\u180e",
+    "\u202a",
+    "\u202e",
+    "\u2066",
+    "\u2069",
+    "\u3164",
+    "\ufe0f",
+    "\U000e0041",
+]
 
 
 def encoded(text, draw):
@@ -218,7 +238,9 @@ def encoded(text, draw):
     text = text.replace("-", draw.choice("-\u2010\u2011\u2013\u2014\u2212\uff0d"))
     if draw.random() < 0.3:
         text = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
-    return "\u200b".join(text.split("#")) + draw.choice(["", "\u200b", "\u00ad"])
+    text = text.replace("/", draw.choice("/\u2044\u2215\uff0f"))
+    at = draw.randint(0, len(text))
+    return text[:at] + draw.choice(["", *UNSEEN]) + text[at:]
 
 
 @pytest.mark.sweep("encodings of the words on a sign")
@@ -240,6 +262,9 @@ def test_words_are_compared_as_a_reader_sees_them(sweep):
         ("CAFE\u0301", "CAFÉ"),
         ("\uff33\uff21\uff2c\uff25", "SALE"),
         ("Straße", "STRASSE"),
+        ("\u00bd off", "1/2 off"),
+        ("\u2039a\u203a", "'a'"),
+        ("\u202aa\u202c", "a"),
     ],
 )
 def test_words_in_two_encodings(read, words):
