@@ -150,15 +150,16 @@ def peers_advice(function: Callable[..., object], place: str) -> str | None:
     columns = [name for name in wanted if name not in of]
     known = {name: 's.prompt.meta["answer"]' if name in _ANSWERS else f's.prompt.meta["{name}"]' for name in columns}
     each = {name: code for name, code in (of | known).items() if name in wanted}
+    begin, awaited = ("async def", "await ") if inspect.iscoroutinefunction(function) else ("def", "")
     if peer == "TRL":
-        call = f"{own}({', '.join(f'{name}=[{code} for s in samples]' for name, code in each.items())})"
+        call = f"{awaited}{own}({', '.join(f'{name}=[{code} for s in samples]' for name, code in each.items())})"
     else:
-        call = f"[{own}({', '.join(f'{name}={code}' for name, code in each.items())}) for s in samples]"
+        call = f"[{awaited}{own}({', '.join(f'{name}={code}' for name, code in each.items())}) for s in samples]"
     others = [name for name in columns if name not in _ANSWERS]
     also = f", and set meta: [{', '.join(others)}] in data.train and data.heldout" if others else ""
     return (
         f"{place}: {own} is a reward in {peer}'s form, and mmrl gives a reward samples; add to its file the line | "
-        f"def {new}(samples, *, context): return {call} | and name {new} in its place{also}"
+        f"{begin} {new}(samples, *, context): return {call} | and name {new} in its place{also}"
     )
 
 

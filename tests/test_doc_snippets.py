@@ -7,17 +7,22 @@ from PIL import Image
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import app
+from mmrl.config.schema import Reward
+from mmrl.rewards.contract import Context
+from mmrl.rewards.loading import build
+from mmrl.rewards.scoring import check
+from mmrl.trajectory import Prompt, Sample, SampleId
 
 allow_cpu_only()
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-def snippet(page, heading):
-    """The first Python block below ``heading``, which begins with the name of its file."""
+def snippet(page, heading, file="mine.py"):
+    """The first Python block below ``heading``, which begins with the name of its ``file``."""
     below = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2]
     code = below.partition("```python\n")[2].partition("```")[0]
-    assert code.startswith("# mine.py\n")
+    assert code.startswith(f"# {file}\n")
     return code
 
 
@@ -29,6 +34,14 @@ def test_a_data_set_of_ones_own_passes_the_check(tmp_path, monkeypatch):
         for n in range(3):
             Image.new("RGB", (8, 8), (shade + n, 0, 0)).save(f"pictures/{split}/{split}{n}.png")
     assert app(["check", "mine.py:prompts", "--options", "path=pictures"], standalone_mode=False) in (0, None)
+
+
+def test_rewards_of_trl_and_verl_run_by_one_more_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text(snippet("rewards.md", "A reward of TRL or verl", "theirs.py"))
+    samples = [Sample(Prompt("p", "2+2", {"answer": "4"}), SampleId(0, 0, 0, n), text=t) for n, t in enumerate("45")]
+    for found in check([Reward(name=f"theirs.py:{name}") for name in ("for_trl", "for_verl")]):
+        assert build(found, {}).call(samples, context=Context()) == [1.0, 0.0]
 
 
 @pytest.mark.slow

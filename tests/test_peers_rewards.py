@@ -1,5 +1,8 @@
 """Rewards in the form of TRL's and verl's are recognised, and the line that a message gives makes them run."""
 
+import asyncio
+import inspect
+
 import pytest
 
 from mmrl.config.schema import Reward
@@ -29,6 +32,14 @@ def score(completions, level, **kwargs):
 def right(completions, answer, scale=1.0, **kwargs):
     return [scale * (a in c) for c, a in zip(completions, answer)]
 """,
+    "TRL's, async": """
+async def right(completions, answer, **kwargs):
+    return [float(a in c) for c, a in zip(completions, answer)]
+""",
+    "verl's, async": """
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+""",
     "verl's": """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str)
@@ -52,7 +63,8 @@ def test_the_line_of_the_message_makes_it_a_reward(tmp_path, kind):
     (found,) = check([Reward(name=f"{tmp_path}/mended.py:{own}")])
     prompt = Prompt("p", "Say 4", {"answer": "4", "level": 3})
     samples = [Sample(prompt, SampleId(0, 0, 0, n), text=text) for n, text in enumerate(["It is 4", "5"])]
-    assert build(found, {}).call(samples, context=Context()) == [1.0, 0.0]
+    given = build(found, {}).call(samples, context=Context())
+    assert (asyncio.run(given) if inspect.iscoroutine(given) else given) == [1.0, 0.0]
 
 
 def test_a_reward_of_ours_with_any_names_stays_one(tmp_path):

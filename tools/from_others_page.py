@@ -17,7 +17,8 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "The names of these tools' settings in a recipe of mmrl. The message about an unknown key names them, too."
     yield "Values keep their meaning unless the note says otherwise. `python tools/from_others_page.py` makes the page;"
-    yield "a test compares the two."
+    yield "a test compares the two. A reward function of TRL or verl gets"
+    yield "[one more line](rewards.md#a-reward-of-trl-or-verl)."
     for tool, names in TOOLS.items():
         yield from ("", f"## {tool}", "", f"| {tool} | mmrl | note |", "|---|---|---|")
         for name, here in names.items():

@@ -83,7 +83,7 @@ TRL: Mapping[str, Here] = {
     "completion_only_loss": _here(note="sft trains on the response's tokens alone; remove it"),
     "assistant_only_loss": _here(note="sft trains on the response's tokens alone; remove it"),
     "packing": _here("train.micro_batch_tokens", note="records of similar length share a micro-batch, with padding"),
-    "reward_funcs": _here("rewards[0].name", note="a list of rewards"),
+    "reward_funcs": _here("rewards[0].name", note="a list of rewards; a function of TRL's gets one more line"),
     "reward_weights": _here("rewards[0].weight"),
     "use_vllm": _here("rollout.engine", note="vllm, or vllm_server for a separate server"),
     "vllm_mode": _here("rollout.engine", note="vllm for colocate, vllm_server for server"),
@@ -240,7 +240,7 @@ VERL: Mapping[str, Here] = {
     "data.filter_overlong_prompts": _here("data.overlong"),
     "data.truncation": _here("data.overlong"),
     "data.apply_chat_template_kwargs": _here("sampling.chat_template_kwargs"),
-    "custom_reward_function.path": _here("rewards[0].name", note="path/to/file.py:function"),
+    "custom_reward_function.path": _here("rewards[0].name", note="path/to/file.py:function, with one more line"),
     "custom_reward_function.name": _here("rewards[0].name", note="path/to/file.py:function"),
     "trainer.total_training_steps": _here("train.steps"),
     "trainer.total_epochs": _here("train.steps", note="the number of steps, not of epochs"),
@@ -253,7 +253,7 @@ VERL: Mapping[str, Here] = {
     "trainer.default_local_dir": _here("--out", note="an option of mmrl train"),
     "trainer.resume_mode": _here("--resume", note="an option of mmrl train"),
     "trainer.n_gpus_per_node": _here("controllers", "devices_per_controller"),
-    "trainer.nnodes": _here("ray"),
+    "trainer.nnodes": _here("ray", note="with Ray; torchrun and Slurm are given it: mmrl launch prints their files"),
 }
 """By the whole path in verl's configuration; ``..._per_gpu`` and other variants of a name are listed once."""
 
