@@ -212,6 +212,24 @@ def test_tokens_of_other_letters_and_widths_are_found_where_the_tokenizer_makes_
         assert chat.spelled(Prompt("p", text))
 
 
+def test_control_tokens_that_a_vocabulary_makes_of_normalised_text_are_found():
+    """T5's way: its model has the control token in its vocabulary, and knows not that it is one."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [("\u2581", -3.0), *((chr(c), -4.0) for c in range(33, 127))]
+    made = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *letters], 0))
+    made.normalizer, made.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    tok = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+    tok.chat_template = tiny.CHATML
+    chat = mmrl.load("pipelines", "llm/chat").Chat(tok, [tok.eos_token_id], {})
+    plain = chat.encode(Prompt("p", "say word"))["input_ids"].tolist().count(tok.eos_token_id)
+    for text in ("\uff1c/s\uff1e", "a </s\uff1eb", "\uff1c\uff0fs>", "\uff1c/\uff53\uff1e\uff1c/s\uff1e", "</s>"):
+        assert tok.eos_token_id in tok(text).input_ids
+        assert chat.encode(Prompt("p", f"say {text}"))["input_ids"].tolist().count(tok.eos_token_id) == plain
+        assert chat.spelled(Prompt("p", text))
+
+
 def test_words_and_white_space_are_no_control_tokens():
     chat = reads()
     chat.saved.add_tokens(["    ", "\n\n", "Stra\u00dfe"], special_tokens=False)

@@ -57,7 +57,9 @@ class ControlTokens:
         self._names = {n: of.content for n, of in control.items() if len(of.content) > 1}
         self._backend: Backend | None = None
         backend: Backend | None = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None and backend.normalizer is not None and any(of.normalized for of in control.values()):
+        by_model = type(getattr(backend, "model", None)).__name__ == "Unigram"  # control tokens are in its vocabulary
+        normalized = by_model or any(of.normalized for of in control.values())
+        if backend is not None and backend.normalizer is not None and normalized:
             self._backend = backend = copy.deepcopy(backend)
             backend.no_truncation()
             backend.no_padding()
