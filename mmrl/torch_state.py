@@ -1,9 +1,10 @@
-"""Keep torch's settings of the process as they are while code of a reward runs.
+"""Keep torch's settings of the process, and its working folder, as they are while code of a reward runs.
 
 A reward, or a library that it imports, may switch the default dtype, the kernels of attention, TF32, determinism or
-autocast: the training after it would compute other numbers, in silence. ``kept`` compares these settings before and
-after, sets back what has changed, and names the reward once. Imports no torch: where it is not loaded there is nothing
-to keep, and where a reward's file loads it, torch's own defaults are what to go back to.
+autocast: the training after it would compute other numbers, in silence; from another folder it would write elsewhere.
+``kept`` compares these settings before and after, sets back what has changed, and names the reward once. Imports no
+torch: where it is not loaded there is nothing of it to keep, and where a reward's file loads it, torch's own defaults
+are what to go back to.
 
 Settings of the process are compared when no other reward runs any more; what two rewards changed at once names both.
 What belongs to a thread alone counts where the reward runs in the thread that trains (``here``).
@@ -11,11 +12,12 @@ What belongs to a thread alone counts where the reward runs in the thread that t
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +54,28 @@ class _Watch:
     running: list[str] = field(default_factory=list)
     involved: list[str] = field(default_factory=list)
     before: list[Any] = field(default_factory=list)
+    of_python: list[Any] = field(default_factory=list)
     table: list[_Setting] = field(default_factory=list)
 
 
+def _folder() -> object:
+    """Unknown where it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return _UNKNOWN
+
+
+def _go_back(folder: str) -> None:
+    with suppress(OSError):  # it was removed meanwhile
+        os.chdir(folder)
+
+
+_OF_PYTHON = [
+    _Setting("the working folder", _folder, _go_back),
+    _Setting("the limit of recursion", sys.getrecursionlimit, sys.setrecursionlimit),
+]
+"""What is there without torch, too: a run's paths may start at the folder."""
 _watch = _Watch()
 _told: set[tuple[str, str]] = set()
 _guards: list[Any] = []
@@ -88,6 +109,7 @@ def _enter(name: str) -> None:
         if not _watch.running:
             _watch.table = _table("process", _of_process)
             _watch.before, _watch.involved = [one.get() for one in _watch.table], []
+            _watch.of_python = [one.get() for one in _OF_PYTHON]
         _watch.running.append(name)
         _watch.involved.append(name)
 
@@ -98,7 +120,9 @@ def _leave(name: str) -> None:
         if not _watch.running:
             table = _watch.table or _table("process", _of_process)
             before = _watch.before or [one.default for one in table]
-            _set_back(table, before, list(dict.fromkeys(_watch.involved)))
+            names = list(dict.fromkeys(_watch.involved))
+            _set_back(_OF_PYTHON, _watch.of_python, names)
+            _set_back(table, before, names)
 
 
 def _set_back(table: Sequence[_Setting], before: Sequence[Any], names: Sequence[str]) -> None:
@@ -111,7 +135,7 @@ def _set_back(table: Sequence[_Setting], before: Sequence[Any], names: Sequence[
             _told.update((name, one.name) for name in (who, *names))
             tell(
                 f"warning: the reward {who} changed {one.name} of this process from {old} to {new}, so training would "
-                "compute otherwise. It was set back. Set it back in the reward, or run the reward in a process of its "
+                "go on otherwise. It was set back. Set it back in the reward, or run the reward in a process of its "
                 "own (mmrl serve, and the reward http)"
             )
 

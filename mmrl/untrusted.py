@@ -139,6 +139,17 @@ def resolved(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:
     return place
 
 
+def inside(root: Path, name: object) -> Path | None:
+    """The regular file ``name`` of the folder ``root``; None where it is none, or lies outside after all links."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return None
+    path = root / name
+    try:
+        return path if os.path.isfile(resolved(path, root)) else None
+    except OSError:
+        return None
+
+
 def walk(root: str | os.PathLike[str], most: int = 10_000_000) -> list[Path]:
     """Everything below ``root`` that is no folder, by name; a link to a folder is not followed, but listed. Raises
     ``OSError`` for more than ``most``, counting folders."""

@@ -241,6 +241,12 @@ def test_429_waits_as_long_as_it_is_told(learned, form):
 def test_no_wait_is_longer_than_the_limit_and_nonsense_is_none():
     after = remote._retry_after
     assert [after(v) for v in (None, "3", "-3", "soon", "nan", "inf", "1e9")] == [0, 3, 0, 0, 0, 0, 1e9]
+    dates = [
+        f"Fri, 31 Dec {'9' * n} 23:59:59 {zone}"
+        for n in (1, 4, 5, 20, 5000)
+        for zone in ("GMT", "-2359", "+" + "9" * 30)
+    ]
+    assert all(after(date) >= 0 for date in [*dates, "Mon, 01 Jan 0001 00:00:00 -0000", "1 Jan 2026 25:61:61", ",,"])
     assert remote.MAX_BACKOFF_S == 60
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,14 +16,18 @@ import pytest
 from PIL import Image, ImageSequence
 
 import mmrl
+from mmrl.api.run import Run, load_run
+from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.labels.items import items_of
 from mmrl.report.card import _table
 from mmrl.report.charts import Series, line_chart, short, stacked_chart, ticks
 from mmrl.report.grids import LARGE, before_after, grid, score_line, write_samples
 from mmrl.report.html import curve_png, write_report
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.pictures import pairs, read_evaluations
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import FILES, LOCK, RunDir
+from tests import hostile
 
 HOSTILE = (
     "<script>alert('x')</script><img src=http://evil.example/x.png onerror=alert(1)>\n\"quoted\" & 'more' </script>"
@@ -293,6 +299,80 @@ def test_report_takes_no_picture_from_outside_the_run(tmp_path, shapes):
     _, page = page_of(run)
     assert "outside" not in page.text
     assert "inside" in page.text
+
+
+def strange_names(samples: Path, outside: Path) -> list[object]:
+    """Names under which a list of samples may not find a picture; what they stand for is made in ``samples``."""
+    (samples / "link.png").symlink_to(outside / "secret.png")
+    (samples / "up").symlink_to(outside)
+    (samples / "zero.png").symlink_to("/dev/zero")
+    (samples / "folder.png").mkdir()
+    os.mkfifo(samples / "pipe.png")
+    paths = ["../../outside/secret.png", str(outside / "secret.png"), "up/secret.png"]
+    names = ["link.png", "zero.png", "folder.png", "pipe.png", "gone.png", "a\0.png", "\ud800.png", "..", ""]
+    return [*paths, *names, None, 5, []]
+
+
+@pytest.mark.sweep("names that a list of samples gives its pictures, through all that read it")
+def test_no_reader_of_samples_opens_what_is_no_file_of_the_run(tmp_path, shapes, sweep):
+    run = recorded(tmp_path / "run", shapes)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    Image.new("RGB", (8, 8), (1, 2, 3)).save(outside / "secret.png")
+    one = Run(run.path, load_recipe(["shapes-lora"]).recipe)
+    whole = {"prompt": "inside", "file": "step_000020/001.png", "scores": {}}
+    found: dict[str, list[str]] = {}
+    readers = {
+        "report": lambda: found.update(report=[of for of in ("outside", "inside") if of in page_of(run)[1].text]),
+        "label": lambda: found.update(label=[item.prompt for item in items_of(run.path)]),
+        "python": lambda: found.update(python=[of.prompt for of in one.samples(30)]),
+    }
+    for name in strange_names(run.samples, outside):
+        for key, prompt in (("file", {}), ("pictures", {"text": "a text"})):
+            odd = {"prompt": "outside", key: name if key == "file" else [name], "scores": {}, **prompt}
+            for old in run.samples.glob("step_*.json"):
+                old.unlink()
+            listing = json.dumps({"step": 30, "samples": [odd, *([] if prompt else [whole])]})
+            (run.samples / "step_000030.json").write_text(listing)
+            for reader, read in readers.items():
+                found.clear()
+                wrong = hostile.attempt(read, seconds=2)
+                sweep.check(not wrong, f"{reader} of {key} {name!r}: {wrong}")
+                if key == "file":
+                    sweep.check("outside" not in found.get(reader, []), f"{reader} shows {name!r}")
+    sweep.done()
+
+
+@pytest.mark.parametrize("name", [*FILES, LOCK])
+def test_a_file_of_a_run_that_is_a_link_to_another_is_neither_read_nor_written(tmp_path, shapes, name):
+    run = recorded(tmp_path / "run", shapes)
+    other = tmp_path / "other"
+    other.write_text("precious\n")
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(other)
+    for read in (write_report, partial(RunDir.create, resume=True), load_run):
+        with pytest.raises(UserError, match=rf"{name} is not used: it is a link that leads out of"):
+            read(run.path)
+    assert other.read_text() == "precious\n"
+
+
+def test_samples_of_a_run_that_are_a_link_to_another_folder_get_no_labels(tmp_path, shapes):
+    run = recorded(tmp_path / "run", shapes)
+    run.samples.rename(tmp_path / "other")
+    run.samples.symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match="samples is not read: it is a link that leads out of"):
+        items_of(run.path)
+
+
+def test_to_show_a_run_of_somebody_else_runs_none_of_its_code(tmp_path, shapes):
+    run = recorded(tmp_path / "run", shapes)
+    evil = tmp_path / "evil.py"
+    evil.write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
+    resolved = json.loads(run.resolved.read_text())
+    for more in ({"algorithm": {"type": f"{evil}:Mine"}}, {"pipeline": str(evil)}, {"data": {"name": str(evil)}}):
+        run.resolved.write_text(json.dumps({**resolved, **more}))
+        write_report(run.path)
+        assert not evil.with_suffix(".ran").exists(), more
 
 
 def test_report_shrinks_large_pictures(tmp_path):

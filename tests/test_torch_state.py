@@ -1,6 +1,9 @@
 """A reward changes no setting of torch for training: not at import, not when it is built, not when it is called."""
 
 import itertools
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -36,6 +39,8 @@ OF_PROCESS = {
     "nnpack": "torch.backends.nnpack.set_flags(False)",
     "encoders": "torch.backends.mha.set_fastpath_enabled(False)",
     "anomaly": "torch.autograd.set_detect_anomaly(True)",
+    "folder": "import os; os.chdir('/')",
+    "recursion": "import sys; sys.setrecursionlimit(4000)",
     "hook": "torch.nn.modules.module.register_module_forward_hook(lambda m, i, o: o * 2 if torch.is_tensor(o) else o)",
 }
 OF_THREAD = {
@@ -57,7 +62,11 @@ def state():
         "thread", torch_state._of_thread
     )
     older = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
-    return {"older names": older, **{one.name: one.get() for one in tables}}
+    return {
+        "older names": older,
+        "python": (os.getcwd(), sys.getrecursionlimit()),
+        **{one.name: one.get() for one in tables},
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +108,15 @@ def test_a_call_in_its_thread_is_watched_too(setter, tmp_path, capfd):
     finally:
         caller.close()
     assert str(file) in capfd.readouterr().err
+
+
+def test_a_reward_that_is_imported_before_torch_leaves_the_folder(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import os, torch\nos.chdir('/')\ndef score(samples, *, context):\n    return []\n")
+    code = "import os, sys; from mmrl.rewards.loading import find; find(sys.argv[1]); print(os.getcwd(), end='')"
+    done = subprocess.run([sys.executable, "-c", code, file], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == os.path.realpath(tmp_path)
+    assert "changed the working folder" in done.stderr
 
 
 def test_an_autocast_that_a_reward_leaves_open_keeps_no_old_weights():

@@ -28,6 +28,7 @@ from mmrl.run import evaluate, open_run
 from mmrl.runtime.start import OpenRun, opened
 from mmrl.session import Session
 from mmrl.stored import blamed, read_as
+from mmrl.untrusted import inside, printable
 
 
 @dataclass(frozen=True)
@@ -258,10 +259,9 @@ def _sample(folder: Path, one: dict[str, object]) -> RunSample:
     scores = one.get("scores")
     known = scores if isinstance(scores, dict) else {}
     if "file" not in one:
-        shown = tuple(_read(folder / str(name)) for name in _names(one.get("pictures")))
+        shown = tuple(_pictures(folder, name)[0] for name in _names(one.get("pictures")))
         return RunSample(str(one["prompt"]), known, text=str(one.get("text", "")), shown=shown)
-    with Image.open(folder / str(one["file"])) as image:
-        frames = tuple(_frames(image))
+    frames = tuple(_pictures(folder, one["file"]))
     return RunSample(
         str(one["prompt"]), known, frames[0] if len(frames) == 1 else None, frames if len(frames) > 1 else ()
     )
@@ -271,9 +271,16 @@ def _names(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _read(path: Path) -> Image.Image:
-    with Image.open(path) as image:
-        return image.copy()
+def _pictures(folder: Path, name: object) -> list[Image.Image]:
+    """The picture, or the frames of the clip, that ``folder`` has under ``name``. Raises ``ValueError``."""
+    path = inside(folder, name)
+    if path is None:
+        raise ValueError(f"there is no file {printable(str(name))} in {folder}")
+    try:
+        with Image.open(path) as image:
+            return list(_frames(image))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _frames(image: Image.Image) -> Iterator[Image.Image]:

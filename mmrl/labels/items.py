@@ -22,7 +22,7 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_list, as_object
 from mmrl.media import KINDS, LIMITS, BadMediaError, Media, evenly, open_clip, open_image, read_bytes
 from mmrl.media.images import upright_rgb, watched
-from mmrl.untrusted import open_file, parse_json, printable, read_file, read_json, resolved, walk
+from mmrl.untrusted import inside, open_file, parse_json, printable, read_file, read_json, resolved, walk
 
 Kind = Literal["image", "video", "text"]
 _MOST_TEXT = 1 << 20
@@ -78,7 +78,13 @@ def root_of(folder: Path) -> Path:
     """Where the samples of ``folder`` lie: in ``samples/`` of a run. Raises ``UserError``."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; name one with samples in it, or a run")
-    return folder / "samples" if (folder / "resolved.json").exists() else folder
+    if not (folder / "resolved.json").exists():
+        return folder
+    try:
+        resolved(folder / "samples", folder)
+    except OSError as error:
+        raise UserError(f"{folder / 'samples'} is not read: {error.strerror}") from error
+    return folder / "samples"
 
 
 def items_of(folder: Path) -> list[Item]:
@@ -101,17 +107,6 @@ def items_of(folder: Path) -> list[Item]:
     if len(kinds) > 1:
         raise UserError(f"{root} has samples of several kinds ({', '.join(kinds)}); put each kind into its own folder")
     return found
-
-
-def inside(root: Path, name: object) -> Path | None:
-    """The file ``name`` of ``root``; None where it is none, or lies outside."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        return None
-    path = root / name
-    try:
-        return path if os.path.isfile(resolved(path, root)) else None
-    except OSError:
-        return None
 
 
 class UnreadTexts(UserWarning):

@@ -23,8 +23,9 @@ from mmrl.errors import UserError
 from mmrl.http_server import HttpServer
 from mmrl.json_types import Json, JsonObject
 from mmrl.labels import table
-from mmrl.labels.items import Item, inside
+from mmrl.labels.items import Item
 from mmrl.media import KINDS, BadMediaError, Media, read_bytes
+from mmrl.untrusted import inside
 
 HOST = "127.0.0.1"
 _MOST_BODY = 4096

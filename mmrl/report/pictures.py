@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 from mmrl.report.grids import moving, rgb, score_line
 from mmrl.report.texts import fold
 from mmrl.stored import BadFileError, read_as
+from mmrl.untrusted import inside
 
 SLIDER_STEPS = 12
 """The most evaluations of the slider; of more, the first, the last and others at even distances."""
@@ -170,19 +171,11 @@ def _shown(folder: Path, row: object) -> Shown | None:
     prompt = str(row.get("prompt", ""))
     if isinstance(row.get("text"), str):
         named = row.get("pictures")
-        media = [_inside(folder, name) for name in (named if isinstance(named, list) else [])]
+        media = [inside(folder, name) for name in (named if isinstance(named, list) else [])]
         found = tuple(path for path in media if path is not None)
         return Shown(prompt, finite, text=row["text"], truncated=row.get("truncated") is True, media=found)
-    path = _inside(folder, row.get("file"))
+    path = inside(folder, row.get("file"))
     return None if path is None else Shown(prompt, finite, path)
-
-
-def _inside(folder: Path, name: object) -> Path | None:
-    """The file of that name, None where it is none or lies outside ``folder``."""
-    if not isinstance(name, str) or "\0" in name:
-        return None
-    path = folder / name
-    return path if path.resolve().is_relative_to(folder.resolve()) and path.is_file() else None
 
 
 def _frame(shown: Shown | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mmrl.config.algorithms import algorithm_names
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.layers import parse_value
 from mmrl.config.older_keys import renamed
@@ -161,12 +162,18 @@ def _environment(path: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The settings of a run, whose types are those of a recipe. Raises ``UserError``."""
+    """The settings of a run, whose types are those of a recipe. Raises ``UserError``.
+
+    An algorithm in a file is not looked at: to show a run of somebody else's runs no code of theirs.
+    """
     if not path.exists():
         return {}
     found = read_object(path)
+    section = found.get("algorithm")
+    name = section.get("type") if isinstance(section, Mapping) else None
+    own = isinstance(name, str) and name not in algorithm_names()
     try:
-        Recipe.model_validate(renamed(found))
+        Recipe.model_validate(renamed({key: of for key, of in found.items() if not own or key != "algorithm"}))
     except ValidationError as error:  # of other versions keys may be missing, unknown, or out of today's limits
         wrong = [one for one in error.errors(include_url=False) if one["type"].endswith("_type")]
         if wrong:

@@ -42,7 +42,7 @@ from mmrl.report.environment import environment
 from mmrl.report.metrics import truncate_after
 from mmrl.secrets import hidden, masked
 from mmrl.stored import LARGEST_LINES, BadFileError, parsed, read_object, read_text
-from mmrl.untrusted import open_file
+from mmrl.untrusted import open_file, resolved
 
 FILES = (
     "recipe.yaml",
@@ -160,9 +160,14 @@ class RunDir:
 
     def check(self) -> None:
         """Raises ``UserError`` where something in the directory is not of the kind that mmrl makes: a pipe or a device
-        in place of a file, which would be read without end, or a file in place of a folder."""
+        in place of a file, which would be read without end, a link to a file elsewhere, which would be written, or a
+        file in place of a folder."""
         for name in (*FILES, LOCK):
             path = self.path / name
+            try:
+                resolved(path, self.path)
+            except OSError as error:
+                raise BadFileError(f"{path} is not used: {error.strerror}") from error
             if path.exists() and not path.is_file():
                 raise BadFileError(f"{path} is no regular file; remove it, or put the file back from a copy")
             if path.exists() and path.stat().st_size > LARGEST_LINES:

@@ -112,7 +112,7 @@ def ray(job: Job) -> str:
     kind = "gpus" if job.gpus else "cpus"
     devices = each * job.recipe.devices_per_controller
     lines = [
-        f"# {nodes} host{'s' * (nodes > 1)} with {devices} {kind.upper()} each, and all see {job.out}",
+        f"# {nodes} host{'s' * (nodes > 1)} with {devices} {kind.upper()} each, and all see {job.shown}",
         f"{TO_FILL_IN} the address of the first host, which all others reach",
         'HEAD=${HEAD:?"set HEAD=ADDRESS"}',
         f'ray start --head --node-ip-address="$HEAD" --port=6379 --dashboard-host=127.0.0.1 --num-{kind}={devices}  '
