@@ -157,6 +157,38 @@ def test_of_calls_at_once_both_are_named_and_a_moment_counts_as_none(capfd):
     assert not capfd.readouterr().err
 
 
+GOES = """
+import contextlib, os, threading, time
+import mmrl
+
+elsewhere = os.path.join(os.path.dirname(__file__), "elsewhere")
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    with contextlib.chdir(elsewhere):
+        time.sleep(0.3)  # a checkpoint is written meanwhile
+    return [-len(s.text) / 50 for s in samples]
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_that_works_in_another_folder_for_a_while_takes_no_file_of_the_run_there(tmp_path, monkeypatch, capfd):
+    from mmrl.cli import app
+    from tests import tiny
+    from tests.test_sweep import RECIPE
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    tiny.language_model(tmp_path / "tinylm", sharp=0.3)
+    (tmp_path / "goes.py").write_text(GOES)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("two.py:short", "goes.py"))
+    rewards = "rewards=[{name: goes.py}, {name: goes.py, label: again}, {name: goes.py, label: third}]"
+    app(["train", "recipe.yaml", rewards, "--out", "out"], standalone_mode=False)
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())[-1] == "step_000004"
+    assert "report: out/report.html" in capfd.readouterr().err
+
+
 REWARD = """
 import torch
 SETS = {setter!r}

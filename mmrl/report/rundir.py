@@ -98,9 +98,9 @@ class RunDir:
         removed without being asked for. Raises ``UserError`` where a run exists and neither is given, where there is
         none to resume, where the directory holds something other than a run, and where another process is writing it.
         """
-        run = cls(path)
+        run = cls(Path(path).absolute())  # code of the user's may go to another folder for a while
         try:
-            refuse_directory(run.path, overwrite=overwrite, resume=resume)
+            refuse_directory(Path(path), overwrite=overwrite, resume=resume)
             if resume:
                 run.check()
             run.path.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from mmrl.secrets import remember
 from mmrl.session import ANEW, Outcome, Session
 from mmrl.stopping import Stop, stop_on_signal
 from mmrl.training.divergence import settle
+from mmrl.user_code import short_path
 
 
 def train(
@@ -127,7 +128,7 @@ class OpenRun:
         why = f" ({self.stop.reason})" if self.stop.reason else ""
         print(f"stopped after step {outcome.done}{why}; continue with: {resumed(self.loaded, again)}", file=sys.stderr)
         try:
-            print(f"report: {write_report(self.directory.path)}", file=sys.stderr)
+            print(f"report: {short_path(str(write_report(self.directory.path)))}", file=sys.stderr)
         except (UserError, OSError) as error:  # the run is saved, and its exit code says how it was stopped
             print(f"warning: no report was written: {error}", file=sys.stderr)
 
@@ -161,10 +162,11 @@ def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) ->
 
 def command(loaded: LoadedRecipe, out: Path) -> str:
     """The command line that trains this recipe into ``out``, without its secrets."""
+    place = short_path(str(out))
     if loaded.continues is not None:
-        return shlex.join(["mmrl", "continue", str(out)])
+        return shlex.join(["mmrl", "continue", place])
     overrides = [masked_override(text, loaded.tree.values) for text in loaded.overrides]
-    words = ["mmrl", "train", *map(str, loaded.paths), *overrides, "--out", str(out)]
+    words = ["mmrl", "train", *map(str, loaded.paths), *overrides, "--out", place]
     return shlex.join(words)
 
 
@@ -188,7 +190,7 @@ def finish(directory: RunDir, outcome: Outcome) -> None:
     """Write the report, and say whether the run learned; raise ``UserError`` if the last checkpoint could not be
     saved."""
     judged = judge_run(directory.path)
-    report = write_report(directory.path, judged)
+    report = short_path(str(write_report(directory.path, judged)))
     print("\n".join(judged.lines()), file=sys.stderr)
     print(
         f"done: {outcome.done} steps, {outcome.cpu_seconds:.0f} CPU-seconds of training; report: {report}",
