@@ -274,6 +274,8 @@ def _of_thread(torch: Any) -> list[_Setting]:
     found = [
         _Setting("the default device", lambda: _default_device(torch), torch.set_default_device, None),
         _Setting("the modes of functions", core._len_torch_function_stack, lambda old: _pop(core, old), 0),
+        _Setting("the modes of operators", core._len_torch_dispatch_stack, lambda old: _pop_modes(core, old), 0),
+        _Setting("the hooks of saved tensors", lambda: _hooked(core), lambda old: _unhook(core, old), None),
         *_threads(torch),
         _Setting("inference mode", *inference, False),
         _Setting("gradients", torch.is_grad_enabled, core._set_grad_enabled, default=True),
@@ -336,6 +338,22 @@ def _default_device(torch: Any) -> Any:
 def _pop(core: Any, length: int) -> None:
     while core._len_torch_function_stack() > length:
         core._pop_torch_function_stack()
+
+
+def _pop_modes(core: Any, length: int) -> None:
+    while core._len_torch_dispatch_stack() > length:
+        core._pop_torch_dispatch_stack(None)
+
+
+def _hooked(core: Any) -> object:
+    """The pair of hooks that autograd calls on what it saves; None without."""
+    return core._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _unhook(core: Any, old: object) -> None:
+    """Take away the hooks that were set after the pair ``old``."""
+    while _hooked(core) not in (old, None):
+        core._autograd._pop_saved_tensors_default_hooks()
 
 
 def _pair(of: Any, get: str, put: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:

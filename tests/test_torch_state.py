@@ -52,6 +52,11 @@ OF_THREAD = {
     "tiny numbers": "torch.set_flush_denormal(True)",
     "threads": "torch.set_num_threads(3)",
     "numpy": "import numpy; numpy.seterr(all='raise')",
+    "saved tensors": "torch.autograd.graph.saved_tensors_hooks(lambda x: x * 0, lambda x: x).__enter__()",
+    "operators": (
+        "from torch.utils._python_dispatch import TorchDispatchMode as T; M = type('M', (T,), "
+        "{'__torch_dispatch__': lambda s, f, t, a=(), k=None: f(*a, **(k or {}))}); M().__enter__()"
+    ),
     "mode": "from torch.utils._device import DeviceContext; DeviceContext('meta').__enter__()",
 }
 ALL = {**OF_PROCESS, **OF_THREAD}
