@@ -15,6 +15,7 @@ import torch
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group, interface_to
+from mmrl.episodes.contract import Observation
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
 from mmrl.rewards import wire
@@ -29,7 +30,30 @@ from tests.hosts import network
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
 PICTURES = [*SMALL, "sampling.steps=2", "sampling.window={size: 1}", 'rewards=[{name: "jpeg:compressibility"}]']
+TOLD = [*SMALL, "environment.max_turns=2", "environment.max_tokens=200", "environment.max_pictures=1"]
+TOLD += ["model.max_pixels=2304"]  # of a picture when the model sees it, however large it was told
 RECIPES = {"diffusion": ("shapes-lora", PICTURES), "text": ("sums", SMALL), "vision": ("scenes", SMALL)}
+RECIPES["episodes"] = ("scenes-zoom", TOLD)
+WORLD = """
+import numpy
+from PIL import Image
+from mmrl.episodes.contract import Observation
+
+class Environment:
+    pictures = True
+
+    def reset(self, prompt, seed):
+        self.turns = 0
+
+    def step(self, action):
+        self.turns += 1
+        if self.turns > 1:
+            return None
+        noise = numpy.random.default_rng(0).integers(0, 255, ({side}, {side}, 3), dtype=numpy.uint8)
+        picture = Image.fromarray(noise)
+        Observation.shown = getattr(Observation, "shown", 0) + len(picture.tobytes())
+        return Observation(picture)
+"""
 STEPS = 3
 
 
@@ -55,7 +79,9 @@ def serve(name, rank, size, host, port, out, overrides):
     held = run.pipeline.features.bytes
     pixels = loaded.recipe.sampling
     pictures = 3 * getattr(pixels, "height", 0) * getattr(pixels, "width", 0) * STEPS * 16 // size
-    Path(out).write_text(json.dumps({"sent": peers.sent, "made": made, "held": held, "pictures": pictures}))
+    told = getattr(Observation, "shown", 0)
+    found = {"sent": peers.sent, "made": made, "held": held, "pictures": pictures, "told": told}
+    Path(out).write_text(json.dumps(found))
     peers.close()
 
 
@@ -124,6 +150,24 @@ def test_tokens_and_processor_outputs_stay(name, size, group, tmp_path):
         pytest.skip("torchvision is not installed")
     with network(size) as hosts:
         check(crossed(name, hosts, tmp_path, f"train.group_size={group}", f"train.micro_batch_size={group}"))
+
+
+@pytest.mark.slow
+def test_pictures_that_an_environment_tells_stay(tmp_path):
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    found = {}
+    with network(2) as hosts:
+        for side in (24, 1200):
+            world = tmp_path / f"world{side}.py"
+            world.write_text(WORLD.format(side=side))
+            found[side] = crossed("episodes", hosts, tmp_path, f"environment.name={world}:Environment")
+    assert sum(one["told"] for one in found[24]) < 200_000
+    assert sum(one["told"] for one in found[1200]) > STEPS * 20_000_000  # 20 MB a step and more
+    for small, large in zip(found[24], found[1200], strict=True):
+        assert set(large["sent"]) <= {"gradients", "numbers", "statistics"}
+        more = (large["tx"] - large["tcp"]) - (small["tx"] - small["tcp"])
+        assert abs(more) < 200_000, (more, large)
 
 
 def test_the_interface_to_a_host_is_named():
