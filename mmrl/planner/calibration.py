@@ -2,7 +2,8 @@
 work, and starting an operator. ``mmrl doctor --calibrate`` keeps the result; ``mmrl.planner.estimate`` reads it.
 
 Every measurement is (kind, dtype, sizes, work, seconds): ``work`` is in floating-point operations for products,
-convolutions and attention, and in bytes read and written for the others. Nothing here is made from a recipe.
+convolutions and attention, and in bytes read and written for the others. Operands come from memory, as in a step,
+where other operators have filled the caches meanwhile. Nothing here is made from a recipe.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -30,6 +32,12 @@ _ROWS = {"cpu": (16, 128, 1024, 4096), "cuda": (64, 512, 4096, 16384)}
 _MOST = {"cpu": 1.2e9, "cuda": 2.5e12}
 """Operations of the largest product that is measured."""
 _BYTES = {"cpu": (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26), "cuda": (1 << 20, 1 << 24, 1 << 28, 1 << 30)}
+_POOL = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Bytes of the operands that an operator is timed with in turn: more than a core's cache, or a GPU's, holds."""
+_SETS = 64
+"""The most operands of one operator."""
+_THIN = 16
+"""The short side of a product with an adapter's matrix."""
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False, strict=True)]
 _SLOW = 0.2
 """Seconds after which larger sizes of the same kind and dtype are left out."""
@@ -109,18 +117,22 @@ def timed(work: Callable[[], object], device: torch.device | str = "cpu", times:
 
 
 def products(device: torch.device | str, dtypes: Sequence[torch.dtype]) -> list[Timing]:
-    """Matrix products ``[rows, side] x [side, side]``, convolutions and attention, forward and backward."""
+    """Matrix products ``[rows, side] x [side, side]`` and those with an adapter's thin matrices, convolutions and
+    attention, forward and backward."""
     kind = torch.device(device).type
     made: list[Timing] = []
     for dtype in dtypes:
         slow = False
         for side in _SIDES[kind]:
-            for rows in _ROWS[kind]:
-                flops = 2.0 * rows * side * side
+            for rows, inner, columns in [
+                shape for n in _ROWS[kind] for shape in ((n, side, side), (n, side, _THIN), (n, _THIN, side))
+            ]:
+                flops = 2.0 * rows * inner * columns
                 if flops > _MOST[kind] or slow:
                     continue
-                a, b = (torch.randn(n, side, device=device).to(dtype) for n in (rows, side))
-                made.append(_timing("product", dtype, (1, rows, side, side), flops, lambda a=a, b=b: a @ b, device))
+                a, b = torch.randn(rows, inner, device=device), torch.randn(inner, columns, device=device)
+                given = a.to(dtype), b.to(dtype)
+                made.append(_timing("product", dtype, (1, rows, inner, columns), flops, torch.matmul, given, device))
                 slow = made[-1].seconds > _SLOW
         made += [*_attention(device, dtype), *_convolutions(device, dtype)]
         if kind == "cuda" and dtype == torch.float32:
@@ -135,7 +147,8 @@ def _tf32(device: torch.device | str) -> Iterator[Timing]:
     try:
         for side in _SIDES["cuda"]:
             a = torch.randn(side, side, device=device)
-            made = _timing("product", torch.float32, (1, side, side, side), 2.0 * side**3, lambda a=a: a @ a, device)
+            sizes, flops = (1, side, side, side), 2.0 * side**3
+            made = _timing("product", torch.float32, sizes, flops, torch.matmul, (a, a), device)
             yield made._replace(dtype="tf32")
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -204,11 +217,23 @@ def _timing(
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     work: float,
-    run: Callable[[], object],
+    run: Callable[..., object],
+    given: tuple[Tensor, ...],
     device: torch.device | str,
-    less: float = 0.0,
+    made_of: Callable[..., tuple[object, ...]] = lambda *given: given,
 ) -> Timing:
-    return Timing(kind, _name(dtype), sizes, work, max(timed(run, device) - less, 1e-9))
+    """Seconds of ``run(*made_of(*given))``, where ``made_of`` is not timed, with as many copies of ``given`` in turn as
+    fill ``_POOL``."""
+    copies = min(_SETS, _POOL[torch.device(device).type] // max(1, sum(x.nbytes for x in given)))
+    pool = [made_of(*given)]
+    pool += [made_of(*(x.detach().clone().requires_grad_(x.requires_grad) for x in given)) for _ in range(copies)]
+
+    def each() -> None:
+        for one in pool:
+            run(*one)
+
+    spent = timed(each, device) / len(pool)
+    return Timing(kind, _name(dtype), sizes, work, max(spent, 1e-9))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -224,22 +249,18 @@ def _attention(device: torch.device | str, dtype: torch.dtype) -> Iterator[Timin
         flops = 4.0 * heads * length * length * width
         sizes = (heads, length, length, width)
 
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v)
-
         with torch.no_grad():
-            made = _timing("attention", dtype, sizes, flops, forward, device)
+            made = _timing("attention", dtype, sizes, flops, F.scaled_dot_product_attention, (q, k, v), device)
         yield made
         grad = torch.ones_like(q)
-        out = forward()
-        yield _timing(
-            "attention_backward",
-            dtype,
-            sizes,
-            2.5 * flops,
-            lambda out=out, q=q, k=k, v=v, grad=grad: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
-            device,
-        )
+
+        def backward(out: Tensor, *given: Tensor, grad: Tensor = grad) -> object:
+            return torch.autograd.grad(out, given, grad, retain_graph=True)
+
+        def graph(*given: Tensor) -> tuple[Tensor, ...]:
+            return F.scaled_dot_product_attention(*given), *given
+
+        yield _timing("attention_backward", dtype, sizes, 2.5 * flops, backward, (q, k, v), device, graph)
         if made.seconds > _SLOW:
             return
 
@@ -258,18 +279,18 @@ def _convolutions(device: torch.device | str, dtype: torch.dtype) -> Iterator[Ti
         w = torch.randn(channels, channels, 3, 3, device=device).to(dtype).requires_grad_()
         flops = 2.0 * 9 * channels * channels * rows * side * side
         of = (channels, rows * side * side)
+        convolve = partial(F.conv2d, padding=1)
         with torch.no_grad():
-            made = _timing("convolution", dtype, of, flops, lambda x=x, w=w: F.conv2d(x, w, padding=1), device)
+            made = _timing("convolution", dtype, of, flops, convolve, (x, w), device)
         yield made
-        out = F.conv2d(x, w, padding=1)
-        yield _timing(
-            "convolution_backward",
-            dtype,
-            of,
-            2 * flops,
-            lambda out=out, x=x, w=w: torch.autograd.grad(out, (x, w), out, retain_graph=True),
-            device,
-        )
+
+        def backward(out: Tensor, *given: Tensor) -> object:
+            return torch.autograd.grad(out, given, out, retain_graph=True)
+
+        def graph(*given: Tensor, convolve: Callable[..., Tensor] = convolve) -> tuple[Tensor, ...]:
+            return convolve(*given), *given
+
+        yield _timing("convolution_backward", dtype, of, 2 * flops, backward, (x, w), device, graph)
         slow = made.seconds > _SLOW
 
 
@@ -279,38 +300,39 @@ def _passes(device: torch.device | str, dtype: torch.dtype, nbytes: int) -> Iter
     rows = max(1, nbytes // (2 * 128 * size))
     x, y = (torch.randn(rows, 128, device=device).to(dtype) for _ in range(2))
     w, b = (torch.ones(128, device=device, dtype=dtype) for _ in range(2))
-    many = x.view(1, rows, 128)
     index = torch.randint(rows, (rows,), device=device)
     aten, one = torch.ops.aten, x.nbytes
     normed = aten.native_layer_norm(x, [128], w, b, 1e-5)
-    groups = x.view(1, 32, -1) if rows >= 32 else None
-    works: list[tuple[str, float, Callable[[], object]]] = [
-        ("add", 3, lambda: x + y),
-        ("mul", 2, lambda: x * 0.5),
-        ("clone", 2, lambda: many.view(1, rows, 4, 32).transpose(1, 2).contiguous()),
-        ("transpose", 2, lambda: many.transpose(1, 2).contiguous()),
-        ("cat", 4, lambda: torch.cat([x, y])),
-        ("pow", 2, lambda: x.pow(2)),
-        ("mean", 1, lambda: x.mean(-1)),
-        ("gelu", 2, lambda: aten.gelu(x, approximate="tanh")),
-        ("gelu_backward", 3, lambda: aten.gelu_backward(y, x, approximate="tanh")),
-        ("silu", 2, lambda: aten.silu(x)),
-        ("silu_backward", 3, lambda: aten.silu_backward(y, x)),
-        ("exp", 2, x.exp),
-        ("_log_softmax", 2, lambda: aten._log_softmax(x, -1, False)),
-        ("native_layer_norm", 2, lambda: aten.native_layer_norm(x, [128], w, b, 1e-5)),
+    works: list[tuple[str, float, Callable[[Tensor, Tensor], object]]] = [
+        ("add", 3, lambda x, y: x + y),
+        ("mul", 2, lambda x, _: x * 0.5),
+        ("clone", 2, lambda x, _: x.view(1, rows, 4, 32).transpose(1, 2).contiguous()),
+        ("transpose", 2, lambda x, _: x.t().contiguous()),
+        ("cat", 4, lambda x, y: torch.cat([x, y])),
+        ("pow", 2, lambda x, _: x.pow(2)),
+        ("mean", 1, lambda x, _: x.mean(-1)),
+        ("gelu", 2, lambda x, _: aten.gelu(x, approximate="tanh")),
+        ("gelu_backward", 3, lambda x, y: aten.gelu_backward(y, x, approximate="tanh")),
+        ("silu", 2, lambda x, _: aten.silu(x)),
+        ("silu_backward", 3, lambda x, y: aten.silu_backward(y, x)),
+        ("exp", 2, lambda x, _: x.exp()),
+        ("_log_softmax", 2, lambda x, _: aten._log_softmax(x, -1, False)),
+        ("native_layer_norm", 2, lambda x, _: aten.native_layer_norm(x, [128], w, b, 1e-5)),
         (
             "native_layer_norm_backward",
             3,
-            lambda: aten.native_layer_norm_backward(y, x, [128], *normed[1:], w, b, [True, True, True]),
+            lambda x, y: aten.native_layer_norm_backward(y, x, [128], *normed[1:], w, b, [True, True, True]),
         ),
-        ("index", 2, lambda: x[index]),
-        ("normal_", 1, lambda: y.new_empty(y.shape).normal_()),
+        ("index", 2, lambda x, _: x[index]),
+        ("normal_", 1, lambda x, _: x.new_empty(x.shape).normal_()),
     ]
-    if groups is not None:
-        side = groups.shape[-1]
-        ones = torch.ones(32, device=device, dtype=dtype)
-        works.append(("native_group_norm", 2, lambda: aten.native_group_norm(groups, ones, ones, 1, 32, side, 8, 1e-5)))
+    if rows >= 32:
+        side, ones = x.numel() // 32, torch.ones(32, device=device, dtype=dtype)
+
+        def group_norm(x: Tensor, _: Tensor) -> object:
+            return aten.native_group_norm(x.view(1, 32, side), ones, ones, 1, 32, side, 8, 1e-5)
+
+        works.append(("native_group_norm", 2, group_norm))
     with torch.no_grad():
         for name, times, run in works:
-            yield _timing(name, dtype, (), times * one, run, device)
+            yield _timing(name, dtype, (), times * one, run, (x, y), device)

@@ -209,8 +209,8 @@ def place(kind: str, sizes: tuple[int, ...], work: float) -> tuple[float, ...]:
     """Where a call lies among the measured ones of its kind, in doublings."""
     if kind == "product":
         batch, *sides = sizes
-        short, middle, long = sorted(sides)
-        return math.log2(max(1, short * middle)) / 2, math.log2(max(1, long * batch))
+        short, middle, long = (math.log2(max(1, n)) for n in sorted(sides))
+        return short, middle, long + math.log2(max(1, batch))
     if kind.startswith("attention"):
         return (math.log2(max(1, sizes[1] * sizes[2])) / 2, math.log2(max(1, sizes[3])))
     if kind.startswith("convolution"):
