@@ -195,6 +195,7 @@ def test_what_cannot_change_or_go_on_is_refused_by_name(finished, tmp_path, caps
     assert "depends on the length of the run" in said
     assert "--extend stretches the schedule over 6 steps from here" in said
     assert "--hold keeps 0.00" in said
+    assert "optim.schedule=linear depends" in refused(capsys, str(out), "train.steps=6", "optim.schedule=constant")
     assert "has finished all of them; name more: train.steps=8" in refused(capsys, str(out))
     assert "has finished all of them" in refused(capsys, str(out), "optim.lr=0.1")
     assert "has finished all of them" in refused(capsys, str(out), "train.steps=2", "--hold")

@@ -155,9 +155,9 @@ def _question(before: Recipe, now: Recipe, at: _Place, last: float) -> str:
     extended = learning_rate(optim, _total(now), at.updates)
     key = "train.steps" if steps != before.train.steps else "train.max_cpu_seconds"
     return (
-        f"{key}: optim.schedule={optim.schedule} depends on the length of the run, so say what the learning rate does "
-        f"after step {at.step}, where it was {last:.3g}: --extend stretches the schedule over {steps} steps from here "
-        f"(it goes on at {extended:.3g}), --hold keeps {last:.3g} to the end"
+        f"{key}: optim.schedule={before.optim.schedule} depends on the length of the run, so say what the "
+        f"learning rate does after step {at.step}, where it was {last:.3g}: --extend stretches the schedule "
+        f"over {steps} steps from here (it goes on at {extended:.3g}), --hold keeps {last:.3g} to the end"
     )
 
 
