@@ -93,12 +93,14 @@ class Exchange:
 class Episode:
     """What happened, for rewards and reports. ``reward``: the sum of the observations' and, of tools with a method
     ``get_reward``, of that. ``end``: why it is over: ``answer`` (a turn without a call), ``done``, ``turns`` or
-    ``tokens`` (the limits of the recipe), or ``failed``, with ``failure`` saying why; such a sample has no reward."""
+    ``tokens`` (the limits of the recipe), or ``failed``, with ``failure`` saying why; such a sample has no reward.
+    ``unclosed``: why its environment could not be closed; that changes nothing else."""
 
     turns: tuple[Exchange, ...] = ()
     reward: float = 0.0
     end: Literal["answer", "done", "turns", "tokens", "failed"] = "answer"
     failure: str = ""
+    unclosed: str = ""
 
     @property
     def answer(self) -> str:
@@ -135,4 +137,5 @@ def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
         "episode/unusable_calls": sum(bool(call.error) for call in calls) / max(1, len(calls)),
         "episode/reward": sum(one.reward for one in played) / n,
         "episode/failed": sum(one.end == "failed" for one in played) / n,
+        "episode/unclosed": sum(bool(one.unclosed) for one in played) / n,
     }

@@ -28,7 +28,8 @@ Answer: TypeAlias = "Observation | Sequence[Observation] | Content | None"
 
 @runtime_checkable
 class Environment(Protocol):
-    """Abstract. Both methods may be ``async``. What they raise ends the episode, which is not trained on."""
+    """Abstract. Both methods may be ``async``. What they raise ends the episode, which is not trained on. A method
+    ``close``, or else ``__exit__``, is called when the episode is over, or the run is stopped."""
 
     def reset(self, prompt: Prompt, seed: int) -> Answer | Awaitable[Answer]:
         """Begin an episode. Equal ``seed`` and prompt must give an equal state: a group starts in one. What it returns

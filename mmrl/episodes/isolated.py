@@ -117,7 +117,7 @@ class _Apart:
     what is told as a ``Returned``."""
 
     def __init__(self, of: Isolated) -> None:
-        self._of, self._process = of, None
+        self._of, self._process, self._calling = of, None, False
         self._process: _Process | None
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
@@ -126,16 +126,25 @@ class _Apart:
     def step(self, action: Action) -> Any:
         return self._called("step", action)
 
+    def close(self) -> Returned | None:
+        """Close the environment, unless its process is gone, or within a call."""
+        if self._process is None or self._process.ended or self._calling:
+            return None
+        return self._called("close")
+
     def _called(self, method: str, *arguments: object) -> Returned:
         try:
             process = self._process = self._process or self._of.begun()
         except (EOFError, OSError) as error:
             return Returned((), f"no process can be started for it: {error}")
+        self._calling = True
         try:
             process.pipe.send((method, arguments))
             kept = outcome_of(json.loads(process.pipe.recv_bytes(MOST)))
         except (EOFError, OSError, ValueError):
             return Returned((), f"its process ended {self._of.died(process)}")
+        finally:
+            self._calling = False
         if self._of.stateless:
             self._process = None
             self._of.free(process)

@@ -24,6 +24,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from mmrl.config.environment import Environment as Section
+from mmrl.episodes.closing import close
 from mmrl.episodes.environment import Environment, told_of
 from mmrl.episodes.isolated import MOST
 from mmrl.episodes.journal import outcome
@@ -98,7 +99,9 @@ def _serve(pipe: Connection, make: Callable[[], Environment]) -> None:
 
     def call(method: str, arguments: tuple[Any, ...]) -> Any:
         nonlocal world
-        world = world or make()
+        if method == "close":
+            return None if world is None else close(world)
+        world = make() if world is None else world
         return getattr(world, method)(*arguments)
 
     with suppress(EOFError, OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 from mmrl._load import load
 from mmrl.config import environment
 from mmrl.config.drop_ins import DEFAULT
+from mmrl.episodes.closing import closed, closer_of
 from mmrl.episodes.environment import Environment
+from mmrl.episodes.isolated import Isolated
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
@@ -24,22 +26,35 @@ from mmrl.user_code import describe
 class Factory:
     """``make`` makes an environment for one episode; ``schemas``: the tools that it shows to the model; ``pictures``:
     it says that it shows pictures, by an attribute ``pictures = True`` or by the type that a tool returns;
-    ``stateless``: it is of functions alone."""
+    ``stateless``: it is of functions alone; ``closes``: it has a method that closes it."""
 
     make: Callable[[], Environment]
     schemas: list[JsonObject]
     pictures: bool = False
     stateless: bool = False
+    closes: bool = False
 
 
 def opened(settings: environment.Environment) -> Factory:
-    """The environment of a recipe. Makes one to try. Raises ``UserError`` where it cannot be made, or a tool has no
-    schema."""
+    """The environment of a recipe. Makes one to try, and closes it. Raises ``UserError`` where it cannot be made, or a
+    tool has no schema."""
     make = maker(settings)
     first = make()
     tools = getattr(first, "tools", ())
     pictures = getattr(first, "pictures", False) is True or any(map(_returns_picture, tools))
-    return Factory(make, schemas_of(tools), pictures, isinstance(first, Toolbox) and first.stateless)
+    stateless, closes = isinstance(first, Toolbox) and first.stateless, closer_of(first) is not None
+    try:
+        return Factory(make, schemas_of(tools), pictures, stateless, closes)
+    finally:
+        closed(first, settings.timeout)
+
+
+def factory_of(settings: environment.Environment) -> Factory:
+    """As ``opened``; each environment is made in a process of its own where the recipe says so."""
+    factory = opened(settings)
+    if not settings.isolate:
+        return factory
+    return replace(factory, make=Isolated(settings, stateless=factory.stateless).make)
 
 
 def maker(settings: environment.Environment) -> Callable[[], Any]:

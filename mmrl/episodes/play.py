@@ -20,6 +20,7 @@ from mmrl.config import environment
 from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, Settings
 from mmrl.episodes.calls import BEFORE, Reader
+from mmrl.episodes.closing import close
 from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import Answer, Environment, told_of
 from mmrl.episodes.isolated import end
@@ -102,6 +103,8 @@ class Played:
     failure: str = ""
     calling: int = field(default=0, init=False)
     seen: int = field(default=-1, init=False)
+    closing: bool = field(default=False, init=False)
+    unclosed: str = field(default="", init=False)
 
     def wrote(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Append a turn of the policy."""
@@ -131,7 +134,7 @@ class Played:
     @property
     def episode(self) -> Episode:
         reward = sum(observation.reward for turn in self.turns for observation in turn.told)
-        return Episode(tuple(self.turns), reward, self.end or "answer", self.failure)
+        return Episode(tuple(self.turns), reward, self.end or "answer", self.failure, self.unclosed)
 
     @property
     def cut(self) -> bool:
@@ -149,18 +152,15 @@ def play(
 ) -> list[Played]:
     """Play an episode of each request, whose prompt has what ``reset`` showed; returns them in order. Raises
     ``UserError`` from the engine."""
-    played = [
-        Played(id, prompt, request, how.factory.make())
-        for id, prompt, request in zip(ids, prompts, requests, strict=True)
-    ]
-    stage = _Stage(how, answers)
+    played, stage = list[Played](), _Stage(how, answers)
     try:
+        for id, prompt, request in zip(ids, prompts, requests, strict=True):
+            played.append(Played(id, prompt, request, how.factory.make()))
         for one in played:
             stage.call(one)
         stage.run()
     finally:
-        for one in played:
-            end(one.world)
+        stage.close(played)
     return played
 
 
@@ -170,7 +170,28 @@ class _Stage:
     def __init__(self, how: How, answers: AnswersAsItGoes) -> None:
         self._how, self._answers = how, answers
         self._pool: Pool[Played] = Pool(how.section.workers, how.section.timeout)
+        self._closing: Pool[Played] = Pool(how.section.workers, how.section.timeout)
         self._asked: dict[int, Played] = {}
+
+    def close(self, played: Sequence[Played]) -> None:
+        """Close the environments that are still open, and wait until all are closed."""
+        for one in played:
+            self._close(one)
+        while self._closing:
+            self._closed(wait=True)
+
+    def _close(self, one: Played) -> None:
+        if not self._how.factory.closes:
+            end(one.world)
+        elif not one.closing:
+            one.closing = True
+            self._closing.submit(one, partial(close, one.world))
+
+    def _closed(self, *, wait: bool) -> None:
+        for one, returned in self._closing.ready(wait=wait):
+            end(one.world)
+            if one.seen >= 0:  # else none of its methods was called
+                one.unclosed = returned.error
 
     def call(self, one: Played) -> None:
         """Begin the next call of its environment: ``reset``, or ``step`` with the turn that was written last.
@@ -207,7 +228,8 @@ class _Stage:
                 for one, returned in found:
                     self._returned(one, returned)
                     if one.end is not None:
-                        end(one.world)
+                        self._close(one)
+                self._closed(wait=False)
                 if in_step and self._pool:
                     continue
                 for id, completion in self._answers.ready(_POLL if self._pool else None) if self._asked else ():

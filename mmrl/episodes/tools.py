@@ -32,17 +32,18 @@ class Toolbox:
     def __init__(self, tools: Sequence[str | Tool], world: Any = None) -> None:
         self.tools = [load("environments", tool) if isinstance(tool, str) else tool for tool in tools]
         self._by_name = {tool.__name__: tool for tool in self.tools}
-        self._world = world
+        self.world = world
+        """The instance whose methods they are; None of functions."""
 
     @property
     def stateless(self) -> bool:
         """Whether it is of functions alone, which may be called without the calls before."""
-        return self._world is None
+        return self.world is None
 
     async def reset(self, prompt: Prompt, seed: int) -> Content | None:
-        if not hasattr(self._world, "reset"):
+        if not hasattr(self.world, "reset"):
             return None
-        said = await _awaited(self._world.reset(**{**prompt.meta, "prompt": prompt.text}))
+        said = await _awaited(self.world.reset(**{**prompt.meta, "prompt": prompt.text}))
         return None if said is None else shown(said)
 
     async def step(self, action: Action) -> list[Observation]:
@@ -50,7 +51,7 @@ class Toolbox:
         over."""
         if action.calls:
             return [Observation(await self._made(call), call_id=call.id) for call in action.calls]
-        asks = getattr(self._world, "get_reward", None)
+        asks = getattr(self.world, "get_reward", None)
         reward = 0.0 if asks is None else float(await _awaited(asks()))
         return [Observation(reward=reward, done=True)]
 

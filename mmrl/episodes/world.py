@@ -12,11 +12,11 @@ from PIL import Image
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
 from mmrl.episodes.calls import reader_of
+from mmrl.episodes.closing import closed
 from mmrl.episodes.contract import Observation
 from mmrl.episodes.environment import told_of
-from mmrl.episodes.isolated import Isolated, end
 from mmrl.episodes.journal import GROUP, Journal
-from mmrl.episodes.loading import opened
+from mmrl.episodes.loading import factory_of
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.shown import content_of
@@ -40,10 +40,7 @@ class World:
     def __init__(self, recipe: Recipe, conditioner: Conditioner) -> None:
         assert recipe.environment is not None
         self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
-        self._factory = opened(recipe.environment)
-        if self._section.isolate:
-            apart = Isolated(self._section, stateless=self._factory.stateless)
-            self._factory = replace(self._factory, make=apart.make)
+        self._factory = factory_of(recipe.environment)
         if self._factory.pictures and conditioner.no_pictures:
             raise UserError(
                 f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or take an "
@@ -56,6 +53,7 @@ class World:
         """Keeps what the environment answers, where a run has one."""
         self._calls = reader_of(recipe.environment.calls, conditioner.saved, self._factory.schemas)
         self._shown: OrderedDict[SampleId, tuple[Prompt, Prompt]] = OrderedDict()
+        self._unclosed: dict[SampleId, str] = {}
 
     def begun(self, slot: Slot) -> Slot:
         """``slot`` with what ``reset`` showed at the end of its prompt. Raises ``BadPromptError``."""
@@ -87,7 +85,8 @@ class World:
             pool.submit(id, partial(world.reset, prompt, reset_seed(self._recipe.seed, id)))
             ((_, returned),) = pool.ready(wait=True)
         finally:
-            end(world)
+            if why := closed(world, self._section.timeout):
+                self._unclosed[replace(id, sample=0)] = why
         told, failure = told_of(returned)
         why = f" failed: {failure}" if failure else ""
         if self.journal is not None:
@@ -110,7 +109,10 @@ class World:
         shown, of = partial(told, self.role), self._conditioner
         how = How(self._section, self._factory, of, stops, settings, seed, room, calls, shown, self.journal)
         first = [self._asked(slot) for slot in slots]
-        return play(how, answers, ids, first, requests)
+        played = play(how, answers, ids, first, requests)
+        for one in played:  # a group's beginning is named with its first sample
+            one.unclosed = self._unclosed.pop(one.id, "") or one.unclosed
+        return played
 
     def _asked(self, slot: Slot) -> Prompt:
         """The prompt as the data has it, which ``reset`` is given."""

@@ -68,6 +68,7 @@ METRICS: dict[str, str] = {
     "episode/unusable_calls": "Fraction of the calls that were cut, no JSON, or without a name.",
     "episode/reward": "The environment's own reward of an episode, mean.",
     "episode/failed": "Fraction of episodes whose environment failed; they are not trained on.",
+    "episode/unclosed": "Fraction of episodes whose environment could not be closed; they are trained on.",
     "sampling/rounds": "Dynamic sampling: rounds of sampling in the step. Partial rollout: of cut_after tokens each.",
     "sampling/groups": "Dynamic sampling: groups sampled in the step, including replaced ones.",
     "sampling/ahead_unused": "Dynamic sampling: groups sampled ahead and not used, since an earlier attempt was kept.",

@@ -169,6 +169,10 @@ class Scoring:
         for row, why in self.lost().items():
             scores.total[row] = math.nan
             scores.failures.append(Failure(self.samples[row].id, self.samples[row].prompt.text, REWARD, why))
+        for sample in self.samples.values():
+            if sample.episode is not None and sample.episode.unclosed:
+                why = sample.episode.unclosed
+                scores.failures.append(Failure(sample.id, sample.prompt.text, f"{REWARD}.close", why))
         return scores
 
     def __len__(self) -> int:

@@ -31,7 +31,10 @@ from mmrl.verify.span import Rows, Span, fault
 
 NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS
 """Metrics that do not depend on what was computed, and why."""
-_OF_EPISODES = {"mismatch/*": "rounding: which episodes are sampled side by side depends on when they are answered"}
+_OF_EPISODES = {
+    "mismatch/*": "rounding: which episodes are sampled side by side depends on when they are answered",
+    "episode/unclosed": "a replay calls no environment",
+}
 
 
 class Replay:
