@@ -479,6 +479,36 @@ def test_check_finds_what_an_environment_owes(tmp_path):
     assert "an environment answers with" in failed(f"{other}:World")["every turn is answered"]
 
 
+def test_check_names_what_is_not_deterministic(tmp_path):
+    file = tmp_path / "worlds.py"
+    file.write_text(
+        "import os, random\n\n\nclass Sets:\n    def reset(self, prompt, seed): ...\n"
+        "    def step(self, action):\n        return str({'moss', 'fern', 'reed', 'lily'}) * 8\n\n\n"
+        "class Dice:\n    def reset(self, **record): ...\n    def roll(self, sides: int) -> float:\n"
+        '        """Roll.\n\n        Args:\n            sides: how many\n        """\n'
+        "        return random.random()\n\n\n"
+        "class Parent:\n    def reset(self, prompt, seed):\n        self.pid = os.getppid()\n"
+        "    def step(self, action):\n        return f'{self.pid}' if os.getppid() != self.pid else 'same'\n"
+    )
+
+    def failed(name, **how):
+        found = results(environments.checks(environments.case_of(f"{file}:{name}", {}, **how)), None)
+        return {one.name: one.said for one in found if one.outcome == "FAILED"}
+
+    alone = failed("Sets")
+    assert list(alone) == ["another process answers equally"]
+    assert "first in what turn 1 was told" in alone["another process answers equally"]
+    for isolate in (False, True):
+        assert "first in what turn 1 was told" in failed("Dice", isolate=isolate)["equal seeds begin equally"]
+        assert not failed("Parent", isolate=isolate)
+
+
+def test_a_history_of_several_rows_is_refused():
+    with pytest.raises(UserError, match=r"environment\.history.*set environment\.history to keep"):
+        load_recipe(["sums"], [*SMALL, "environment={name: guess, max_tokens: 90, history: template}"])
+    load_recipe(["sums"], [*SMALL, "environment={name: guess, max_tokens: 90, history: keep}"])
+
+
 def figures(run):
     """What a run logged that does not depend on the machine."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

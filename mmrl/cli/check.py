@@ -38,6 +38,9 @@ def check(
     data: Annotated[
         str | None, typer.Option(metavar="NAME", help="Reward, judge: a data set to take prompts from.")
     ] = None,
+    isolate: Annotated[
+        bool, typer.Option("--isolate", help="Environment: in processes of its own, as environment.isolate.")
+    ] = False,
 ) -> None:
     """Check that a plug-in does what the training loop needs.
 
@@ -50,14 +53,20 @@ def check(
     from mmrl.contracts.running import results, show
 
     found = kind or kind_of(name)
-    for option, value, kinds in (("--model", model, ("engine", "pipeline")), ("--data", data, ("reward", "judge"))):
+    for option, value, kinds in (
+        ("--model", model, ("engine", "pipeline")),
+        ("--data", data, ("reward", "judge")),
+        ("--isolate", isolate or None, ("environment",)),
+    ):
         if value is not None and found not in kinds:
             raise UserError(f"{option}: {name} is of kind {found}, which takes none; remove it")
-    checks = _checks(found, name, given, model, data)
+    checks = _checks(found, name, given, model, data, isolate=isolate)
     raise typer.Exit(show(results(checks, split_file(name)[0]), f"{name}: {found}"))
 
 
-def _checks(kind: str, name: str, options: JsonObject, model: str | None, data: str | None) -> Iterator[Check]:
+def _checks(
+    kind: str, name: str, options: JsonObject, model: str | None, data: str | None, *, isolate: bool
+) -> Iterator[Check]:
     """Load the plug-in and return its checks. Raises ``UserError`` if it cannot be loaded."""
     if kind == "algorithm":
         from mmrl.contracts import algorithms
@@ -78,7 +87,7 @@ def _checks(kind: str, name: str, options: JsonObject, model: str | None, data: 
     if kind == "environment":
         from mmrl.contracts import environments
 
-        return environments.checks(environments.case_of(name, options))
+        return environments.checks(environments.case_of(name, options, isolate=isolate))
     if kind == "engine":
         from mmrl.contracts import engines
 

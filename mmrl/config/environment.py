@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
@@ -20,6 +21,9 @@ class Environment(Section):
     calls: OwnClass | None = None
     """A function path/to/file.py:NAME that finds the calls in a text, as a list of mappings with ``name`` and
     ``arguments``. None: the tokenizer's ``response_template``, or Hermes' format."""
+    history: Literal["keep", "template"] = "keep"
+    """What a turn sees of the turns before. ``keep``: the tokens as they were sampled and told, thoughts too.
+    ``template``, the conversation as the chat template shows it anew, is refused: a sample is one row of tokens."""
     max_turns: Few = 6
     """Turns of the policy in an episode at most."""
     max_tokens: Count = 2048
@@ -34,3 +38,10 @@ class Environment(Section):
     """Give each episode a process of its own, so that a call that hangs or dies ends nothing else. False: threads."""
     memory: Annotated[ByteSize, Field(ge=1 << 26)] = ByteSize(4 << 30)
     """Memory of such a process at most (``512 MiB``); one that wants more has failed."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.history == "template":
+            yield (
+                "environment.history: a chat template that leaves out thoughts of earlier turns makes several rows of "
+                "an episode, and a sample is one row; set environment.history to keep"
+            )
