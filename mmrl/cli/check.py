@@ -38,6 +38,7 @@ def check(
     data: Annotated[
         str | None, typer.Option(metavar="NAME", help="Reward, judge: a data set to take prompts from.")
     ] = None,
+    *,
     isolate: Annotated[
         bool, typer.Option("--isolate", help="Environment: in processes of its own, as environment.isolate.")
     ] = False,
