@@ -1,9 +1,9 @@
 """Find secrets of a recipe by their names and by their forms, and mask them in everything a run writes or prints.
 
 A secret is what stands under a name such as ``api_key``, ``hf_token``, ``password`` or ``client_secret``, the user and
-password in an address, and what has the form of a secret wherever it stands: a token of a known
-service, a cookie, ``?api_key=`` in an address. ``$NAME``, an environment variable, is none: that is how a recipe should
-give one.
+password in an address, and what has the form of a secret wherever it stands: a token of a known service, a cookie,
+``?api_key=`` in an address, ``curl -u``, ``--password`` of a command, a line of a netrc file. ``$NAME``, an environment
+variable, is none: that is how a recipe should give one.
 
 The forms are those that the services document for their tokens. No package is used for them: lists such as that of
 detect-secrets find secrets in files of code, and lack tokens of model hubs, parameters of addresses and cookies, which
@@ -22,17 +22,22 @@ from mmrl.json_types import Json, MutableJson, item, set_item
 MASK = "<secret>"
 """Plain text in YAML too, in lists and mappings."""
 _NAME = re.compile(
-    r"(^|[_-])(secret|passw(or)?d|passphrase|pwd|authorization|credentials?|bearer|jwt|cookies?|webhooks?([_-]?url)?)$"
+    r"(passw(or)?d|passphrase)$|^x[_-](token|auth|secret|key)$"
+    r"|(^|[_-])(secret|pwd|authorization|credentials?|bearer|jwt|cookies?|webhooks?([_-]?url)?)$"
     r"|^(pass|pat|otp|dsn|sas)$|[_-](pat|dsn|sas)$|(db|user|ssh|smtp|login|http|proxy)[_-]?pass$"
     r"|(^|[_-])(connection[_-]?string|private[_-]?key|ssh[_-]?key)$"
     r"|(^|(api|auth|access|hf|hub|bearer|refresh|session|write|read|wandb|github|gitlab|bot|user|id)[_-]?)token$"
-    r"|(api|access|secret|private|auth|account|signing|encryption|license|hf|wandb|openai|anthropic)[_-]?key$",
+    r"|(api|access|secret|private|auth|account|signing|encryption|license|user|hf|wandb|openai|anthropic)[_-]?key$",
     re.IGNORECASE,
 )
 _MAYBE = re.compile(r"(token|key|secret|password|auth|oauth|sig|signature|session|sid|code|pin|pass)s?$", re.IGNORECASE)
 """Names that other things have too (``key: answer``): what looks drawn at random is a secret."""
 _WORDS = ("pass", "pat", "otp", "sas")
 """Names that a number may have for another reason."""
+_SCHEMES = re.compile(
+    r"none|null|no|off|basic|bearer|digest|ntlm|kerberos|oauth[12]?|header|token|iam|auto|default", re.I
+)
+"""What an option ``auth`` names that is no secret."""
 _RANDOM = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[^\s<>|{}]{16,}")
 _USER = re.compile(r"(?<=://)[^/\s@'\"<>]+(?=@)")
 _known: set[str] = set()
@@ -43,6 +48,15 @@ NAMES = (
     r"|x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|code[_.-]?verifier"
 )
 """Names of secrets among the parameters of an address."""
+_SURE = (
+    r"[a-z0-9_.-]{0,40}(?:passw(?:or)?d|passphrase|secret"
+    r"|(?:api|access|secret|private|auth|signing|encryption|user|hf|wandb|openai|anthropic)[_.-]?key"
+    r"|(?:\bx|api|access|auth|bearer|refresh|hf|hub|wandb|github|gitlab|bot)[_.-]?token)"
+)
+"""Names whose value is a secret in a text, however short it is."""
+_GIVEN = r"(?P<of>(?<=\")[^\"$<\\][^\"\\]*|(?<=')[^'$<\\][^'\\]*|[^\s\"'&;,$<>\\][^\s\"'&;,<>\\]*)"
+"""A value in quotes, or a word."""
+_WORD = r"(?!(?:to|is|as|and|or|in|of|for|with|the|an?|if|that|which|it|gives?|needs?)\b)"
 _LONG = r"(?=[A-Za-z]*[0-9])[A-Za-z0-9]{16,}"
 _PART = r"[^\s\"'<>/]"
 _PATH = r"(?=[^\s\"'<>?#]*[0-9])[^\s\"'<>?#]{8,}"
@@ -97,14 +111,24 @@ _PLACES: dict[str, tuple[str, ...]] = {
         "PRIVATE KEY",
     ),
     rf"(?i)(?<=[?&;#])(?P<name>(?:{NAMES}|[a-z]+[_-]token|key|code)=)(?P<of>[^\s&;#\"'<>$\\]{{4,}})": ("=",),
+    rf"(?i)(?<=[?&;#])(?P<name>{_SURE}=)(?P<of>[^\s&;#\"'<>$\\]+)": ("=",),
+    rf"(?<![A-Za-z0-9_])(?P<name>(?=[A-Z][A-Z0-9_]*=)(?i:{_SURE})=[\"']?){_GIVEN}": ("=",),
+    rf"(?i)(?<!\S)(?P<name>--(?:{_SURE}|token)(?:=|\s+)[\"']?)(?!-){_WORD}{_GIVEN}": ("--",),
+    r"(?i)(?P<name>\bcurl\b[^\n]{0,400}?\s-[a-z]{0,9}u\s*[\"']?|(?<!\S)--(?:proxy-)?user(?:=|\s+)[\"']?)"
+    rf"(?=[^\s:]+:){_GIVEN}": ("curl", "--user", "--proxy-user"),
+    rf"(?i)(?P<name>\\*[\"'](?:{_SURE})\\*[\"']\s*:\s*\\*[\"']){_GIVEN}": ("':", '":', "' :", '" :'),
+    r"(?P<name>(?:\bmachine\s+\S+|\bdefault)\s+login\s+\S+\s+(?:account\s+\S+\s+)?password\s+)(?P<of>[^\s<]\S*)": (
+        "password",
+    ),
+    r"(?P<name>\bmachine\s+\S+\s+password\s+)(?P<of>[^\s<]\S*)(?=\s+login\s)": ("password",),
     rf"(?i)(?<![A-Za-z0-9._-])(?P<name>(?:{NAMES})[\"']?=[\"']?)(?P<of>(?=[^\s\"'&;,]*[0-9])[^\s&;#,\"'<>$]{{6,}})": (
         "=",
     ),
     r"(?i)(?P<name>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:[a-z]+\s+)?)(?P<of>[^\s,;\"'<>$]{6,})": (
         *("uthorization", "UTHORIZATION"),
     ),
-    r"(?i)(?P<name>\bx-(?:api|auth|access|goog-api|functions)-(?:key|token)[\"']?\s*[:=]\s*[\"']?)"
-    r"(?P<of>[^\s,;\"'<>$]{4,})": ("-",),
+    r"(?i)(?P<name>\bx-(?:(?:api|auth|access|goog-api|functions)-key|(?:[a-z]+-){0,3}(?:token|secret|password))"
+    r"[\"']?\s*[:=]\s*[\"']?)(?P<of>[^\s,;\"'<>$]+)": ("-",),
     r"(?i)(?P<name>\bbearer\s+)(?P<of>(?=[^\s]*[0-9])[A-Za-z0-9._~+/=-]{16,})": (*("earer", "EARER"),),
     r"(?i)(?P<name>\b(?:set-)?cookie[\"']?\s*[:=]\s*[\"']?)(?P<of>[\w.-]+=[^\r\n\"'<>]+)": ("ookie", "OOKIE"),
     rf"(?i)(?P<name>https?://{_PART}*(?:web)?hooks?{_PART}*/)(?P<of>{_PATH})": ("hook",),
@@ -122,7 +146,13 @@ def is_secret(name: str, value: object) -> bool:
     """Whether an option ``name`` with this value holds a secret."""
     if not isinstance(value, str | int) or isinstance(value, bool) or str(value).startswith("$") or value in ("", MASK):
         return False
-    if name.lower() in _WORDS and not isinstance(value, str):
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    if isinstance(value, str):
+        if re.search(r"(^|[_-])auth$", name, re.IGNORECASE) and not _SCHEMES.fullmatch(value):
+            return True
+        if re.search(r"s$", name, re.IGNORECASE) and _NAME.search(name[:-1]):  # several, or a number of them
+            return not re.fullmatch(r"[0-9]+|<.*>|\[.*\]", value)
+    elif name.lower() in _WORDS:
         return False
     return bool(_NAME.search(name) or (_MAYBE.search(name) and _RANDOM.fullmatch(str(value))))
 

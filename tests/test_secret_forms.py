@@ -99,6 +99,27 @@ PLACES = {
     ),
     "Teams webhook": (f"https://a.webhook.office.example/webhookb2/{ODD}", f"https://a.webhook.office.example/{MASK}"),
     "Telegram address": (f"https://api.telegram.org/bot12:{ODD}/getMe", f"https://api.telegram.org/bot{MASK}/getMe"),
+    "PGPASSWORD=": ("PGPASSWORD=pw psql -h db", f"PGPASSWORD={MASK} psql -h db"),
+    "export": ('export DB_SECRET="pw" HF_TOKEN=ab', f'export DB_SECRET="{MASK}" HF_TOKEN={MASK}'),
+    "curl -u": ("curl -s -u me:pw https://x.example", f"curl -s -u {MASK} https://x.example"),
+    "curl -su": ("curl -su 'me:p w' x.example", f"curl -su '{MASK}' x.example"),
+    "--user": ("wget --proxy-user=me:pw x.example", f"wget --proxy-user={MASK} x.example"),
+    "--password": ("run --password pw --token ab --n 5", f"run --password {MASK} --token {MASK} --n 5"),
+    "--api-key=": ("run --api-key=ab --db-password='pw' x", f"run --api-key={MASK} --db-password='{MASK}' x"),
+    "?password=": ("https://x.example/?password=ab&n=1", f"https://x.example/?password={MASK}&n=1"),
+    "?user_key=": ("https://x.example/?n=1&user_key=ab", f"https://x.example/?n=1&user_key={MASK}"),
+    "?apiKey=": ("https://x.example/?apiKey=ab", f"https://x.example/?apiKey={MASK}"),
+    "X-Token": ("X-Token: ab", f"X-Token: {MASK}"),
+    "X-Api-Key, short": ("X-Api-Key: ab", f"X-Api-Key: {MASK}"),
+    "X-Gitlab-Token": ("X-Gitlab-Token: ab", f"X-Gitlab-Token: {MASK}"),
+    "netrc": ("machine h login u password p", f"machine h login u password {MASK}"),
+    "netrc, lines": ("machine h\n  login u\n  password p\n", f"machine h\n  login u\n  password {MASK}\n"),
+    "netrc, other order": ("machine h password p login u", f"machine h password {MASK} login u"),
+    "netrc, default": ("default login u password p", f"default login u password {MASK}"),
+    "JSON": ('{"api_key": "ab", "n": 5}', f'{{"api_key": "{MASK}", "n": 5}}'),
+    "JSON, camel case": ('{"a":{"clientSecret":"a b"}}', f'{{"a":{{"clientSecret":"{MASK}"}}}}'),
+    "JSON in JSON": ('{\\"password\\": \\"ab\\"}', f'{{\\"password\\": \\"{MASK}\\"}}'),
+    "a dictionary": ("{'access_token': 'ab'}", f"{{'access_token': '{MASK}'}}"),
     "private key": (
         f"-----BEGIN OPENSSH PRIVATE KEY-----\n{ODD}\n{ODD}\n-----END OPENSSH PRIVATE KEY-----",
         MASK,
@@ -107,9 +128,55 @@ PLACES = {
 """Texts with a secret in a place, and as they are shown."""
 NAMES = [
     *("pwd", "pass", "bearer", "jwt", "pat", "github_pat", "cookie", "Cookie", "webhook", "webhook_url", "dsn", "sas"),
+    *("apiKey", "clientSecret", "accessToken", "privateKey", "hfToken", "dbPassword", "webhookUrl", "connectionString"),
+    *(
+        "APIKey",
+        "PGPASSWORD",
+        "X-Token",
+        "user_key",
+        "api_keys",
+        "tokens",
+        "accessTokens",
+        "passwords",
+        "secrets",
+        "auth",
+    ),
     *("db_pass", "otp", "connection_string", "private_key", "ssh_key", "auth_token", "id_token", "proxy_pass"),
 ]
+SHORT = [
+    *(
+        {name: value}
+        for name in ("clientSecret", "apiKey", "PGPASSWORD", "X-Token", "user_key")
+        for value in ("abc", "5")
+    ),
+    *({name: ["ab", "cd"]} for name in ("tokens", "api_keys", "apiKeys", "passwords", "secrets", "auth", "basicAuth")),
+    *({name: "me:pw"} for name in ("auth", "basic_auth", "httpAuth")),
+]
+"""Options whose values are secrets however short they are."""
+NAMED = [
+    *({name: 5} for name in ("tokens", "max_tokens", "maxTokens", "maxToken", "num_secrets", "auth")),
+    *({"auth": value} for value in ("none", "basic", "Bearer", "oauth2", True, None, "$AUTH")),
+    *({"tokens": value} for value in ("5", [1, 2], ["</s>", "<|im_end|>"], [], ["$A"])),
+    *(
+        {"keys": ["question", "answer"]},
+        {"stop_tokens": ["end"]},
+        {"sortKey": "name"},
+        {"keyName": "x"},
+        {"author": "me"},
+    ),
+]
+"""Options that only look like those."""
 ORDINARY = [
+    *("run --tokens 5", "--max-token 5", "--password-file pw.txt", "--token --n 5", "give --token to the command"),
+    *("password-free text", "auth: none", "a login form, password field", "this machine has password protection"),
+    *("docker run -u 1000:1000 x", "python -u run.py", "sort -u a:b", "PASSWORD=$PW", "PAD_TOKEN=pad", "TOKENS=5"),
+    *("https://x.example/?sort_key=name&pass=2&tokens=5", "x-axis: left", "X-Trace-Id: 12"),
+    *(
+        '{"token": "the", "logprob": -1}',
+        '{"eos_token": "</s>", "tokens": 5}',
+        '{"password": "$PW"}',
+        '{"sort_key": "a"}',
+    ),
     *(
         "stabilityai/stable-diffusion-3.5-medium",
         "Qwen/Qwen2.5-VL-7B-Instruct",
@@ -193,6 +260,14 @@ def test_secrets_are_masked_by_their_form(tmp_path, sweep):
     for name in NAMES:
         sweep.check(masked({name: ODD}) == {name: MASK}, f"the option {name}")
         sweep.check(masked({name: "$NAME"}) == {name: "$NAME"}, f"the option {name} with a variable")
+    for options in SHORT:
+        ((name, value),) = options.items()
+        shown = [MASK] * len(value) if isinstance(value, list) else MASK
+        sweep.check(masked(options) == {name: shown}, f"{options}: {masked(options)}")
+        text = masked_document(yaml.safe_dump(options), options)
+        sweep.check(yaml.safe_load(text) == {name: shown}, f"{options} in a recipe: {text}")
+        text = masked_override(f"{name}={json.dumps(value)}", options)
+        sweep.check(yaml.safe_load(text.partition("=")[2]) == shown, f"{options} in an override: {text}")
     recipe = tmp_path / "recipe.yaml"
     settings = {"options": {name: value for name, (value, _) in PLACES.items()} | TOKENS | dict.fromkeys(NAMES, ODD)}
     recipe.write_text(yaml.safe_dump(settings))
@@ -214,6 +289,8 @@ def test_ordinary_values_are_left_alone(sweep):
     for value in ORDINARY:
         sweep.check(hidden(value) == value, f"{value[:200]}: {hidden(value)[:200]}")
         sweep.check(masked({"a": value, "prompt": value}) == {"a": value, "prompt": value}, value[:200])
+    for options in NAMED:
+        sweep.check(masked(options) == options, options)
     for value in (1, 0.5, True, None, 12345678901234567890):
         sweep.check(masked({"a": value, "pass": value}) == {"a": value, "pass": value}, value)
     sweep.done()
