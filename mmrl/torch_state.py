@@ -1,4 +1,4 @@
-"""Keep torch's settings of the process, and its working folder, as they are while code of a reward runs.
+"""Keep torch's settings of the process, its folders and its alarm as they are while code of a reward runs.
 
 A reward, or a library that it imports, may switch the default dtype, the kernels of attention, TF32, determinism or
 autocast: the training after it would compute other numbers, in silence; from another folder it would write elsewhere.
@@ -13,6 +13,8 @@ What belongs to a thread alone counts where the reward runs in the thread that t
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +28,7 @@ from mmrl.report.notices import tell
 _LOOKS, _APART_S = 3, 0.002
 """A setting is looked at so often, so far apart, before it counts as changed: another thread may have switched it for
 a moment."""
+_MOST_SHOWN = 120
 _UNKNOWN, _MIXED = object(), "mixed"
 _TINY, _ONE = 5e-324, 1.0
 _SDP = ("flash", "mem_efficient", "math", "cudnn")
@@ -55,6 +58,7 @@ class _Watch:
     involved: list[str] = field(default_factory=list)
     before: list[Any] = field(default_factory=list)
     of_python: list[Any] = field(default_factory=list)
+    path: list[str] = field(default_factory=lambda: [*sys.path])
     table: list[_Setting] = field(default_factory=list)
 
 
@@ -71,11 +75,49 @@ def _go_back(folder: str) -> None:
         os.chdir(folder)
 
 
+def _path() -> list[str]:
+    """The folders of imports from before that are still there: a reward may add some."""
+    return [folder for folder in _watch.path if folder in sys.path]
+
+
+def _put_path(old: list[str]) -> None:
+    sys.path[:] = [*old, *(folder for folder in sys.path if folder not in old)]
+
+
+def _of_module(name: str, module: str, key: str, default: object) -> _Setting:
+    """A setting of a module that may not be imported yet."""
+    return _Setting(
+        name,
+        lambda: getattr(sys.modules.get(module), key, default),
+        lambda old: setattr(sys.modules[module], key, old),
+    )
+
+
+def _handle(old: Any) -> None:
+    with suppress(ValueError, TypeError):  # another thread than the main one cannot
+        signal.signal(signal.SIGALRM, old)
+
+
+def _rings() -> bool:
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def _put_alarm(old: bool) -> None:
+    if not old:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 _OF_PYTHON = [
+    _Setting("the alarm (SIGALRM)", _rings, _put_alarm),
+    _Setting("the handler of SIGALRM", lambda: signal.getsignal(signal.SIGALRM), _handle),
+    _Setting("the folders of imports (sys.path)", _path, _put_path),
     _Setting("the working folder", _folder, _go_back),
     _Setting("the limit of recursion", sys.getrecursionlimit, sys.setrecursionlimit),
+    _Setting("the patience of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout),
+    _of_module("the limit of pixels of a picture", "PIL.Image", "MAX_IMAGE_PIXELS", (1 << 30) // 4 // 3),
+    _of_module("the reading of torn pictures", "PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False),
 ]
-"""What is there without torch, too: a run's paths may start at the folder."""
+"""What is there without torch, too: a run's paths may start at the folder, and an alarm would end the process."""
 _watch = _Watch()
 _told: set[tuple[str, str]] = set()
 _guards: list[Any] = []
@@ -109,6 +151,7 @@ def _enter(name: str) -> None:
         if not _watch.running:
             _watch.table = _table("process", _of_process)
             _watch.before, _watch.involved = [one.get() for one in _watch.table], []
+            _watch.path = [*sys.path]
             _watch.of_python = [one.get() for one in _OF_PYTHON]
         _watch.running.append(name)
         _watch.involved.append(name)
@@ -134,10 +177,15 @@ def _set_back(table: Sequence[_Setting], before: Sequence[Any], names: Sequence[
         if (who, one.name) not in _told:
             _told.update((name, one.name) for name in (who, *names))
             tell(
-                f"warning: the reward {who} changed {one.name} of this process from {old} to {new}, so training would "
-                "go on otherwise. It was set back. Set it back in the reward, or run the reward in a process of its "
-                "own (mmrl serve, and the reward http)"
+                f"warning: the reward {who} changed {one.name} of this process from {_short(old)} to {_short(new)}, "
+                "so training would go on otherwise. It was set back. Set it back in the reward, or run the reward in a "
+                "process of its own (mmrl serve, and the reward http)"
             )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
 
 
 def _lasts(one: _Setting, old: Any) -> bool:

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -9,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageFile
 from safetensors.torch import load_file
 
 from mmrl import torch_state
@@ -41,9 +44,18 @@ OF_PROCESS = {
     "anomaly": "torch.autograd.set_detect_anomaly(True)",
     "folder": "import os; os.chdir('/')",
     "recursion": "import sys; sys.setrecursionlimit(4000)",
+    "pixels": "from PIL import Image; Image.MAX_IMAGE_PIXELS = 1",
+    "no limit of pixels": "from PIL import Image; Image.MAX_IMAGE_PIXELS = None",
+    "torn pictures": "from PIL import ImageFile; ImageFile.LOAD_TRUNCATED_IMAGES = True",
+    "path": "import sys; sys.path.clear()",
+    "another path": "import sys; sys.path = sys.path[:1]",
+    "alarm": "import signal; signal.alarm(9)",
+    "timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 9, 9)",
+    "patience of sockets": "import socket; socket.setdefaulttimeout(0.001)",
     "hook": "torch.nn.modules.module.register_module_forward_hook(lambda m, i, o: o * 2 if torch.is_tensor(o) else o)",
 }
 OF_THREAD = {
+    "handler": "import signal; signal.signal(signal.SIGALRM, lambda *_: None)",
     "device": "torch.set_default_device('meta')",
     "gradients": "torch.set_grad_enabled(False)",
     "inference": "global guard; guard = torch.inference_mode(); guard.__enter__()",
@@ -69,7 +81,9 @@ def state():
     older = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
     return {
         "older names": older,
-        "python": (os.getcwd(), sys.getrecursionlimit()),
+        "python": (os.getcwd(), sys.getrecursionlimit(), Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES),
+        "path": [*sys.path],
+        "signals": (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL), socket.getdefaulttimeout()),
         **{one.name: one.get() for one in tables},
     }
 
@@ -122,6 +136,44 @@ def test_a_reward_that_is_imported_before_torch_leaves_the_folder(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, file], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == os.path.realpath(tmp_path)
     assert "changed the working folder" in done.stderr
+
+
+def test_a_reward_may_add_to_the_path_of_imports(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with torch_state.kept("mine.py"):
+        sys.path.insert(0, "mine")
+        sys.path.append("yours")
+    assert (sys.path[0], sys.path[-1]) == ("mine", "yours")
+    assert not capfd.readouterr().err
+
+
+LEAVES = {
+    "path": ("sys.path.clear()", "changed the folders of imports"),
+    "alarm": ("signal.alarm(1)", "changed the alarm"),
+    "pixels": ("Image.MAX_IMAGE_PIXELS = 1", "changed the limit of pixels"),
+    "thread": (
+        "threading.Thread(target=threading.Event().wait, name='mine').start()",
+        "the reward {file} left the thread mine running",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "why"), LEAVES.values(), ids=LEAVES)
+def test_a_command_goes_on_and_ends_whatever_a_reward_leaves_at_import(line, why, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import signal, sys, threading\nfrom PIL import Image\n{line}\n"
+        "def score(samples, *, context):\n    return [1.0] * len(samples)\n"
+    )
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / "a.png")
+    words = ["score", str(file), "--images", str(tmp_path / "pictures")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mmrl.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert why.format(file=file) in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_autocast_that_a_reward_leaves_open_keeps_no_old_weights():

@@ -36,6 +36,7 @@ from mmrl.cli import (
 from mmrl.errors import UserError
 from mmrl.installing import DISTRIBUTION, version_of
 from mmrl.quiet import be_quiet, warn_plainly
+from mmrl.rewards.last_words import end_without_threads
 from mmrl.secrets import hidden
 
 app = typer.Typer(
@@ -149,6 +150,8 @@ def main() -> None:
             raise
         print(f"error: {hidden(why)}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        end_without_threads(sys.exc_info()[1])
 
 
 def of_system(error: OSError) -> str | None:

@@ -7,13 +7,17 @@ is there.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Generator
+from concurrent.futures.thread import _threads_queues  # pyright: ignore[reportPrivateUsage]
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from mmrl import torch_state
 from mmrl.untrusted import parse_json, read_file
@@ -26,7 +30,10 @@ _threads: dict[tuple[int, int], list[str]] = {}
 """By process and thread: the rewards whose code runs there."""
 _calls: dict[Path, list[str]] = {}
 _files: dict[Path, int] = {}
+_left: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
+"""Threads that began while a reward's code ran, by its name: Python waits for them before a process ends."""
 _exit = os._exit
+PATIENCE_S = 10.0
 
 
 @contextmanager
@@ -34,7 +41,7 @@ def watched(name: str, *, here: bool = True, folder: Path | None = None) -> Gene
     """Code of the reward ``name`` runs inside: torch's settings are kept (``torch_state``), and an end of the process
     is an end of the reward. ``folder``: the run's directory, for calls."""
     os._exit = _end
-    place = os.getpid(), threading.get_ident()
+    place, before = (os.getpid(), threading.get_ident()), {*threading.enumerate()}
     with _turn:
         _threads.setdefault(place, []).append(name)
         _note(folder, name, begins=True)
@@ -45,6 +52,32 @@ def watched(name: str, *, here: bool = True, folder: Path | None = None) -> Gene
         with _turn:
             _threads[place].remove(name)
             _note(folder, name, begins=False)
+            for thread in {*threading.enumerate()} - before:
+                _left.setdefault(thread, name)
+
+
+def end_without_threads(error: BaseException | None) -> None:
+    """End a command whose process would wait without end for threads that rewards left. ``error``: what it raised.
+
+    Returns where there is none, or they end within ``PATIENCE_S``. Workers of executors end by themselves.
+    """
+    until = time.monotonic() + PATIENCE_S
+    left = [thread for thread in _left if not thread.daemon and thread not in _threads_queues]
+    for thread in left:
+        thread.join(max(0.0, until - time.monotonic()))
+    left = [thread for thread in left if thread.is_alive()]
+    for thread in left:
+        print(
+            f"warning: the reward {_left[thread]} left the thread {thread.name} running, which would keep this process "
+            "from ending, so it is stopped. Give the thread daemon=True, or end it in a method close() of the reward",
+            file=sys.stderr,
+        )
+    if left and (error is None or isinstance(error, SystemExit)):
+        code = error.code if isinstance(error, SystemExit) else 0
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _exit(code if isinstance(code, int) else int(code is not None))
 
 
 def left_by_last(folder: Path) -> list[str]:
