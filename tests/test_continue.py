@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 
@@ -321,3 +322,72 @@ def test_processes_of_slurm_go_on_with_a_run_together(finished, tmp_path):
     assert [code for code, _ in found] == [0, 0], found
     assert rates(two) == rates(one)
     alike(one, two)
+
+
+MOVED = {
+    "data.train.path": "rows.jsonl",
+    "data.heldout.path": "held.jsonl",
+    "rewards[0].name": "kill.py",
+    "model.path": "tinylm",
+}
+
+
+@pytest.mark.parametrize("key", list(MOVED))
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_was_moved_is_named_with_the_edits_that_work(root, tmp_path, monkeypatch, capsys, key, resume):
+    """Back to its place, or the printed command for a new run; an edit of the path is told the same."""
+    shutil.copytree(root / "tinylm", tmp_path / "tinylm")
+    for name in ("recipe.yaml", "kill.py", "two.py"):
+        shutil.copy(root / name, tmp_path)
+    for name in ("rows.jsonl", "held.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+3?", "answer": "4"}\n')
+    monkeypatch.chdir(tmp_path)
+    data = "data={name: jsonl, train: {path: rows.jsonl}, heldout: {path: held.jsonl}}"
+    out, old = tmp_path / "run", tmp_path / MOVED[key]
+    train(tmp_path, out, data, "train.steps=1")
+    new = old.rename(tmp_path / f"moved-{old.name}")
+    named = f"{new}:short" if key == "rewards[0].name" else str(new)
+    again = ["train", "recipe.yaml", data, "rewards.0.name=kill.py:short", "train.steps=2", "--resume", "--out", "run"]
+    command = again if resume else ["continue", "run", "train.steps=2"]
+    for edit in ([], [f"{key}={named}"]):
+        capsys.readouterr()
+        assert run_command(*command, *edit) == 2
+        said = capsys.readouterr().err
+        assert f"{key}: there is no {str(old)!r} any more" in said
+        assert f"mmrl train run/resolved.json {shlex.quote(key + '=NEW')} --out OTHER" in said
+    assert run_command("train", "run/resolved.json", f"{key}={named}", "--out", "other") == 0
+    new.rename(old)
+    goes_on(out, "train.steps=2")
+
+
+def test_what_a_run_may_change_is_not_asked_back(root, tmp_path, monkeypatch):
+    """A reward of the evaluations may be edited."""
+    for name in ("recipe.yaml", "kill.py", "two.py"):
+        shutil.copy(root / name, tmp_path)
+    shutil.copytree(root / "tinylm", tmp_path / "tinylm")
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path, tmp_path / "run", "train.steps=1", 'eval.rewards=[{name: "two.py:short", label: other}]')
+    (tmp_path / "two.py").rename(tmp_path / "three.py")
+    assert run_command("continue", "run", "train.steps=2", "eval.rewards.0.name=three.py:short") == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--out", "a run"], "mmrl continue 'a run'"),
+        (["train.steps=9", "--out", "run"], "mmrl continue run"),
+        (["run/recipe.yaml", "--out", "run"], "mmrl continue run"),
+        (["run/recipe.yaml"], "mmrl continue run"),
+        (["run"], "mmrl continue run"),
+        ([], "mmrl continue RUN"),
+    ],
+)
+def test_resuming_without_a_recipe_names_the_command_that_goes_on(root, tmp_path, monkeypatch, capsys, given, named):
+    (tmp_path / "run").mkdir()
+    for name in ("recipe.yaml", "resolved.json"):
+        (tmp_path / "run" / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert run_command("train", "--resume", *given) == 2
+    assert named in capsys.readouterr().err
+    assert run_command("train") == 2
+    assert "mmrl train RECIPE" in capsys.readouterr().err

@@ -75,6 +75,7 @@ def preparing(
 ) -> Callable[[JsonObject], JsonObject]:
     """What is done with the values of a recipe before they are checked; arguments as of ``read_recipe``."""
     from mmrl.config.dtype import chosen_by, with_choice
+    from mmrl.config.names import refuse_moved
     from mmrl.config.schema import Recipe
     from mmrl.planner.gpus import planned_for
     from mmrl.runtime.launchers import use_own_devices
@@ -86,7 +87,11 @@ def preparing(
             use_own_devices(found, values.get("device"), values.get("devices_per_controller", 1))
         if gpu is not None:
             return planned_for(gpu, values)
-        chosen = chosen_by(run(str(values.get("name")))) if run else None
+        if run is None:
+            return values
+        directory = run(str(values.get("name")))
+        refuse_moved(directory)
+        chosen = chosen_by(directory)
         return values if chosen is None else with_choice(values, chosen)
 
     return prepare

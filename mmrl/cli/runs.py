@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -37,7 +38,7 @@ Exported = Literal["merged", "lora", "lora-file"]
 
 
 def train(
-    recipe: RecipeArgument,
+    recipe: RecipeArgument = "",
     changes: ChangesArgument = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/NAME")
@@ -53,6 +54,7 @@ def train(
     """
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
+    _refuse_without_recipe(recipe, out, resume=resume)
 
     def directory(name: str) -> Path:
         return out or Path("runs") / name
@@ -70,6 +72,26 @@ def train(
         if leads:
             refuse_directory(out, overwrite=overwrite, resume=resume)
     _train(loaded, out, found, resume=resume, overwrite=overwrite)
+
+
+def _refuse_without_recipe(recipe: str, out: Path | None, *, resume: bool) -> None:
+    """Raise ``UserError`` where no recipe is given, or to resume a run the run itself, with what goes on with it."""
+    from mmrl.report.rundir import looks_like_run
+
+    if not resume:
+        if not recipe:
+            raise UserError("there is no recipe to train; name one: mmrl train RECIPE")
+        return
+    given = Path(recipe)
+    run = given.parent if given.name == "recipe.yaml" else given
+    if recipe and looks_like_run(run):
+        what = f"{recipe} is what a run wrote"
+    elif not recipe or ("=" in recipe and not os.path.isfile(recipe)):
+        run, what = out, "--resume needs the recipe that the run was started with"
+    else:
+        return
+    name = "RUN" if run is None else shlex.quote(str(run))
+    raise UserError(f"{what}. A run goes on from its directory alone with: mmrl continue {name}")
 
 
 def continue_(

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
+from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal
 
 from mmrl._load import Kind, folders
 from mmrl.config.data import MOST_SOURCES
 from mmrl.config.drop_ins import declared_paths, missing_class, missing_drop_in, split_file
-from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
+from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean, format_key
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.packages import places
 from mmrl.packages.table import PREFIX
+from mmrl.stored import read_object
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -163,6 +166,39 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
         name = _text(tree.values, (*path, key))
         if name and (wrong := _missing(kind, key, name, root)):
             yield (*path, key), wrong
+
+
+def refuse_moved(run: Path) -> None:
+    """Raise ``UserError`` where the run in the directory ``run`` cannot go on, because a file or folder that it names
+    is no more where it was. Nothing records the content of these, so that another path may be another run."""
+    try:
+        values = read_object(run / "resolved.json")
+    except (OSError, ValueError):  # whoever reads it next says so
+        return
+    absent = {
+        format_key(key): file
+        for key, file in _places(values)
+        if os.path.isabs(file) and not os.path.exists(file) and not has_magic(file)
+    }
+    if absent:
+        edits = " ".join(shlex.quote(f"{key}=NEW") for key in absent)
+        raise UserError(
+            f"{', '.join(f'{key}: there is no {file!r}' for key, file in absent.items())} any more, and a run goes on "
+            "with its own paths alone. Put the file or folder back there (itself, no link to it), or start a new "
+            f"run: mmrl train {shlex.quote(str(run / 'resolved.json'))} {edits} --out OTHER"
+        )
+
+
+def _places(values: JsonObject) -> Iterator[tuple[KeyPath, str]]:
+    """The keys of a run's stored recipe that may not change, with the files and folders that they name."""
+    for _, path, key in _named(values):
+        name = _text(values, (*path, key))
+        if (path or key)[0] != "eval" and key != "architecture":
+            yield (*path, key), split_file(name)[0] or name
+    for path in _items(values, ("rewards",), MOST_REWARDS):
+        for name in declared_paths(_text(values, (*path, "name"))):
+            key = (*path, "options", *name.split("."))
+            yield key, _text(values, key)
 
 
 def _missing(kind: _Named, key: str, name: str, root: Path) -> str:

@@ -35,6 +35,7 @@ from typing import IO, Any
 
 from mmrl.config.loader import Continuation
 from mmrl.config.masked_text import masked_document, masked_override
+from mmrl.config.names import refuse_moved
 from mmrl.errors import UserError, one_line
 from mmrl.files import remove, write_atomic
 from mmrl.json_types import Json, JsonObject
@@ -275,7 +276,8 @@ def has_begun(path: Path) -> bool:
 
 
 def refuse_directory(path: Path, *, overwrite: bool, resume: bool) -> None:
-    """Raise ``UserError`` where no run may be made, or continued, in ``path``."""
+    """Raise ``UserError`` where no run may be made, or continued, in ``path``, also because a file that the
+    run names was moved."""
     if overwrite and resume:
         raise UserError("--resume continues the run and --overwrite removes it; give one of them")
     if path.exists() and not path.is_dir():
@@ -284,6 +286,7 @@ def refuse_directory(path: Path, *, overwrite: bool, resume: bool) -> None:
     if resume:
         if not contents or not looks_like_run(path):
             raise UserError(f"there is no run in {path} to resume; leave out --resume, or name the run with --out")
+        refuse_moved(path)
     elif not contents:
         return
     elif not looks_like_run(path):
