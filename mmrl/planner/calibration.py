@@ -257,8 +257,8 @@ def _attention(device: torch.device | str, dtype: torch.dtype) -> Iterator[Timin
         def backward(out: Tensor, *given: Tensor, grad: Tensor = grad) -> object:
             return torch.autograd.grad(out, given, grad, retain_graph=True)
 
-        def graph(*given: Tensor) -> tuple[Tensor, ...]:
-            return F.scaled_dot_product_attention(*given), *given
+        def graph(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            return F.scaled_dot_product_attention(q, k, v), q, k, v
 
         yield _timing("attention_backward", dtype, sizes, 2.5 * flops, backward, (q, k, v), device, graph)
         if made.seconds > _SLOW:

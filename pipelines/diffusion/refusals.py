@@ -26,6 +26,7 @@ from mmrl.untrusted import printable
 
 from .adapter import Adapter
 from .fields import as_json, declared, is_number, latent_channels, plain
+from .prompt_lengths import tokenizer_of
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
@@ -99,6 +100,11 @@ def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
         for name in (family.trains, "vae", *family.encoders)
         if not _fits(index.get(name), allowed[name], absent=name in family.may_lack)
     ]
+    wrong += [
+        f"model.path: {path} has a {name} and no {tokenizer_of(name)} for it; give a checkpoint that has one"
+        for name in family.encoders
+        if _named(index.get(name)) != _NOTHING == _named(index.get(tokenizer_of(name)))
+    ]
     if wrong:
         raise UserError("\n".join(wrong))
 
@@ -150,8 +156,11 @@ def _fits(listed: Json, allowed: Collection[type], *, absent: bool) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple(allowed))
 
 
+_NOTHING = "nothing"
+
+
 def _named(listed: Json) -> str:
-    return str(listed[1]) if isinstance(listed, list) and len(listed) == 2 and listed[1] else "nothing"
+    return str(listed[1]) if isinstance(listed, list) and len(listed) == 2 and listed[1] else _NOTHING
 
 
 # -- fields ----------------------------------------------------------------------------------------------------------
