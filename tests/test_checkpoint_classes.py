@@ -163,6 +163,14 @@ def test_a_component_of_another_class_is_refused_by_name(folders, tmp_path, fami
             how(family, folder)
 
 
+@pytest.mark.parametrize("family", ["sd", "sdxl", "flux", "qwen_image", "wan", "z_image", "flux2_klein"])
+def test_a_text_encoder_without_its_tokenizer_is_refused_by_name(folders, tmp_path, family):  # noqa: F811
+    folder = of_class(folders[family], tmp_path / "made", None, tokenizer=(None, None))
+    for how in (described, built):
+        with pytest.raises(UserError, match="has a text_encoder and no tokenizer for it"):
+            how(family, folder)
+
+
 def test_the_advice_for_a_model_of_the_same_weights_works(folders, tmp_path):  # noqa: F811
     """Img2Img and PAG draw with the weights of text-to-image: the command that is printed saves one."""
     folder = of_class(folders["sd"], tmp_path / "made", "StableDiffusionImg2ImgPipeline")
