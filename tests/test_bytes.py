@@ -143,7 +143,8 @@ def test_pictures_stay_and_their_size_changes_nothing_on_the_wire(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "size", "group"), [pytest.param("text", 3, 256, marks=pytest.mark.long), ("vision", 2, 4)]
+    ("name", "size", "group"),
+    [pytest.param("text", 3, 256, marks=pytest.mark.long), pytest.param("vision", 2, 4, marks=pytest.mark.long)],
 )
 def test_tokens_and_processor_outputs_stay(name, size, group, tmp_path):
     if name == "vision" and importlib.util.find_spec("torchvision") is None:

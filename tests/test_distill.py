@@ -405,7 +405,7 @@ def test_what_cannot_be_read_is_named(made: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("controllers", [1, 2])
+@pytest.mark.parametrize("controllers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_trains_on_it_asks_the_judge_and_resumes(
     controllers: int, made: Path, root: Path, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_training_ends_after_its_minutes_also_of_a_run_that_was_resumed(proof, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["sd35", "qwen25-vl"])
+@pytest.mark.parametrize("job", ["sd35", pytest.param("qwen25-vl", marks=pytest.mark.long)])
 def test_a_proof_plans_for_a_gpu_that_is_not_here(proof, job, capsys):
     if job == "qwen25-vl":
         pytest.importorskip("torchvision")

@@ -166,7 +166,11 @@ def test_answers_come_as_from_threads(worlds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "changes"), [("sums", ["environment={name: guess, max_turns: 3, max_tokens: 90}"]), ("sums-tool", [])]
+    ("recipe", "changes"),
+    [
+        pytest.param("sums", ["environment={name: guess, max_turns: 3, max_tokens: 90}"], marks=pytest.mark.long),
+        ("sums-tool", []),
+    ],
 )
 def test_a_run_trains_as_with_threads(tmp_path, recipe, changes):
     runs = []

@@ -58,7 +58,13 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [["devices_per_controller=2"], ["controllers=2", "devices_per_controller=2"]])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(["devices_per_controller=2"], marks=pytest.mark.long),
+        ["controllers=2", "devices_per_controller=2"],
+    ],
+)
 def test_text_is_pruned_and_branches_alike_on_several_devices_and_controllers(text, tmp_path, where):
     out = tmp_path / "two"
     run("sums", out, *TEXT, *where)

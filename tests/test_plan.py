@@ -91,7 +91,7 @@ DRAFT = [
         pytest.param(
             ["algorithm={type: awm, noise_levels: 2}", "sampling.same_initial_noise=false"],
             id="awm",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(["model.dtype=bfloat16"], id="half", marks=pytest.mark.slow),
         pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
