@@ -41,7 +41,7 @@ class Case:
         return {split: _some(prompts) for split, prompts in self.splits.items()}
 
     def listed(self, split: str) -> Iterator[Prompt]:
-        """Those that are looked at one by one; of a set that reads or draws each prompt when asked, only some."""
+        """The prompts that are looked at one by one: all, or a few of a set that makes each when asked."""
         prompts = self.splits[split]
         yield from prompts[:MOST] if isinstance(prompts, list) else self.few[split]
 

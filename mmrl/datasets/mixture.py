@@ -121,7 +121,7 @@ def by_source(prompts: Sequence[Prompt], labels: Sequence[str]) -> Mapping[str, 
 def values_of_sources(
     values: Mapping[str, Sequence[float]], sources: Mapping[str, Sequence[int]]
 ) -> dict[str, list[float]]:
-    """Of each reward's ``values`` those of every source, by the name of their metric."""
+    """The ``values`` of each reward, divided by source, by the name of their metric."""
     return {
         f"{SOURCE}{label}/reward/{name}": [of[i] for i in rows]
         for label, rows in sources.items()

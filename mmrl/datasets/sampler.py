@@ -105,7 +105,7 @@ class Chosen(Sequence[Prompt]):
 
     @property
     def digest(self) -> str:
-        """Of what was chosen last, for controllers to compare."""
+        """A digest of the prompts that were chosen last, for controllers to compare."""
         return digest_of(json.dumps(self._indices))
 
     def state(self) -> Mapping[str, Json]:

@@ -380,7 +380,9 @@ def _judged(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of a student with the judge. ``order``: of the pairs of one group whose verdicts differ clearly (``CLEAR``), the
+    """How far a student agrees with the judge.
+
+    ``order``: of the pairs of one group whose verdicts differ clearly (``CLEAR``), the
     share that it orders alike, with an interval of 95 % (bootstrap over prompts); 0.5 is chance. ``area``: under the
     ROC curve of verdicts of 0.5 or more; NaN where all are on one side. ``calibration``: the expected calibration
     error, and ``error`` the mean distance, of calibrated verdicts."""
@@ -429,7 +431,8 @@ class Asking:
 
 
 def agreement(said: Tensor, verdicts: Tensor, groups: Sequence[int], prompts: Sequence[int]) -> Agreement:
-    """Of calibrated verdicts ``said`` ``[N]`` with the judge's; the numbers of each sample's group and prompt."""
+    """The agreement of calibrated verdicts ``said`` ``[N]`` with the judge's ``verdicts`` ``[N]``. ``groups``,
+    ``prompts``: the number of each sample's group and prompt."""
     ours, judge = said.double().tolist(), verdicts.double().tolist()
     of_prompt = rows_of(prompts)
     counts = np.array(
