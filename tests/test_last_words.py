@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from mmrl import cli
 from mmrl.rewards import last_words
 from tests.recipes import train
 
@@ -66,3 +68,17 @@ def test_what_is_no_note_says_nothing(tmp_path):
     file.unlink(missing_ok=True)
     file.symlink_to(tmp_path / "pipe")
     assert last_words.left_by_last(tmp_path) == []
+
+
+def test_a_command_in_a_process_that_goes_on_ends_no_process(monkeypatch, capsys):
+    ends = threading.Event()
+    with last_words.watched("mine"):
+        thread = threading.Thread(target=ends.wait)
+        thread.start()
+    monkeypatch.setattr("sys.argv", ["mmrl", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert thread.is_alive()
+    ends.set()
+    thread.join()
+    assert "left the thread" not in capsys.readouterr().err

@@ -135,8 +135,16 @@ def show_log(level: str) -> None:
         log.addHandler(_Stderr())
 
 
+def command() -> None:
+    """Entry point of ``mmrl`` and ``python -m mmrl``: ends this process, whatever threads rewards left in it."""
+    try:
+        main()
+    finally:
+        end_without_threads(sys.exc_info()[1])
+
+
 def main() -> None:
-    """Entry point of ``mmrl`` and ``python -m mmrl.cli``."""
+    """Run the command that ``sys.argv`` says, in this process, which goes on after it."""
     be_quiet()
     warn_plainly()
     try:
@@ -150,8 +158,6 @@ def main() -> None:
             raise
         print(f"error: {hidden(why)}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        end_without_threads(sys.exc_info()[1])
 
 
 def of_system(error: OSError) -> str | None:

@@ -1,3 +1,3 @@
-from mmrl.cli import main
+from mmrl.cli import command
 
-main()
+command()
