@@ -21,6 +21,7 @@ from mmrl.checkpoint.reader import Saved
 from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.checks import possible
 from mmrl.config.learning_rate import for_critic
+from mmrl.config.names import refuse_code_inside
 from mmrl.config.objectives import load_objective
 from mmrl.config.older_keys import moved
 from mmrl.config.schema import Recipe
@@ -228,6 +229,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     directory.check()
     try:
         stored = given_again(directory.settings())
+        refuse_code_inside(path, stored)
         settings = with_older_defaults(moved(stored, missing_only=True))
         return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:

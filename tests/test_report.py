@@ -372,6 +372,9 @@ def test_to_show_a_run_of_somebody_else_runs_none_of_its_code(tmp_path, shapes):
     for more in ({"algorithm": {"type": f"{evil}:Mine"}}, {"pipeline": str(evil)}, {"data": {"name": str(evil)}}):
         run.resolved.write_text(json.dumps({**resolved, **more}))
         write_report(run.path)
+        loaded = load_run(run.path)
+        assert f"{loaded.steps} of " in repr(loaded)
+        assert loaded.finished
         assert not evil.with_suffix(".ran").exists(), more
 
 

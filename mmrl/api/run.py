@@ -54,13 +54,20 @@ class Run:
     read, while or after another process trains it.
     """
 
-    def __init__(self, path: Path, recipe: Recipe, training: Stepper | None = None) -> None:
-        self.path, self.recipe, self._training = path, recipe, training
+    def __init__(self, path: Path, recipe: Recipe | None = None, training: Stepper | None = None) -> None:
+        self.path, self._recipe, self._training = path, recipe, training
 
     def __repr__(self) -> str:
         ended = read_ended(self.path)
         how = "" if ended is None else f", {ended}"
-        return f"Run({str(self.path)!r}, {self.steps} of {self.recipe.train.steps} steps{how})"
+        return f"Run({str(self.path)!r}, {self.steps} of {read_run(self.path).setting('train.steps')} steps{how})"
+
+    @property
+    def recipe(self) -> Recipe:
+        """The settings. Of a run that is only read, an algorithm in a file is imported here. Raises ``UserError``."""
+        if self._recipe is None:
+            self._recipe = open_run(self.path)[0]
+        return self._recipe
 
     @property
     def steps(self) -> int:
@@ -74,7 +81,7 @@ class Run:
         if self._training is not None:
             return self._training.finished
         ended = read_ended(self.path)
-        return self.steps >= self.recipe.train.steps if ended is None else ended.how in ("finished", "early")
+        return read_run(self.path).status == "finished" if ended is None else ended.how in ("finished", "early")
 
     @property
     def status(self) -> str:
@@ -245,8 +252,7 @@ def start(
 @entry_point
 def load_run(path: str | Path) -> Run:
     """The run in the directory ``path``, to read. Raises ``UserError`` where there is none."""
-    recipe, directory = open_run(Path(path))
-    return Run(directory.path, recipe)
+    return Run(read_run(Path(path)).path)
 
 
 def _columns(file: Path) -> dict[str, list[float | None]]:

@@ -20,7 +20,7 @@ from mmrl.checkpoint.resume import flatten, same_run, with_older_defaults
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.learning_rate import learning_rate
 from mmrl.config.loader import Continuation, LoadedRecipe, load_recipe
-from mmrl.config.names import refuse_moved
+from mmrl.config.names import refuse_code_inside, refuse_moved
 from mmrl.config.older_keys import moved, renamed
 from mmrl.config.schema import Earlier, Optim, Recipe
 from mmrl.errors import UserError
@@ -53,6 +53,7 @@ def continued(
     if not (looks_like_run(run) and directory.resolved.is_file()):
         raise UserError(f"there is no run in {run} to continue; name a directory that mmrl train made")
     refuse_moved(run)
+    refuse_code_inside(run, directory.settings())
     loaded = load_recipe([directory.resolved, *overlays], overrides, prepare, run, _migrated)
     before = _before(directory)
     at = _Place(directory)

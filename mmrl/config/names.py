@@ -189,6 +189,27 @@ def refuse_moved(run: Path) -> None:
         )
 
 
+def refuse_code_inside(run: Path, values: Json) -> None:
+    """Raise ``UserError`` where ``values``, the stored recipe of the run in the directory ``run``, name Python code of
+    that directory, or code by a path that depends on the current folder. A run may be a stranger's; mmrl itself stores
+    neither."""
+    root, waiting = Path(os.path.realpath(run)), [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, str) and (file := split_file(value)[0]) and "\0" not in file:
+            places = [path for path in (Path(file), run / file) if os.path.exists(path)]
+            own = any(root in (*path.absolute().parents, *path.resolve().parents) for path in places)
+            if own or (places and not os.path.isabs(file)):
+                raise UserError(
+                    f"the recipe of the run {run} names the code {file!r}, which lies in the run and may be anybody's; "
+                    f"read it; if it is yours, move it elsewhere and name its new place in {run / 'resolved.json'}"
+                )
+
+
 def _places(values: JsonObject) -> Iterator[tuple[KeyPath, str]]:
     """The keys of a run's stored recipe that may not change, with the files and folders that they name."""
     for _, path, key in _named(values):
