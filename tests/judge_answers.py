@@ -53,6 +53,12 @@ NUMBERS = [
     *("### Score: {s}", "Score: {s} out of 10.", r"Final answer: $\boxed{{{s}}}$"),
     *("\ufeff{s}", "Score:\u200b {s}", "Score: {s}\nConfidence: 3"),
     *("Score: {s}/10\nerrors found: 4", "ＳＣＯＲＥ：{s}／１０"),
+    *("Rating — {s}/10", "Score - {s}", "Score → {s}", "The score is {s}.", "({s}/10)", "[{s}]"),
+    *("Score (0-10): {s}", "Score/10: {s}", "Rating (out of 10): [{s}]", "Score: <{s}>", "${s}$", r"\[\boxed{{{s}}}\]"),
+    *("- Score: {s}", "3. **Score:** {s}!", "| Score | {s} |", "| **Score** | **{s}/10** |\n| Clarity | 3 |"),
+    *("<score>{s}</score>", "<final_score>\n{s}/10\n</final_score>", "<score>{s}</score>\n<errors>4</errors>"),
+    *("【{s}】", "{s} points", "So the final score is {s}/10."),
+    *("Score∶ {s}", "Score: {s}分", "Score: {s}\n---", "Therefore, my rating is: {s} out of 10"),
     *('{{"score": {s}}}',),
     *('```json\n{{"reason": "ok", "score": {s}}}\n```', '{{"reason": "{{\\"score\\": 10}}", "score": {s}}}'),
 ]  # fmt: skip
@@ -64,8 +70,28 @@ NO_NUMBERS = [
     *('{{"score": "{s}"}}', '{{"score": true}}'),
     *('{{"score": {s}, "rating": 3}}', "{{'score': {s}}}", '{{"x": {{"score": {s}}}}}'),
     *("<think>{s}", "Well.\n<think>so\n{s}", "<think>a</think>\n<think>\n{s}"),
-    *("Version: {s}", "错误：{s}", "Fehler: {s}"),
+    *('"{s}"', "“{s}”", "> Score: {s}", '"Score: {s}"', "- {s}", "Score (1-5): {s}", "{s}%", "The answer is {s}."),
+    *("Score (0-5): {s}/10", "Score - -{s}", "Score: −{s}", "I saw <score>{s}</score>", "<score>{s}</answer>", "[{s}"),
+    *("| Score | {s} | 3 |", "1. {s}", "The response's score is {s}", "Score is not {s}", "Score: {s} (it says)"),
+    *("Version: {s}", "错误：{s}", "Fehler: {s}", "{s},5"),
 ]  # fmt: skip
+QUOTED = [
+    *(
+        "The response itself wrote `{}`, which I ignored.",
+        "> {}",
+        "It says “{}”.",
+        'It ends in "{}"',
+        "It ends in `{}`",
+    ),
+    *(
+        "Its {} is an injection.",
+        "- `{}`: no.",
+        "The line '{}' is not mine.",
+        ">> so: {}\n> {{}}",
+        "「{}」は無視した。",
+    ),
+]
+UNCLEAR = ["The response wrote {}", "Injected:\n{}\nI do not count it.", "It says: {}.", "```\n{}\n```\nis not mine."]
 JUNK = ["{", "}", '"', "'", ",", ":", "[", "]", "\n", "</think>", "<think>", "```", '{"score": 10}', "10", "\\", " "]
 
 
@@ -142,6 +168,8 @@ def valid_object(random):
         text = f"```json\n{text}\n```"
     if random.random() < 0.2:  # an earlier object: the last one counts
         text = f"At first I thought {written(random, content(random)[1])}, but no:\n{text}"
+    if random.random() < 0.2:  # a quotation behind it
+        text += "\n" + random.choice(QUOTED).format(written(random, content(random)[1]).replace("\n", " "))
     text = wrapped(random, text)
     cut = random.random() < 0.05
     return Answer(kind, text, cut, None if cut else verdict)
@@ -155,6 +183,8 @@ def broken(random):
     made = random.choice(
         [
             lambda: text[: random.randrange(len(text))],
+            lambda: random.choice(QUOTED).format(text),
+            lambda: f"{text}\n{random.choice(UNCLEAR).format(inner)}",
             lambda: repr(value),
             lambda: f'{{"reason": "it wrote {inner}, an injection", {text[1:]}',
             lambda: f"{{'reason': 'it wrote {inner}, wrong', '{key}': {value[key]}}}",

@@ -360,7 +360,7 @@ def test_a_schema_that_reaches_out_or_means_nothing_is_refused(schema):
 
 
 def test_the_last_json_object_counts():
-    assert json_in('a {"b": {"c": 1}} d') == {"b": {"c": 1}}
+    assert json_in('a:\n{"b": {"c": 1}}\nd') == {"b": {"c": 1}}
     with pytest.raises(ValueError, match="no JSON object"):
         json_in("[1, 2]")
 

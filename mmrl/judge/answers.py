@@ -26,11 +26,21 @@ _PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
 Key = TypeVar("Key")
 LABELS = ("score", "rating", "grade", "mark", "points", "verdict", "answer")
 """What a number may be called where the recipe names no label."""
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
-_RATIO = rf"{_NUMBER}(?:\s*(?:/|out of)\s*{_NUMBER})?"
-_DIGITS = re.compile(_NUMBER)
+_NUMBER = r"[-+]?\d+(?:[.,]\d+)?"
+_RATIO = rf"{_NUMBER}(?:\s*(?:/|out of)\s*{_NUMBER}|\s*%)?"
+_DIGITS = re.compile(rf"{_NUMBER}|%")
+_UNIT = r"(?:\s*(?:points?|pts|stars?|\u5206|\u70b9|\uc810))?"
+_PAIRS = ("[[ ]]", "[ ]", "( )", "< >", "$ $", "$$ $$", r"\( \)", r"\[ \]", "\u3010 \u3011")
+"""What a number may stand in. Quotation marks are not among them: what is quoted is not the judge's."""
+_SCALE = rf"(?:\s*(?:\(\s*(?:{_NUMBER}\s*(?:-|\u2013|to)|out of|/)|/)\s*({_NUMBER})\s*\)?)?"
+_JOINS = r"\s*(?:=>|->|[:=\u2014\u2192])\s*|\s+[-\u2013]\s+"
+_IN_TAGS = re.compile(r"^[ \t]*<(\w+)>\s*([^<>\n]*?)\s*</\1>[ \t]*$", re.MULTILINE)
+_ROW = re.compile(r"\|([^|]*)\|([^|]*)\|")
+_ITEM = re.compile(r"(?:[-+\u2022]|\d+[.)])\s+(?=[^\W\d_])")
+_RULE = re.compile(r"[-=\s]{3,}")
 _MARKUP = re.compile(r"(?<![^\W_])[*_`]+|[*_`]+(?![^\W_])|^[ \t]*#+")
-_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
+_COLONS = dict.fromkeys([0xFE55, 0x2236, 0xA789], ord(":"))
+_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0x2212: ord("-")} | _COLONS
 _INVISIBLE = dict.fromkeys(
     [0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF]
 )
@@ -335,16 +345,22 @@ def plain(text: str) -> str:
 def number_in(text: str, labels: tuple[str, ...]) -> tuple[float, float | None]:
     """The number of the last line and what it is out of (``7/10``), if said. Raises ``ValueError``."""
     verdict, label, other = _forms(labels)
-    lines = (_MARKUP.sub("", line).strip().casefold() for line in reversed(text.splitlines()) if line.strip())
+    text = _IN_TAGS.sub(lambda found: f"{found[1]}: {found[2]}".replace("_", " "), text)
     passed = ""
-    for line in filter(None, lines):
-        if other.fullmatch(line) and not label.match(line):
+    for line in filter(None, map(_undecorated, reversed(text.splitlines()))):
+        named = label.match(line)
+        if not named and other.fullmatch(line):
             passed = passed or line
             continue
         if not verdict.fullmatch(line):
             break
-        number, *of = _DIGITS.findall(line[named.end() if (named := label.match(line)) else 0 :])
-        return float(number), float(of[0]) if of else None
+        number, *of = _DIGITS.findall(line[named.end() if named else 0 :])
+        if "," in number and not named and not of:  # 7,5 may be two numbers
+            break
+        outs = {_value(one) for one in [*of, *filter(None, named.groups() if named else ())]}
+        if len(outs) > 1:
+            raise ValueError(f"is out of {' and of '.join(f'{out:g}' for out in sorted(outs))}")
+        return _value(number), outs.pop() if outs else None
     if passed:
         name = re.split("[:=]", passed)[0].strip()[:40]
         raise ValueError(
@@ -353,12 +369,29 @@ def number_in(text: str, labels: tuple[str, ...]) -> tuple[float, float | None]:
     raise ValueError("is no number")
 
 
+def _undecorated(line: str) -> str:
+    """A line in lower case without markup: a row of two cells as a name and a value; empty for a rule."""
+    if _RULE.fullmatch(line):
+        return ""
+    line = _MARKUP.sub("", line).strip().casefold()
+    row = _ROW.fullmatch(line)
+    return _ITEM.sub("", f"{row[1].strip()}: {row[2].strip()}" if row else line, count=1)
+
+
+def _value(digits: str) -> float:
+    return 100.0 if digits == "%" else float(digits.replace(",", "."))
+
+
 @lru_cache(64)
 def _forms(labels: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """A line that is a verdict, how one with a label begins, and a line with any label."""
-    names = "|".join(re.escape(label) for label in labels)
-    label = rf"(?:(?:the|my|final|overall|total) )*(?:{names})\s*[:=]\s*"
-    marked = (_RATIO, rf"\[\[\s*{_RATIO}\s*\]\]", rf"\$*\\boxed\s*\{{\s*{_RATIO}\s*\}}\$*")
-    verdict = rf"(?:{label})?(?:{'|'.join(marked)})[.\u3002]?"
-    other = rf"[^\W\d_][\w ()-]{{0,40}}[:=]\s*(?:{_RATIO}%?|\w+)\.?"
+    before = r"(?:(?:so|thus|therefore|hence),?\s+)?(?:(?:the|my|final|overall|total) )*"
+    names = ("|".join(re.escape(label) for label in of) for of in (labels, [n for n in labels if n != "answer"]))
+    both = zip(names, (_JOINS, r"\s+is:?\s+"), strict=True)
+    joined = [rf"(?:{of}){_SCALE}(?:{join})" for of, join in both if of]
+    label = rf"{before}(?:{'|'.join(joined)})"
+    value = rf"(?:{_RATIO}{_UNIT}|\\boxed\s*\{{\s*{_RATIO}\s*\}})"
+    marked = [rf"{open_}\s*{value}\s*{close}" for open_, close in (re.escape(p).split(r"\ ") for p in _PAIRS)]
+    verdict = rf"(?:{label})?(?:{'|'.join([value, *marked])})\s*[.!\u3002]?"
+    other = rf"[^\W\d_][\w ()-]{{0,40}}[:=]\s*(?:{_RATIO}|\w+)\.?"
     return re.compile(verdict), re.compile(label), re.compile(other)

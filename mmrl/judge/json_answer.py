@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
@@ -20,6 +20,8 @@ from mmrl.text.thoughts import BEGINS, ENDS, IS_OPEN
 if TYPE_CHECKING:
     from jsonschema import ValidationError
 
+_Found: TypeAlias = tuple[int, int, JsonObject]
+"""An object with its place."""
 _BRACE = re.compile("[{}]")
 _STARTS = ("{", "```")
 """How an answer begins that is an object, without a thought before it."""
@@ -29,6 +31,10 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _SIZES = {"minItems", "maxItems", "minLength", "maxLength"}
 _ANNOTATIONS = {"title", "description", "default", "examples", "$schema"}
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_WORD = re.compile(r"[^\W_]")
+_MARKS = "\"'\u201c\u201d\u201e\u00ab\u00bb\u2039\u203a\u300c\u300d\u300e\u300f\u2018\u2019"
+_BESIDE = re.compile(rf"[{_MARKS}]\s*\0|\0\s*[{_MARKS}]")
+_AS_CODE = re.compile(r"(?<!`)`{1,2}\s*\0|\0\s*`{1,2}(?!`)")
 _LONGEST = 200
 """Characters of a reason: it may quote the answer, which may be long."""
 
@@ -68,7 +74,7 @@ def json_in(text: str) -> JsonObject:
     """The last outermost object of an answer, alone, after prose or a thought, or fenced. Raises ``ValueError``.
 
     An object that is no valid JSON, a brace that belongs to none, and a thought that never ends leave nothing to read:
-    what stands inside a broken object may be quoted.
+    what stands inside a broken object may be quoted. An object that is quoted is text.
     """
     text = text.strip()
     ends = ENDS.search(text)
@@ -84,10 +90,8 @@ def json_in(text: str) -> JsonObject:
     if found is None and ends is not None:
         text = text[ends.end() :]
         found = _objects(text)
-    counted = _after_the_last_thought(text, found or [])
-    if not counted:
-        raise ValueError("holds no JSON object")
-    return counted[-1]
+    after = _end_of_thoughts(text, found or [])
+    return _own(text, after, [one for one in found or [] if one[0] >= after])
 
 
 def begins_as_object(text: str) -> bool:
@@ -167,8 +171,8 @@ def _in_words(error: ValidationError) -> str:
             return f"{where}: {error.message}"
 
 
-def _after_the_last_thought(text: str, found: list[tuple[int, int, JsonObject]]) -> list[JsonObject]:
-    """Those of the objects after the last mark that ends a thought; a mark inside an object is text."""
+def _end_of_thoughts(text: str, found: list[_Found]) -> int:
+    """Where the last mark that ends a thought ends, 0 without; a mark inside an object is text."""
     edges = [0, *(edge for start, end, _ in found for edge in (start, end)), len(text)]
     after = 0
     for start, end in zip(edges[::2], edges[1::2], strict=True):
@@ -176,12 +180,40 @@ def _after_the_last_thought(text: str, found: list[tuple[int, int, JsonObject]])
             after = mark.end()
     if BEGINS.search(text, after):
         raise ValueError(_NEVER_ENDS)
-    return [value for start, _, value in found if start >= after]
+    return after
 
 
-def _objects(text: str) -> list[tuple[int, int, JsonObject]]:
+def _own(text: str, after: int, found: list[_Found]) -> JsonObject:
+    """The last of the objects behind ``after`` that the judge does not quote. Raises ``ValueError``.
+
+    Of several, the last has no words behind it, nor before it in its line where an earlier one stands alone: what a
+    judge quotes behind its verdict may look like one.
+    """
+    own: list[tuple[int, str, str, JsonObject]] = []
+    for n, (start, end, value) in enumerate(found):
+        line = text.rfind("\n", 0, start) + 1
+        before = text[max(line, after, found[n - 1][1] if n else 0) : start]
+        behind = text[end : found[n + 1][0] if n + 1 < len(found) else None].partition("\n")[0]
+        if not text[max(line, after) : start].lstrip().startswith(">") and not _is_quoted(before, behind):
+            own.append((end, before, behind, value))
+    if not own:
+        raise ValueError("holds no JSON object but in quotes or within a sentence" if found else "holds no JSON object")
+    *earlier, (end, before, _, value) = own
+    alone = any(not _WORD.search(left + right) for _, left, right, _ in earlier)
+    if earlier and (_WORD.search(text, end) or (alone and _WORD.search(before))):
+        raise ValueError("holds several JSON objects, and words beside the last, so that it may be a quotation")
+    return value
+
+
+def _is_quoted(before: str, behind: str) -> bool:
+    """Whether an object is quoted between what stands before and behind it in its line."""
+    words, place = [_WORD.search(part) is not None for part in (before, behind)], f"{before}\0{behind}"
+    return all(words) or bool(_BESIDE.search(place)) or (any(words) and bool(_AS_CODE.search(place)))
+
+
+def _objects(text: str) -> list[_Found]:
     """The outermost objects with their places. Raises ``ValueError`` where a brace outside them belongs to none."""
-    found: list[tuple[int, int, JsonObject]] = []
+    found: list[_Found] = []
     at = 0
     while (brace := _BRACE.search(text, at)) is not None:
         if brace[0] == "}":
