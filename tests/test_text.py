@@ -9,6 +9,8 @@ import torch
 import mmrl
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.planner.fake_tensors import LiveBytes
+from mmrl.text import likelihood
 from mmrl.text.features import key_of
 from mmrl.text.likelihood import entropy, token_log_probs
 from mmrl.text.token_sampling import Draw, choose, uniforms, without
@@ -232,7 +234,9 @@ def test_draw_remembers_what_it_chose():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_their_gradient_are_those_of_float64(dtype, temperature):
+@pytest.mark.parametrize("chunk", [likelihood.CHUNK, 700, 1])
+def test_log_probs_and_their_gradient_are_those_of_float64(dtype, temperature, chunk, monkeypatch):
+    monkeypatch.setattr(likelihood, "CHUNK", chunk)
     torch.manual_seed(0)
     logits = (3 * torch.randn(2, 5, 300)).to(dtype).requires_grad_()
     tokens, weights = torch.randint(300, (2, 5)), torch.randn(2, 5)
@@ -246,6 +250,21 @@ def test_log_probs_and_their_gradient_are_those_of_float64(dtype, temperature):
     assert (found - log_probs).abs().max() < 1e-5
     tolerance = 1e-6 if dtype == torch.float32 else 2e-3
     assert (logits.grad.double() - exact.grad).abs().max() < tolerance * exact.grad.abs().max() + tolerance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_of_many_logits_their_gradient_alone_is_kept_beside_them(temperature, monkeypatch):
+    """Counted in the sizes of the logits: one more at the peak, and two chunks in float32 that work."""
+    logits = torch.randn(4, 100, 3000, dtype=torch.bfloat16, requires_grad=True)
+    tokens, size = torch.randint(3000, (4, 100)), logits.numel() * logits.element_size()
+    peaks = {}
+    for chunk in (1 << 25, 10 * 3000):
+        monkeypatch.setattr(likelihood, "CHUNK", chunk)
+        with LiveBytes() as live:
+            token_log_probs(logits, tokens, temperature).sum().backward()
+        logits.grad, peaks[chunk] = None, live.peak / size
+    assert peaks[10 * 3000] < 1.3
+    assert peaks[1 << 25] > 4
 
 
 @pytest.mark.parametrize("vocabulary", [3, 128, 129, 1000])

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CHUNK = 1 << 25
+"""Logits that are held in float32 at once (128 MiB)."""
+
 
 class Vocabulary(NamedTuple):
     """The part of a vocabulary that this rank has logits of, from the token ``first``; ``group`` has the whole."""
@@ -25,21 +28,15 @@ class Saved(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
-class _SavedDtype(Saved, Protocol):
-    dtype: torch.dtype
-
-
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float, vocabulary: Vocabulary | None = None) -> Tensor:
     """Log-probs ``[B, T]`` float32 of ``tokens`` ``[B, T]`` under ``logits`` ``[B, T, V]`` at ``temperature``.
 
-    Row by row where the graph is not kept, so that half-precision logits are not held in float32 all at once.
+    Many logits are held in float32 a ``CHUNK`` at a time, on the way back, too.
     ``vocabulary``: each rank has logits ``[B, T, V_rank]`` of its part, and all come to the same; no logits cross.
     """
     if vocabulary is not None:
         return _PickedOfAll.apply(logits.float() / temperature, tokens, vocabulary)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled():
-        return _of(logits, tokens, temperature)
-    return torch.stack([_of(row, picked, temperature) for row, picked in zip(logits, tokens, strict=True)])
+    return _Picked.apply(logits, tokens, temperature)  # type: ignore[no-any-return]
 
 
 def entropy(logits: Tensor, temperature: float, vocabulary: Vocabulary | None = None) -> Tensor:
@@ -50,32 +47,61 @@ def entropy(logits: Tensor, temperature: float, vocabulary: Vocabulary | None = 
     return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(-1)  # 0 log 0 = 0
 
 
-def _of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    scaled = logits if temperature == 1 else logits.float() / temperature
-    return _Picked.apply(scaled, tokens)  # type: ignore[no-any-return]
+class _SavedSettings(Saved, Protocol):
+    temperature: float
+    dtype: torch.dtype
+    few: bool
 
 
 class _Picked(torch.autograd.Function):
-    """``log_softmax`` and ``gather``, whose gradient is written in one tensor: ``grad * (onehot - softmax)``.
+    """``log_softmax`` and ``gather``, whose gradient is ``grad * (onehot - softmax)``. There is no second derivative.
 
-    Autograd's own takes five passes over ``[B, T, V]`` and as many tensors. There is no second derivative.
+    Autograd's own keeps several tensors ``[B, T, V]`` in float32. Here many logits are kept as they are, and the
+    softmax is computed once more on the way back, as in Cut Cross-Entropy (arXiv 2411.09009), which computes the logits
+    again, too. Of a few their log-probs are kept.
     """
 
     @staticmethod
-    def forward(ctx: _SavedDtype, logits: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
-        log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
-        index = tokens.unsqueeze(-1)
-        ctx.save_for_backward(log_probs, index)
-        ctx.dtype = logits.dtype
-        return log_probs.gather(-1, index).squeeze(-1)
+    def forward(ctx: _SavedSettings, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:  # type: ignore[override]
+        ctx.temperature, ctx.dtype, ctx.few = temperature, logits.dtype, logits.numel() <= CHUNK
+        if ctx.few:
+            log_probs = _softmax(logits, temperature)
+            ctx.save_for_backward(log_probs, tokens)
+            return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        ctx.save_for_backward(logits, tokens)
+        parts = zip(_chunks(logits), _chunks(tokens, logits.shape[-1]), strict=True)
+        found = [_softmax(part, temperature).gather(-1, picked.unsqueeze(-1)).squeeze(-1) for part, picked in parts]
+        return torch.cat(found).view_as(tokens)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedDtype, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        log_probs, index = ctx.saved_tensors
-        grad = grad.unsqueeze(-1)
-        out = log_probs.exp().mul_(-grad).scatter_add_(-1, index, grad)
-        return out.to(ctx.dtype), None
+    def backward(ctx: _SavedSettings, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (kept, tokens), temperature = ctx.saved_tensors, ctx.temperature
+        if ctx.few:
+            return _slope(kept.exp(), tokens, grad, temperature).to(ctx.dtype), None, None
+        out, width = torch.empty_like(kept, memory_format=torch.contiguous_format), kept.shape[-1]
+        each = _chunks(kept), _chunks(out), _chunks(tokens, width), _chunks(grad, width)
+        for logits, into, index, of in zip(*each, strict=True):
+            into.copy_(_slope(_softmax(logits, temperature).exp_(), index, of, temperature))
+        return out, None, None
+
+
+def _slope(probs: Tensor, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
+    """The gradient by the logits, written over ``probs``."""
+    of = grad.unsqueeze(-1)
+    found = probs.mul_(-of).scatter_add_(-1, tokens.unsqueeze(-1), of)
+    return found if temperature == 1 else found.div_(temperature)
+
+
+def _chunks(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
+    """Parts of ``values`` ``[B, T, ...]``, flattened over both: so many places that their logits, ``width`` each (None:
+    the last dimension), are at most ``CHUNK``; at least one."""
+    return values.flatten(0, 1).split(max(1, CHUNK // (width or values.shape[-1])))
+
+
+def _softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probs in float32."""
+    return torch.log_softmax(logits if temperature == 1 else logits.float() / temperature, -1, dtype=torch.float32)
 
 
 def _shared(logits: Tensor, *sums: Tensor, group: dist.ProcessGroup, most: Tensor) -> list[Tensor]:
