@@ -20,7 +20,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.distill.distilling import agreement, askings, check
 from mmrl.distill.encoders import Words
 from mmrl.distill.folder import load_students
-from mmrl.distill.formulas import calibrated, losses, maxsim, platt, sureness, threshold_of
+from mmrl.distill.formulas import calibrated, logistic, losses, maxsim, platt, sureness, threshold_of
 from mmrl.distill.sides import Pairs
 from mmrl.distill.students import Shape, Side, Students, inputs_of, words_of
 from mmrl.distill.training import Settings, Table, scores, split, table_of, train
@@ -174,6 +174,28 @@ def test_calibration_finds_the_curve_that_made_the_verdicts() -> None:
     divided = platt(logits, (logits > 0.2).double())  # without a mistake: finite all the same
     assert all(math.isfinite(x) for x in divided)
     assert platt(logits, 1 - verdicts)[0] < 0
+
+
+@pytest.mark.parametrize("kind", ["drawn", "scores", "divided", "rare"])
+@pytest.mark.parametrize(("count", "width", "pull"), [(20, 1, 1e-3), (40, 8, 1e-3), (40, 128, 1e-1), (300, 8, 1e-3)])
+def test_logistic_regression_ends_where_the_gradient_is_zero_and_soon(monkeypatch, kind, count, width, pull) -> None:
+    draw, costs = torch.Generator().manual_seed(count + width), []
+    rows = torch.randn(count, width, generator=draw, dtype=torch.float64)
+    drawn = torch.rand(count, generator=draw, dtype=torch.float64)
+    rare = torch.arange(count) == 0
+    truth = {"drawn": drawn > 0.5, "scores": drawn, "divided": rows[:, 0] > 0.2, "rare": rare}[kind].double()
+    design = torch.cat([rows, torch.ones(count, 1, dtype=torch.float64)], 1)
+    pulls = torch.tensor([pull] * width + [1e-9], dtype=torch.float64)  # the bias is as good as free
+
+    def counted(logits: torch.Tensor, verdicts: torch.Tensor) -> torch.Tensor:
+        costs.append(1)
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, verdicts)
+
+    monkeypatch.setattr("mmrl.distill.formulas.binary_cross_entropy_with_logits", counted)
+    weights = logistic(design, truth, pulls, torch.zeros_like(pulls))
+    gradient = design.T @ (torch.sigmoid(design @ weights) - truth) / count + pulls * weights
+    assert gradient.abs().max() < 1e-12
+    assert len(costs) < 100, "what a smaller step would take off the cost is not looked for in its rounding"
 
 
 def test_thresholds_ask_the_share_that_they_promise() -> None:

@@ -41,9 +41,9 @@ QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)
 
 @pytest.fixture(scope="module", autouse=True)
 def trained_once():
-    """The command parts the labels once, and not three times; tests of several rounds say so."""
+    """The command parts the labels once, and not three times, and trains for 40 epochs; tests of more say so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.labels.training.Settings", partial(Settings, repeats=1))
+        patch.setattr("mmrl.labels.training.Settings", partial(Settings, repeats=1, epochs=40))
         yield
 
 

@@ -169,7 +169,7 @@ class _Pupil:
         self.model.start.bias.copy_(start.weights[-1:])
         rest = [p for name, p in self.model.named_parameters() if p.requires_grad and name != "trust"]
         groups = [{"params": rest}, {"params": [self.model.trust], "lr": _TRUST * settings.lr}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, weight_decay=_DECAY)
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, weight_decay=_DECAY, fused=True)
 
     def learn(self) -> None:
         """One epoch: give a random share of the known labels, and ask for the rest."""
