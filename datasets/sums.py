@@ -23,6 +23,7 @@ import hashlib
 import random
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from mmrl.errors import UserError
@@ -49,13 +50,18 @@ def prompts(
     most = 1000 if operations == 1 else 1_000_000
     if not 1 <= count <= most:
         raise UserError(f"count is {count}; there are 1 to {most:,} chains of {operations} operations to take")
+    return list(_chains(split, count, operations, seed))
+
+
+@lru_cache(maxsize=4)  # a run makes the prompts of its plan again
+def _chains(split: str, count: int, operations: int, seed: int) -> tuple[Prompt, ...]:
     rng = random.Random(f"sums|{split}|{operations}|{seed}")
     found: dict[str, Prompt] = {}
     while len(found) < count:
         prompt = _prompt(rng, operations)
         if split == "all" or is_held_out(prompt.text) == (split == "heldout"):
             found.setdefault(prompt.text, prompt)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def response(prompt: Prompt, sizes: Sequence[int] | None = None) -> str:

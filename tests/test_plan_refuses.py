@@ -58,7 +58,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_a_constructor_refuses_is_refused_in_plan(case):
     name, options, said = WRONG[case]
-    made = plan(load_recipe(["sums"], [SHOWN.format(name=name, options=options)]))
+    made = planned_in_short("sums", SHOWN.format(name=name, options=options))
     assert any(said in problem for problem in made.problems), made.problems
 
 
@@ -218,7 +218,7 @@ def scores(found, recipe, sample):
 )
 def test_what_this_machine_lacks_is_refused(change, said, monkeypatch):
     monkeypatch.setattr("mmrl.report.trackers._installed", lambda name: False)
-    assert any(said in problem for problem in plan(load_recipe(["sums"], [change])).problems)
+    assert any(said in problem for problem in planned_in_short("sums", change).problems)
 
 
 def test_a_plan_for_another_machine_does_not_ask_this_one():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mmrl.planner import fake_tensors
+from mmrl.planner import fake_shapes, fake_tensors
 from mmrl.planner.fake_shapes import Shapes
 from mmrl.planner.fake_tensors import LiveBytes, fake
 
@@ -76,3 +76,18 @@ def test_the_second_block_is_made_from_memory() -> None:
         known = len(mode._known)
         _ = x @ x.mT
     assert len(mode._known) == known > 0
+
+
+def test_another_plan_is_made_from_the_same_memory_which_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_shapes, "_KNOWN", {})
+    monkeypatch.setattr(fake_shapes, "_MOST", 2)
+
+    def product(side: int) -> tuple[torch.Size, int]:
+        mode = Shapes()
+        x = FakeTensor(mode, torch.empty(side, side, device="meta"), torch.device("cpu"))
+        with LiveBytes():
+            return (x @ x).shape, len(mode._known)
+
+    assert [product(3), product(3), product(4), product(5)] == [
+        ((n, n), k) for n, k in ((3, 1), (3, 1), (4, 2), (5, 1))
+    ]

@@ -43,13 +43,19 @@ class _Known(NamedTuple):
     outputs: list[_Made | None]
 
 
+_KNOWN: dict[tuple[Hashable, ...] | None, _Known | None] = {}
+"""Of all plans of this process: recipes that are alike share most of their operations."""
+_MOST = 1 << 15
+"""Operations that are kept, some 40 MB; a plan has about 1,500 different ones."""
+
+
 class Shapes(FakeTensorMode):
     """Final class. torch itself runs operations with real tensors among their inputs, and those whose result varies."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
-        self._known: dict[tuple[Hashable, ...] | None, _Known | None] = {}
+        self._known = _KNOWN
 
     def dispatch(
         self,
@@ -70,6 +76,8 @@ class Shapes(FakeTensorMode):
             return outputs[0] if known.kind is None else known.kind(outputs)
         out = super().dispatch(func, types, args, kwargs)
         if key is not None and key not in self._known:
+            if len(self._known) >= _MOST:
+                self._known.clear()
             self._known[key] = _learned(out, inputs)
         return out
 
