@@ -136,7 +136,7 @@ def test_vllm_is_asked_for_what_the_recipe_says():
     assert not {"enable_lora", "limit_mm_per_prompt", "enforce_eager", "enable_chunked_prefill"} & gpu.keys()
     with pytest.raises(UserError, match="rank 512 at most, not 600"):
         engine_arguments("m", cpu=True, max_model_len=64, dtype="auto", images=0, clips=0, lora_rank=600, options={})
-    with pytest.raises(UserError, match="engine options: max_model_len, seed: set by the recipe's other keys"):
+    with pytest.raises(UserError, match="engine options: max_model_len, model: set by the recipe's other keys"):
         engine_arguments(
             "m",
             cpu=True,
@@ -145,7 +145,7 @@ def test_vllm_is_asked_for_what_the_recipe_says():
             images=0,
             clips=0,
             lora_rank=None,
-            options={"seed": 1, "max_model_len": 3},
+            options={"model": 1, "max_model_len": 3},
         )
     said = sampling_parameters(Allowance(8, "cut", 3), Settings(20, temperature=0.5, stop_token_ids=(4, 5)))
     assert (said["max_tokens"], said["seed"], said["temperature"], said["top_k"]) == (8, 3, 0.5, 0)

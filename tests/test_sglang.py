@@ -89,7 +89,7 @@ class Served(ThreadingHTTPServer):
         images = len(body.get("image_data") or [])
         ids = body.get("input_ids") or [1] * (len(body["text"]) + self.images_are * images)
         model = self.adapters[body["lora_path"]] if "lora_path" in body else self.model
-        draw = torch.Generator().manual_seed(parameters["sampling_seed"])
+        draw = torch.Generator().manual_seed(parameters.get("sampling_seed", 0))
         entries, finish = [], {"type": "length", "length": parameters["max_new_tokens"]}
         stops = set() if parameters.get("ignore_eos") else {END, *parameters.get("stop_token_ids", ())}
         temperature = parameters["temperature"]
@@ -240,6 +240,13 @@ def test_tokens_log_probs_and_prompt_counts_come_back(engine):
         assert gap(language_model(0), request, answer, 0.7) < 1e-4
         assert gap(language_model(0), request, answer, 1.0) > 0.01
     assert engine.generate([ask(2, PROMPT[:10])], Settings(6, temperature=0.7)) == [answers[2]]
+
+
+def test_without_seeds_none_is_sent(engine, served):
+    engine.generate([ask(None)], Settings(6))
+    assert "sampling_seed" not in served.asked[-1][1]["sampling_params"]
+    engine.generate([ask(2)], Settings(6))
+    assert "sampling_seed" in served.asked[-1][1]["sampling_params"]
 
 
 def test_cut_and_resumed_is_the_same_as_in_one_go(engine):

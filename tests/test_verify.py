@@ -266,12 +266,19 @@ def test_a_reward_that_draws_at_random_is_found(folder, tmp_path, capsys):
     assert "Of reward: a reward that draws at random" in out
 
 
-def test_several_controllers_are_refused(copy, capsys):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"controllers": 2}, "has 2 controllers of 1 devices"),
+        ({"rollout": {"engine": "vllm_server", "reproducible": False}}, "drew its samples without seeds"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(copy, capsys, changes, said):
     settings = json.loads((copy / "resolved.json").read_text())
-    (copy / "resolved.json").write_text(json.dumps(settings | {"controllers": 2}))
+    (copy / "resolved.json").write_text(json.dumps(settings | changes))
     code, _, err = verify(capsys, copy)
     assert code == 2
-    assert "has 2 controllers of 1 devices" in err
+    assert said in err
 
 
 def test_what_is_not_as_in_the_run_is_named(copy):

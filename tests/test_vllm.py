@@ -217,6 +217,17 @@ def test_a_seed_decides_a_sample_whoever_its_neighbours_are(fresh):
     assert among[0].token_ids != alone.token_ids
 
 
+def test_without_seeds_each_call_draws_other_samples_and_leaves_the_trainers_numbers_alone(fresh, text):
+    before = torch.get_rng_state()
+    settings = Settings(12)
+    answers = [fresh.generate([ask(None), ask(None)], settings) for _ in range(3)]
+    assert torch.equal(torch.get_rng_state(), before)
+    drawn = {tuple(one.token_ids) for both in answers for one in both}
+    assert len(drawn) == 6
+    assert max(gap(text[1], ask(3), one) for both in answers for one in both) < CLOSE
+    assert fresh.generate([ask(3)], settings) == fresh.generate([ask(3)], settings)
+
+
 def test_one_call_draws_what_several_calls_draw(fresh):
     """More prompts than vLLM takes into one of its own batches, which holds 4096 tokens on a CPU."""
     requests = [ask(seed, [(seed + i) % 250 for i in range(300)]) for seed in range(20)]

@@ -183,6 +183,7 @@ def test_a_receiver_that_is_gone_is_an_error_of_the_sender(tmp_path):
     ("rollout", "said"),
     [
         ("{weight_transport: gloo}", r"rollout\.weight_transport: gloo needs an engine in vLLM's server; set"),
+        ("{reproducible: false}", r"rollout\.reproducible: false is for vLLM and SGLang; remove it, or set"),
         ("{engine: sglang, weight_transport: ipc}", "ipc needs an engine in vLLM's server"),
         ("{engine: vllm_server, weight_transport: nccl}", "on the same GPU, .* set weight_transport to ipc"),
         (

@@ -64,6 +64,10 @@ class Rollout(Section):
     """Keyword arguments of the engine."""
     sampling: Options = Field(default_factory=dict)
     """More sampling parameters, by the engine's names: fields of vLLM's or SGLang's SamplingParams."""
+    reproducible: bool = True
+    """Whether a sample depends on its own seed and on nothing else. False is faster: vLLM draws all samples with one
+    generator, and SGLang starts without deterministic inference. Then a run that is resumed draws other samples, other
+    controllers draw other samples, and ``mmrl verify`` cannot repeat a step. The training process always has seeds."""
     importance: Literal["auto", "token", "sequence", "none"] = "auto"
     """Truncated importance sampling against the mismatch of engine and trainer; ``auto`` is ``token`` for an engine
     with its own copy of the weights, and ``none`` for transformers in process."""
@@ -122,6 +126,11 @@ class Rollout(Section):
         return Path(self.engine).name
 
     def contradictions(self) -> Iterator[str]:
+        if not self.reproducible and (self.own_class or self.engine == "transformers"):
+            yield (
+                "rollout.reproducible: false is for vLLM and SGLang; remove it, or set rollout.engine to vllm, "
+                "vllm_server or sglang"
+            )
         key = f"rollout.weight_transport: {self.weight_transport}"
         if self.weight_transport not in GROUPED:
             return

@@ -34,7 +34,7 @@ class Allowance:
 
     tokens: int
     at_end: Literal["length", "cut"]
-    seed: int
+    seed: int | None
     least: int = 0
     extra: JsonObject = field(default_factory=dict)
 
@@ -57,8 +57,9 @@ def _allowance(request: Request, settings: Settings, max_model_len: int) -> Allo
     most = min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
     left = max(min(most, max_model_len - len(request.prompt_ids)) - done, 0)
     least = max(settings.min_new_tokens - done, 0)
-    seed = request.seed % _SEEDS
-    seed = seed_of(seed, "resumed", done) if done else seed  # it needs other random numbers than the first tokens
+    seed = None if request.seed is None else request.seed % _SEEDS
+    if seed is not None and done:  # it needs other random numbers than the first tokens
+        seed = seed_of(seed, "resumed", done)
     if settings.cut_after is not None and settings.cut_after < left:
         return Allowance(settings.cut_after, "cut", seed, min(least, settings.cut_after), request.extra)
     return Allowance(left, "length", seed, min(least, left), request.extra)

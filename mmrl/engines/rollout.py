@@ -27,15 +27,16 @@ class Request:
     sampled, so that no text is tokenised again; empty where the prompt has no media.
     ``text``: the same as text, for an engine that takes no ids beside pictures, and for messages; empty where parts of
     the prompt were sampled, because their text may have other ids. ``features``: what the trainer's processor made of
-    the prompt, for sampling in the process. ``seed`` is the sample's own. ``partial``: tokens that were already
-    sampled, of a response that is continued; the tokens after them are drawn with another seed. ``name``: of the
-    sample, for messages. ``max_new_tokens``: the limit of the prompt, if it has one below ``Settings.max_new_tokens``.
+    the prompt, for sampling in the process. ``seed`` is the sample's own, or None for vLLM and SGLang to draw without
+    one (``rollout.reproducible: false``). ``partial``: tokens that were already sampled, of a response that is
+    continued; the tokens after them are drawn with another seed. ``name``: of the sample, for messages.
+    ``max_new_tokens``: the limit of the prompt, if it has one below ``Settings.max_new_tokens``.
     ``extra``: further sampling parameters by the engine's own names.
     """
 
     prompt_ids: Sequence[int]
     text: str
-    seed: int
+    seed: int | None
     media: Sequence[Image | Clip] = ()
     partial: Sequence[int] = ()
     name: str = ""

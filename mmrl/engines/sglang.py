@@ -208,9 +208,10 @@ class SglangServer(OneByOne[str]):
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "top_k": settings.top_k or -1,
-            "sampling_seed": allowance.seed % _SEEDS,
             "skip_special_tokens": False,
         }
+        if allowance.seed is not None:
+            parameters["sampling_seed"] = allowance.seed % _SEEDS
         own = {
             "min_new_tokens": allowance.least,
             "repetition_penalty": settings.repetition_penalty,

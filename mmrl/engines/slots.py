@@ -124,6 +124,7 @@ class Slots(OneByOne[_Row]):
 
     def _begin(self, request: Request, allowance: Allowance, settings: Settings) -> _Row:
         done, most = len(request.partial), settings.max_new_tokens
+        assert request.seed is not None, "the training process draws by seeds alone"
         u = torch.rand(most, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64)
         stops = stops_of(settings.stop, settings.min_new_tokens, self._writer.conditioner)
         kept, begun = u[done : done + allowance.tokens].tolist(), [*request.partial]

@@ -55,7 +55,6 @@ _OURS = {
     "max_model_len",
     "logprobs_mode",
     "generation_config",
-    "seed",
     "enable_lora",
     "max_lora_rank",
     "max_loras",
@@ -115,6 +114,8 @@ class VllmEngine(OneByOne[str]):
             arguments["enable_sleep_mode"] = True
         super().__init__("vLLM", max_model_len)
         self._eager = platform.is_cpu()
+        self._random: list[Tensor] = []
+        """The states of vLLM's random generators, once it has started: of the CPU, and of its device."""
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
         self._lora_rank = lora_rank
         self._values = values_of(folder)
@@ -226,11 +227,16 @@ class VllmEngine(OneByOne[str]):
 
     @contextmanager
     def _aside(self) -> Generator[None]:
-        """Restore the global random generators after vLLM, which uses them even if every sample has its own seed."""
+        """Give vLLM global random generators of its own, which it uses even if every sample has its own seed."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         stance = torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
         with torch.random.fork_rng(devices), stance:
+            if self._random:
+                torch.set_rng_state(self._random[0])
+                for device, state in zip(devices, self._random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
             yield
+            self._random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(n) for n in devices)]
 
 
 class WorkerExtension:

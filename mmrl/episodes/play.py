@@ -301,7 +301,7 @@ class _Stage:
         most = min(self._left(one), one.request.max_new_tokens or how.settings.max_new_tokens)
         request = replace(one.request, max_new_tokens=most)
         if turn:
-            seed = seed_of(request.seed, "turn", turn)
+            seed = None if request.seed is None else seed_of(request.seed, "turn", turn)
             media = [*request.media, *one.images]
             unexpanded = [*(request.unexpanded_ids or request.prompt_ids), *one.unexpanded] if media else ()
             ids = [*request.prompt_ids, *one.tokens]

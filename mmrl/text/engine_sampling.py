@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from secrets import randbits
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -69,6 +70,9 @@ def open_engine(
     timeouts = {field: options.pop(name) for name, field in _TIMEOUTS.items() if name in options}
     if timeouts:
         given["timeouts"] = Timeouts(**timeouts)
+    if not rollout.reproducible and "url" not in given:  # the next start draws other samples, too
+        sglang: dict[str, Json] = {"random_seed": randbits(31), "enable_deterministic_inference": False}
+        options = (sglang if rollout.engine == "sglang" else {"seed": randbits(31)}) | options
     if rollout.engine != "vllm":  # which takes tensor after tensor
         given["sending"] = _sending(recipe, device)
     if sees and rollout.engine != "sglang":
@@ -251,7 +255,7 @@ def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tup
 
 
 def request(
-    run_seed: int,
+    run_seed: int | None,
     sample: SampleId,
     prompt: Prompt,
     features: Mapping[str, Tensor],
@@ -260,13 +264,14 @@ def request(
     unexpanded: Sequence[int],
     media: Sequence[Image | Clip],
 ) -> Request:
-    """One sample to draw, with a seed of its own; ``extra``: further parameters of the engine."""
+    """One sample to draw, with a seed of its own (without, where ``run_seed`` is None); ``extra``: further parameters
+    of the engine."""
     name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
-    seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens")
+    place = sample.step, sample.slot, sample.attempt, sample.sample
     return Request(
         features["input_ids"].tolist(),
         text,
-        seed,
+        None if run_seed is None else seed_of(run_seed, *place, "tokens"),
         media,
         name=name,
         max_new_tokens=prompt.max_new_tokens,

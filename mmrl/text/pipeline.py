@@ -362,11 +362,12 @@ class LanguagePipeline:
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
         extra = self.recipe.rollout.sampling
+        run_seed = seed if self.recipe.rollout.reproducible else None
         chat = self.conditioner
         opened = {k: (chat.render(p), chat.unexpanded(p) if p.media else (), self._media(p)) for k, p in shown.items()}
         features = {key: self.features.get(key) for key in prompts}
         return [
-            engine_sampling.request(seed, sample, slot.prompt, features[key], extra, *opened[key])
+            engine_sampling.request(run_seed, sample, slot.prompt, features[key], extra, *opened[key])
             for key, slot, sample in zip((key_of(s.prompt) for s in slots), slots, ids, strict=True)
         ]
 

@@ -31,6 +31,11 @@ def verify(path: Path, step: int | None = None) -> Verified:
     """
     recipe, directory = open_run(path)
     check_one_device(recipe, path)
+    if not recipe.rollout.reproducible:
+        raise UserError(
+            f"{path} drew its samples without seeds (rollout.reproducible: false), so no step of it can be repeated; "
+            "train with rollout.reproducible=true to verify"
+        )
     rows, evaluated = ({row["step"]: row for row in read_numbers(f)} for f in (directory.metrics, directory.heldout))
     span = span_of(directory, rows, recipe.checkpoint.every, step)
     took = sum(rows[n].get("time/step") or 0.0 for n in span.steps)
