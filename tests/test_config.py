@@ -383,6 +383,11 @@ def test_broken_yaml_is_one_problem_not_a_missing_key_each(folder: Path) -> None
     [
         (b"\xff\xfe\x00", "recipe.yaml  not text in UTF-8; save it as UTF-8"),
         (b"- a\n", "recipe.yaml  a recipe is sections of `key: value`, not a list"),
+        (
+            b"name: a\n---\nseed: 1\n",
+            "recipe.yaml:2  not YAML: a file is one document, and here a second one begins; make files of "
+            "them, or name a run's resolved.json",
+        ),
         (b"name: \x00", "recipe.yaml  not YAML: unacceptable character #x0000: special characters are not allowed"),
         (
             b"a: &a [x,x,x,x,x,x,x,x]\n"
@@ -392,7 +397,7 @@ def test_broken_yaml_is_one_problem_not_a_missing_key_each(folder: Path) -> None
             "recipe.yaml  a recipe has at most 5,000 values (aliases of aliases?); put data into a file and name it",
         ),
     ],
-    ids=["binary", "list", "null byte", "bomb"],
+    ids=["binary", "list", "two documents", "null byte", "bomb"],
 )
 def test_not_a_recipe_at_all(folder: Path, content: bytes, line: str) -> None:
     (folder / "recipe.yaml").write_bytes(content)

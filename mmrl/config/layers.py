@@ -213,6 +213,8 @@ class _Builder:
 
 def _syntax(error: yaml.MarkedYAMLError) -> str:
     said = ", ".join(part for part in (error.context, error.problem) if part)
+    if "another document" in said:  # also of a run that was made of several
+        return "a file is one document, and here a second one begins; make files of them, or name a run's resolved.json"
     return f"{said}; indent with spaces" if "\\t" in said else said
 
 
