@@ -57,6 +57,44 @@ def check_files(path: str) -> None:
             raise UserError(f"{error}; download the checkpoint or save it anew") from error
 
 
+def check_weights(path: str) -> None:
+    """Raises ``UserError`` where the folder ``path`` of a transformers model has no weights that its library would
+    read: none at all, those of a variant alone (``model.fp16.safetensors``), or not all parts that its index lists."""
+    folder = Path(path)
+    try:
+        named = _mapping(folder / "config.json", folder).get("transformers_weights")
+    except (OSError, ValueError):  # a name of the hub, or whoever reads it says so
+        return
+    names = [named] if isinstance(named, str) else _WEIGHTS
+    found = next((name for name in names if (folder / name).is_file()), None)
+    variants = sorted({m["variant"] for file in folder.iterdir() if (m := _VARIANT.fullmatch(file.name))})
+    if found is None and variants:
+        raise UserError(
+            f"{path} has weights of the variant {variants[0]} alone, and no model.safetensors; make one beside them "
+            f"with transformers: from_pretrained({path!r}, variant={variants[0]!r}).save_pretrained({path!r})"
+        )
+    if found is None:
+        raise UserError(f"{path} has no weights (model.safetensors, or its parts and their index); download it whole")
+    try:
+        parts = _listed(folder / found, folder) if found.endswith(".index.json") else set[str]()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: {found} is no list of files; download it whole") from error
+    if absent := [name for name in sorted(parts) if not (folder / name).is_file()]:
+        raise UserError(f"{path} lacks {absent[0]}, which {found} lists; download it whole")
+
+
+_WEIGHTS = [f"{name}{more}" for name in ("model.safetensors", "pytorch_model.bin") for more in ("", ".index.json")]
+"""As transformers looks for them."""
+_VARIANT = re.compile(
+    r"(?:model|pytorch_model)\.(?P<variant>(?!safetensors|bin|index)[\w-]+?)(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
+)
+
+
+def _listed(index: Path, folder: Path) -> set[str]:
+    """The files with weights that an index lists. Raises ``OSError``, ``ValueError``, ``KeyError`` or ``TypeError``."""
+    return {str(name) for name in as_object(_mapping(index, folder)["weight_map"]).values()}
+
+
 def _cached(path: str) -> Path | None:
     """The snapshot of a hub name in the hub's cache; None where there is none."""
     from huggingface_hub import try_to_load_from_cache
@@ -127,8 +165,7 @@ def _lacks(folder: Path) -> str:
     """A file that a whole checkpoint has and ``folder`` has not; empty where it is whole. Raises ``OSError``."""
     index = folder / "model.safetensors.index.json"
     try:
-        listed = _mapping(index, folder)["weight_map"] if index.is_file() else {}
-        shards = {str(name) for name in as_object(listed).values()}
+        shards = _listed(index, folder) if index.is_file() else set[str]()
     except (ValueError, KeyError, TypeError):
         return index.name
     needed = ["config.json", *sorted(shards or {"model.safetensors"})]

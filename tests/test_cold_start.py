@@ -146,11 +146,6 @@ def test_an_adapter_of_another_model_is_refused(folder, tmp_path, capsys):
         make(folder, f"model.lora={{path: {tmp_path / 'less'}}}")
 
 
-def test_a_reward_model_begins_with_an_adapter_of_its_own(folder):
-    with pytest.raises(RecipeError, match=r"model\.lora\.path: a reward model starts with a new adapter"):
-        load(folder, ADAPTER, "pipeline=llm/score", "algorithm={type: reward_model}")
-
-
 def test_the_plan_counts_the_copy_that_is_the_reference(folder):
     roles = {}
     for name, lora in (("anew", "model.lora={rank: 4, alpha: 12, targets: [q_proj, v_proj]}"), ("saved", ADAPTER)):

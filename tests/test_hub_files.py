@@ -1,9 +1,18 @@
 """What a library is about to read is looked at first, in folders and in the hub's cache."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.hub_files import check_files
+from mmrl.hub_files import check_files, check_weights
+from mmrl.planner.plan import plan
+
+allow_cpu_only()
 
 
 def snapshot(cache, config, **links):
@@ -38,3 +47,37 @@ def test_files_in_the_hubs_cache_are_looked_at_too(config, links, refused, tmp_p
         return
     with pytest.raises(UserError, match=refused):
         check_files("ours/tiny")
+
+
+def test_a_folder_without_plain_weights_is_refused_by_the_plan(tmp_path):
+    """What transformers would not find; whatever it finds passes."""
+    (tmp_path / "config.json").write_text("{}")
+    index = json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}})
+
+    def said(**files):
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        folder.mkdir()
+        for name, text in {"config.json": "{}", **files}.items():
+            (folder / name).write_text(text)
+        try:
+            check_weights(str(folder))
+        except UserError as error:
+            return str(error)
+
+    assert "has no weights" in said()
+    assert "has no weights" in said(**{"tf_model.h5": "", "weights.safetensors": "", "adapter_model.safetensors": ""})
+    for name in ("model.fp16.safetensors", "pytorch_model.fp16.bin", "model.fp16-00001-of-00002.safetensors"):
+        assert "of the variant fp16 alone" in said(**{name: ""})
+    assert "lacks model-00001" in said(**{"model.safetensors.index.json": index})
+    for broken in ("[1]", "{", '{"weight_map": 3}'):
+        assert "is no list of files" in said(**{"model.safetensors.index.json": broken})
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        assert said(**{name: "", "model.fp16.safetensors": ""}) is None
+    assert said(**{"model.safetensors.index.json": index, "model-00001-of-00001.safetensors": ""}) is None
+    assert said(**{"config.json": '{"transformers_weights": "mine.safetensors"}', "mine.safetensors": ""}) is None
+    shipped = load_recipe(["sums"]).recipe.model.path
+    (tmp_path / "model").mkdir()
+    for file in Path(shipped).iterdir():
+        shutil.copy(file, tmp_path / "model" / file.name.replace("model.safetensors", "model.fp16.safetensors"))
+    loaded = load_recipe(["sums"], [f"model.path={tmp_path / 'model'}", "device=cpu"])
+    assert any("of the variant fp16 alone" in one for one in plan(loaded).problems)

@@ -1,6 +1,7 @@
 """A reward that ends the process is named: by the process itself, or by the next one of the run."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -82,3 +83,32 @@ def test_a_command_in_a_process_that_goes_on_ends_no_process(monkeypatch, capsys
     ends.set()
     thread.join()
     assert "left the thread" not in capsys.readouterr().err
+
+
+ALARMS = {
+    "alarm": "signal.alarm(1); time.sleep(1.3)",
+    "timer": "signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(0.3)",
+    "loop": "signal.setitimer(signal.ITIMER_REAL, 0.1)\n    while signal.getitimer(0)[0]: sum(range(9999))",
+    "child": "signal.setitimer(signal.ITIMER_REAL, 0.2); subprocess.run(['sleep', '0.5'])",
+    "async": "signal.setitimer(signal.ITIMER_REAL, 0.1); await asyncio.sleep(0.3)",
+    "kill": "os.kill(os.getpid(), signal.SIGALRM); time.sleep(0.1)",
+}
+
+
+@pytest.mark.parametrize("how", ALARMS)
+def test_an_alarm_that_rings_in_a_call_is_that_calls_failure(how, tmp_path):
+    begins = "import asyncio, os, signal, subprocess, time\nimport mmrl\n@mmrl.reward(inputs=('text',))\n"
+    body = "def score(samples, *, context):\n    {}\n    return [1.0] * len(samples)\n"
+    (tmp_path / "rings.py").write_text(begins + "async " * (how == "async") + body.format(ALARMS[how]))
+    (tmp_path / "plain.py").write_text(begins + body.format("time.sleep(0.5)"))
+    code = (
+        "from mmrl.rewards.scoring import RewardSet\nfrom mmrl.config.schema import Reward\n"
+        "from tests.test_scoring import sample\nimport signal, sys\n"
+        "made = RewardSet([Reward(name=name, on_failure='drop') for name in sys.argv[1:]])\n"
+        "found = made.score([sample(0, 0)], [[0]])\nprint([f.reason for f in found.failures])\nmade.close()\n"
+        "sys.stdout.flush()\nsignal.alarm(1)\nsignal.pause()\n"
+    )
+    names = [str(tmp_path / "rings.py"), *([str(tmp_path / "plain.py")] if how != "kill" else [])]
+    ended = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=False)
+    assert ended.stdout.count("set an alarm (SIGALRM) that rang before it returned") == 1, ended.stderr
+    assert ended.returncode == -signal.SIGALRM  # outside of rewards an alarm is what it was

@@ -13,7 +13,7 @@ from mmrl._torchvision import allow_cpu_only
 allow_cpu_only()  # before transformers imports torchvision
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
 from mmrl.config.adapters import Settings, read_adapter  # noqa: E402
 from mmrl.config.loader import RecipeError, load_recipe  # noqa: E402
@@ -313,3 +313,38 @@ def test_rank_alpha_and_targets_are_shown(folders, tmp_path):
     config = {"r": 4, "lora_alpha": 3, "rank_pattern": {"v_proj": 6}, "target_modules": ["v_proj", "q_proj"]}
     found = read_adapter(str(saved(folders["qwen2"], tmp_path / "adapter", **config)))
     assert (found.rank, found.alpha, found.targets) == (6, 3.0, ["q_proj", "v_proj"])
+
+
+def scorer(folder, *changes):
+    return load_recipe(["sums-reward"], [f"model.path={folder / 'model'}", "device=cpu", *changes])
+
+
+@torch.no_grad()
+def scores(model):
+    return model(IDS, attention_mask=torch.ones_like(IDS)).logits.float()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_adapter_of_a_reward_model_goes_on_with_its_head(folders, tmp_path, ours, dtype):
+    """As peft's SEQ_CLS and ``mmrl export --what lora`` write it: the head is saved whole beside the LoRA."""
+    if ours:
+        begun = build(scorer(folders["qwen3"], "model.lora={rank: 4}", f"model.dtype={dtype}").recipe)
+        for p in begun.policy.module.parameters():
+            p.data = torch.randn_like(p) * 0.2 if p.requires_grad else p.data
+        begun.pipeline.write(tmp_path / "lora", "lora")
+        expected = scores(begun.policy.module)
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(folders["qwen3"] / "model", num_labels=1)
+        policy = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+        for p in policy.parameters():
+            p.data = torch.randn_like(p) * 0.2 if p.requires_grad else p.data
+        policy.save_pretrained(str(tmp_path / "lora"))
+        expected = scores(policy.eval())
+    loaded = scorer(folders["qwen3"], f"model.lora={{path: {tmp_path / 'lora'}}}", f"model.dtype={dtype}")
+    assert not [said for said in plan(loaded).problems if "lora" in said]
+    found = build(loaded.recipe).policy.module
+    assert {name.rpartition("score.")[2] for name, p in found.named_parameters() if p.requires_grad and "score" in name}
+    assert torch.allclose(scores(found), expected, atol=1e-5 if dtype == "float32" or ours else 0.05)
+    writes = load_recipe([folders["qwen3"] / "recipe.yaml"], [f"model.lora={{path: {tmp_path / 'lora'}}}"])
+    assert any("changes base_model.model.score.weight" in said for said in plan(writes).problems)

@@ -15,6 +15,7 @@ from PIL import Image, ImageFile
 from safetensors.torch import load_file
 
 from mmrl import torch_state
+from mmrl.rewards import last_words
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
@@ -90,6 +91,8 @@ def state():
 
 @pytest.fixture(autouse=True)
 def untold(monkeypatch):
+    with last_words.watched("nothing"):  # from now on alarms are heard
+        pass
     monkeypatch.setattr(torch_state, "_told", set())
     threads = torch.get_num_threads()
     yield

@@ -58,6 +58,8 @@ _OTHERS = {
     r"\.[ab][12]\.weight$": "GLoRA",
 }
 """What names of weights say that is no plain LoRA."""
+_HEADS = {"score", "classifier"}
+"""What peft saves whole with the adapter of a reward model: it names both, and the model has one."""
 _MERGED = ("use_dora", "bias", "modules_to_save", "trainable_token_indices", "init_lora_weights")
 """Settings that are no plain LoRA's and that peft and diffusers can merge into the base model."""
 _NEW = "remove lora.path, and a new adapter is trained"
@@ -83,6 +85,7 @@ class Settings(BaseModel):
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
     target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
     init_lora_weights: bool | str | None = True
 
     @property
@@ -94,7 +97,8 @@ class Settings(BaseModel):
         """The names of settings that are not of a plain LoRA."""
         if str(self.init_lora_weights).lower() not in _PLAIN_INIT:
             yield f"init_lora_weights={self.init_lora_weights} (it changes the base model too)"
-        for key, value in (self.model_extra or {}).items():
+        more = {"modules_to_save": sorted({*(self.modules_to_save or ())} - _HEADS)}
+        for key, value in [*(self.model_extra or {}).items(), *more.items()]:
             if key not in _ABOUT and value not in (None, False, [], {}, "none"):
                 yield key if value is True else f"{key}={json.dumps(value)[:60]}"
         for key, pattern in [("rank_pattern", p) for p in self.rank_pattern or ()] + [

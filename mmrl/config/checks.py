@@ -238,11 +238,6 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
             f"rewards: {algorithm.type} trains on given {one}s and samples nothing that could be rewarded; remove "
             "rewards (eval.rewards measures held-out samples)"
         )
-    if algorithm.trains_scores and recipe.model.continues_adapter:
-        yield (
-            "model.lora.path: a reward model starts with a new adapter; merge the saved one (mmrl export) and set "
-            "model.path to that folder"
-        )
     if algorithm.trains_scores and recipe.eval.rewards:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
     if recipe.rollout.engine != "transformers" and not recipe.eval.rewards:

@@ -43,7 +43,9 @@ def config_of(settings: Settings) -> LoraConfig:
     """Peft's settings to train with. The weights are loaded, so the kind of the first ones has no say."""
     from peft import LoraConfig
 
-    taken = settings.model_dump(exclude=set(settings.model_extra or ()) | {"init_lora_weights"}, exclude_none=True)
+    taken = settings.model_dump(
+        exclude={*(settings.model_extra or ()), "init_lora_weights", "modules_to_save"}, exclude_none=True
+    )
     return LoraConfig(**taken)
 
 
@@ -155,7 +157,9 @@ def _load(policy: PeftModel, saved: SavedAdapter, state: dict[str, Tensor]) -> N
     from peft.utils import set_peft_model_state_dict
 
     whole = {name for name in state if not _ADAPTER.search(name)}
-    changed = sorted(name for name in whole if not _is_of_base(policy, name, state[name]))
+    heads = tuple(f"{PREFIX}{name}." for name in (saved.settings and saved.settings.modules_to_save) or ())
+    taken = {name for name in whole if name.startswith(heads) and _is_head(policy, name, state[name])}
+    changed = sorted(name for name in whole - taken if not _is_of_base(policy, name, state[name]))
     if changed:
         raise UserError(
             f"model.lora.path: the adapter {saved.weights} changes {changed[0]} of the base model, and a plain LoRA "
@@ -171,6 +175,15 @@ def _load(policy: PeftModel, saved: SavedAdapter, state: dict[str, Tensor]) -> N
     wrong = [*result.unexpected_keys, *(key for key in result.missing_keys if "lora_" in key)]
     if wrong:
         raise UserError(_wrong(saved, f"{len(wrong)} weights have no counterpart, such as {wrong[0]}"))
+
+
+def _is_head(policy: PeftModel, name: str, tensor: Tensor) -> bool:
+    """Whether the weight of a head, which an adapter's file has whole, is one of the model's; it gets it then."""
+    own = dict(policy.get_base_model().named_parameters()).get(name.removeprefix(PREFIX))
+    if own is None or own.shape != tensor.shape:
+        return False
+    own.data = own.data if own.is_meta else tensor.to(own.device)
+    return True
 
 
 def _is_of_base(policy: PeftModel, name: str, tensor: Tensor) -> bool:

@@ -31,7 +31,7 @@ from mmrl.datasets.loading import in_order, load_prompts
 from mmrl.engines import context, own_class, performance, sampling_options, this_machine
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
-from mmrl.hub_files import check_files
+from mmrl.hub_files import check_files, check_weights
 from mmrl.media import Media
 from mmrl.packages.places import lacking
 from mmrl.pipelines.description import Description
@@ -105,6 +105,8 @@ def plan(
     except UserError as error:
         made.problems += [str(error)] if str(error) not in made.problems else []
         return made
+    if made.gpu is None and isinstance(description.pipeline, LanguagePipeline):
+        made.problems += _without_weights(recipe.model.path)
     _account(made, description, objective, prompts, inputs)
     settle(made)
     if (time := _time(made, description, objective, prompts)) is not None:
@@ -238,6 +240,13 @@ def _on_this_machine(made: Plan) -> Iterator[str]:
         made.notes.append(f"training stops here: {error}")
         return
     yield from this_machine.refusals(made.recipe)
+
+
+def _without_weights(path: str) -> Iterator[str]:
+    try:
+        check_weights(path)
+    except UserError as error:
+        yield f"model.path: {error}"
 
 
 def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:

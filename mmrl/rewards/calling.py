@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 from mmrl import torch_state
 from mmrl.errors import UserError, plain
 from mmrl.rewards.contract import Asked, Context
-from mmrl.rewards.last_words import watched
+from mmrl.rewards.last_words import check_alarm, watched
 from mmrl.rewards.loading import Loaded
 from mmrl.rewards.returned import NAN, Answer, BatchError, read_answer
 from mmrl.rewards.views import views
@@ -248,6 +248,7 @@ class _ThreadLane:
             try:
                 with watched(reward.name, here=False, folder=context.folder):
                     returned = reward.call(samples, context=context)
+                    check_alarm(reward.name)
                 future.set_result(returned)
             except BaseException as error:  # also sys.exit() in a reward: the caller decides what a failure costs
                 future.set_exception(error)
@@ -287,6 +288,7 @@ class _LoopLane:
             if not done:
                 task.cancel()
                 raise _DeadlineError
+            check_alarm(reward.name)
             return task.result()
 
 

@@ -2,7 +2,7 @@
 
 ``os._exit`` says before it ends whose call it is in. For what leaves no time to speak, a file in the run's directory
 names the calls that are under way; it is gone after them, and who finds the process lost, or ``--resume``, tells what
-is there.
+is there. An alarm that rings within a call would end the process too: that call fails in its place.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures.thread import _threads_queues  # pyright: ignore[reportPrivateUsage]
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from mmrl import torch_state
+from mmrl.errors import UserError
+from mmrl.report.notices import tell
 from mmrl.untrusted import parse_json, read_file
 
 CALLING = "calling.json"
@@ -32,7 +36,11 @@ _calls: dict[Path, list[str]] = {}
 _files: dict[Path, int] = {}
 _left: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 """Threads that began while a reward's code ran, by its name: Python waits for them before a process ends."""
-_exit = os._exit
+_rung: set[str] = set()
+"""The rewards in whose code an alarm rang."""
+_set_by: list[str] = []
+"""The reward whose code set the alarm last; none where that is not known."""
+_exit, _alarm, _timer = os._exit, signal.alarm, signal.setitimer
 PATIENCE_S = 10.0
 
 
@@ -41,6 +49,7 @@ def watched(name: str, *, here: bool = True, folder: Path | None = None) -> Gene
     """Code of the reward ``name`` runs inside: torch's settings are kept (``torch_state``), and an end of the process
     is an end of the reward. ``folder``: the run's directory, for calls."""
     os._exit = _end
+    _hear_alarms()
     place, before = (os.getpid(), threading.get_ident()), {*threading.enumerate()}
     with _turn:
         _threads.setdefault(place, []).append(name)
@@ -49,6 +58,9 @@ def watched(name: str, *, here: bool = True, folder: Path | None = None) -> Gene
         with torch_state.kept(name, here=here):
             yield
     finally:
+        if name in _rung:
+            _rung.discard(name)
+            tell(f"warning: an alarm (SIGALRM) rang in code of the reward {name}; set it to 0 where that code returns")
         with _turn:
             _threads[place].remove(name)
             _note(folder, name, begins=False)
@@ -95,6 +107,47 @@ def in_a_call(folder: Path) -> str:
     """Words for the end of a process that wrote into ``folder``: the rewards that were being called, else nothing."""
     names = left_by_last(folder)
     return f", in a call of the reward {' or '.join(names)}" if names else ""
+
+
+def check_alarm(name: str) -> None:
+    """Raises ``UserError`` where an alarm rang since the call of the reward ``name`` began."""
+    if name in _rung:
+        _rung.discard(name)
+        raise UserError(
+            "set an alarm (SIGALRM) that rang before it returned, and would have ended the process; let it return "
+            "sooner, or set timeout for this reward in place of the alarm"
+        )
+
+
+def _hear_alarms() -> None:
+    """Where nobody handles an alarm, it would end the process. Python handles signals in the main thread alone."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        signal.signal(signal.SIGALRM, _ring)
+    if signal.alarm is _alarm:
+        signal.alarm, signal.setitimer = _noted(_alarm), _noted(_timer)
+
+
+def _noted(put: Callable[..., Any]) -> Callable[..., Any]:
+    """``put``, which sets an alarm, with a note of the reward whose code called it."""
+
+    def noted(*given: Any) -> Any:
+        _set_by[:] = _threads.get((os.getpid(), threading.get_ident()), [])[-1:]
+        return put(*given)
+
+    return noted
+
+
+def _ring(number: int, _: object) -> None:
+    running = {names[-1] for (pid, _), names in [*_threads.items()] if pid == os.getpid() and names}
+    if not running:  # as if nobody had handled it
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    who = running.intersection(_set_by) or running
+    if len(who) > 1:
+        tell(f"warning: an alarm (SIGALRM) rang while the rewards {' and '.join(sorted(who))} ran, and nobody hears it")
+    else:
+        _rung.update(who)
 
 
 def _end(status: int) -> None:

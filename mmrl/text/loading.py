@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.hub_files import check_weights
 from mmrl.library_loading import check_size, refused
 from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.text.conditioner import Tokenizer
@@ -59,6 +60,7 @@ def load_model(
     wanted = "a directory with config.json and safetensors"
     said = f"model.path: {where} cannot be loaded by {auto.__name__}: "
     with refused(lambda reason: said + why(reason, wanted, otherwise)), whole_weights(f"model.path: {path}"):
+        check_weights(path)
         check_size(auto, path)
         model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
         if model is None:

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
+from mmrl.hub_files import check_weights
 from mmrl.json_types import JsonObject
 from mmrl.library_loading import check_size, refused
 from mmrl.report.card import Usage, What, public
@@ -94,6 +95,7 @@ def load_scorer(
             "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
         )
     ):
+        check_weights(path)
         config = AutoConfig.from_pretrained(path)
         kind = score_class(config)
         check_size(kind, path)
