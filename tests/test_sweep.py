@@ -179,6 +179,17 @@ def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(root, tmp_p
     assert "eval.every: nothing is evaluated" in refused("--try", "optim.lr=0.1,0.2", "eval.every=null")
     assert "--factor 1: each round keeps one of so many trials" in refused("--try", "optim.lr=1,2", "--factor", "1")
     assert "holds no search" in refused("--try", "optim.lr=0.1,0.2", "--resume")
+    measures = {
+        "eval": ["eval.samples=2,4", "eval={every: 1, samples: 8},{every: 2, samples: 8}", "eval.temperature=0.5,1"],
+        "data": ["data.heldout.count=8,9", "data.heldout={count: 8},{count: 8, operations: 2}"],
+        "rewards": ["rewards[0].label=a,b"],
+    }
+    for key, tried in measures.items():
+        for one in tried:
+            said = refused("--try", one)
+            assert f": {key} says another held-out figure" in said, said
+    no_gpu = refused("--try", "device=cpu,cuda:99")
+    assert "cuda:99" in no_gpu
 
 
 # -- seeds and chance -------------------------------------------------------------------------------------------------

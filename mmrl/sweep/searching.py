@@ -22,6 +22,8 @@ from pydantic import BaseModel, Field
 from mmrl.config.layers import parse_key, parse_value
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
+from mmrl.config.schema import Recipe
+from mmrl.engines.this_machine import choose_device
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.json_types import JsonObject
@@ -111,11 +113,13 @@ class Search:
         sweep = Sweep(out, tuple(map(str, loaded.paths)), shown[0], tuple(shown[1:]), factor, chosen)
         self.sweep = _begun(sweep, resume=resume)
         self.recipes = [self._checked(one) for one in trials]
+        _check_measure(trials, [one.recipe for one in self.recipes])
         self.goes_on = all(one.recipe.optim.schedule == "constant" for one in self.recipes)
 
     def _checked(self, trial: Sequence[str]) -> LoadedRecipe:
         try:
             made = changed(self.loaded, trial)
+            choose_device(made.recipe.device)
         except UserError as error:
             raise UserError(f"the trial {' '.join(trial)}: {error}") from None
         if made.recipe.eval.every is None:
@@ -209,6 +213,28 @@ class Search:
         recipe = made.recipe.model_copy(update={"train": train.model_copy(update=update), "seed": seed})
         named = () if seed == made.recipe.seed else (f"seed={seed}",)
         return replace(made, recipe=recipe, overrides=(*made.overrides, *named))
+
+
+def _check_measure(trials: Sequence[Sequence[str]], recipes: Sequence[Recipe]) -> None:
+    """Raises ``UserError`` where trials would be compared on different figures."""
+
+    def measured(recipe: Recipe) -> dict[str, object]:
+        stopping, data = recipe.eval.early_stopping, recipe.data
+        counted = next((one for one in recipe.rewards if one.weight > 0), None)
+        return {
+            "eval": (recipe.eval.model_copy(update={"early_stopping": None}), stopping and stopping.metric),
+            "data": (data.name, data.heldout, [(one.name, one.heldout) for one in data.mixture]),
+            "rewards": None if stopping else counted and (counted.name, counted.label, counted.options),
+        }
+
+    first = measured(recipes[0])
+    for trial, recipe in zip(trials, recipes, strict=True):
+        if key := next((key for key, value in measured(recipe).items() if value != first[key]), None):
+            raise UserError(
+                f"the trial {' '.join(trial)}: {key} says another held-out figure than in the first trial, and figures "
+                "of different things do not compare; try settings of training, and set this one for all trials"
+                + (", or name the figure in eval.early_stopping.metric" if key == "rewards" else "")
+            )
 
 
 def _interval(lead: Lead) -> str:
