@@ -1,5 +1,6 @@
 """Hosts of a network on one machine: network namespaces of Linux, each with an interface and an address of its own."""
 
+import ctypes
 import os
 import shutil
 import signal
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import run, warm
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
@@ -33,6 +36,14 @@ class Host:
     def start(self, command, **more):
         return subprocess.Popen(["ip", "netns", "exec", self.name, *command], **more)
 
+    def warm(self, script, *words):
+        """A process here that runs the file ``script`` with ``words``, forked from one that has the libraries."""
+        process = warm.Process(
+            target=_inside, args=(self.name, str(script), [str(word) for word in words]), daemon=True
+        )
+        process.start()
+        return process
+
     def run(self, command, **more):
         return subprocess.run(["ip", "netns", "exec", self.name, *command], **more)
 
@@ -52,6 +63,14 @@ class Host:
         told = self.run(["cat", "/proc/net/snmp"], capture_output=True, text=True, check=True).stdout
         names, values = (line.split() for line in told.splitlines() if line.startswith("Tcp:"))
         return int(values[names.index("RetransSegs")])
+
+
+def _inside(name, script, words):
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as file:
+        if libc.setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+    run(script, words)
 
 
 @contextmanager

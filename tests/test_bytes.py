@@ -26,6 +26,7 @@ from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
 from tests import judging
 from tests.hosts import network
+from tests.tiny_diffusion import two_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
@@ -90,20 +91,17 @@ def crossed(name, hosts, folder, *overrides):
     before = [(host.counted()[1], host.overhead()) for host in hosts]
     outs = [folder / f"{name}-{rank}.json" for rank in range(len(hosts))]
     started = [
-        host.start(
-            [
-                *(sys.executable, "-m", "tests.test_bytes", name, str(rank), str(len(hosts)), hosts[0].address),
-                *("29500", str(out), *overrides),
-            ],
-            cwd=ROOT,
-        )
+        host.warm(__file__, name, rank, len(hosts), hosts[0].address, "29500", out, *overrides)
         for rank, (host, out) in enumerate(zip(hosts, outs, strict=True))
     ]
     try:
-        assert [one.wait(timeout=300) for one in started] == [0] * len(hosts)
+        for one in started:
+            one.join(300)
+        assert [one.exitcode for one in started] == [0] * len(hosts)
     finally:
         for one in started:
             one.kill()
+            one.join()
     after = [(host.counted()[1], host.overhead()) for host in hosts]
     moved = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
     return [
@@ -133,7 +131,15 @@ def check(found):
 def test_pictures_stay_and_their_size_changes_nothing_on_the_wire(tmp_path):
     with network(2) as hosts:
         small, large = (
-            crossed("diffusion", hosts, tmp_path, f"sampling.height={n}", f"sampling.width={n}") for n in (16, 32)
+            crossed(
+                "diffusion",
+                hosts,
+                tmp_path,
+                f"model.path={two_blocks()}",
+                f"sampling.height={n}",
+                f"sampling.width={n}",
+            )
+            for n in (16, 32)
         )
     check(large)
     for one, four in zip(small, large, strict=True):
@@ -183,7 +189,7 @@ def test_the_interface_to_a_host_is_named():
 def trained(out, *overrides):
     """The rows of two steps of a run of pictures, evaluation left out."""
     steps = ["train.steps=2", "eval.every=null", "checkpoint.every=2"]
-    loaded = load_recipe(["shapes-lora"], [*PICTURES, *steps, *overrides])
+    loaded = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *PICTURES, *steps, *overrides])
     with RunDir.create(out) as directory:
         assert Session(loaded, directory).begin(Stop(), resume=False).finished
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

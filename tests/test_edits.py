@@ -72,7 +72,7 @@ def test_the_edit_that_a_message_names_takes_it_away(sweep, tmp_path):
     grid = [(name, key, value) for name in RECIPES for key, value in CHANGES]
     random.Random(0).shuffle(grid)
     seen = set()
-    for name, key, value in grid[: sweep.size(700, len(grid))]:
+    for name, key, value in grid[: sweep.size(400, len(grid))]:
         file, recipe = content(name)
         changed = put(recipe, key, json.loads(value))
         for said, message in complaints(changed, file.parent, tmp_path / "r.yaml").items():

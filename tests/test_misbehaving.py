@@ -12,6 +12,7 @@ import yaml
 from mmrl import cli
 from tests import judging
 from tests.test_reward_views import VANDAL
+from tests.tiny_diffusion import SHAPES, two_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_CI = {"shapes-lora", "sums", "scenes-judge"}
@@ -56,6 +57,8 @@ class Small:
         ((_, words),) = list(tools[0].variants("x", recipe, str))
         self.words = [word for word in words if not word.startswith(("train.steps", "eval.every", "rewards["))]
         self.words += ["train.steps=2", "eval.every=2", "threads=1", "eval.grid=2"]
+        if Path(str(recipe["model"]["path"])).name == SHAPES.name:
+            self.words.append(f"model.path={two_blocks()}")
 
     def given(self, rewards, *words):
         return [*self.words, f"{self.key}={json.dumps(rewards)}", *words]

@@ -99,7 +99,7 @@ DRAFT = [
     ],
 )
 def test_a_real_step_takes_what_the_plan_says(changes):
-    loaded = load_recipe(["shapes-lora"], [*SMALL, *changes])
+    loaded = load_recipe(["shapes-lora"], [*SMALL, f"model.path={two_blocks()}", *changes])
     made = plan(loaded)
     assert made.problems == []
     real = run_steps(loaded, steps=2)
