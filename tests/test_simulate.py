@@ -173,7 +173,7 @@ def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves)
 @pytest.mark.parametrize("name", LOADS)
 def test_nothing_is_faster_than_the_bound(name):
     cluster = Cluster(3, 4)
-    trace = synthetic(replace(LOADS[name], again=(0.2, 0.2)), 6, 3, 12, 70, seed=1)
+    trace = synthetic(replace(LOADS[name], again=(0.2, 0.2)), 3, 3, 12, 48, seed=1)
     least = bound(trace, cluster)
     assert all(b > 0 for b in least)
     for outcome in compare(trace, cluster).outcomes:
