@@ -2,6 +2,7 @@
 
     python benchmarks/random_kills.py --kills 100                                 # one controller
     python benchmarks/random_kills.py --kills 20 --controllers 4                  # four, as Ray actors on this machine
+    python benchmarks/random_kills.py --kills 100 --recipe episodes               # an environment's calls among them
 
 One run is trained to its end and never killed. Others are killed, again and again, until they reach their end; then
 the next begins. After every kill the rows written so far and the newest checkpoint (SHA-256 of every file of tensors)
@@ -12,6 +13,9 @@ A moment is drawn from ``(seed, number of the kill)``: while the run starts, in 
 for and killed some milliseconds into it. A kill *was in a save* where it left a half-written checkpoint behind, or one
 more than are kept. With several controllers it takes one of them (the launcher starts all again), the launcher with all
 it started, or the launcher alone, whose processes must then end by themselves.
+
+With ``--recipe episodes`` moments are drawn beside calls of an environment, too, and no answer may be in the journal
+twice, nor differ from that of the first run. A kill was *in a call* where a call had no answer yet.
 
 Runs of one controller are forked from this process, which has imported the libraries; ``--fresh`` starts Python anew.
 """
@@ -53,13 +57,33 @@ import mmrl
 def score(samples, *, context):
     return [{value} for s in samples]
 """
+WORLD = """
+import random, time
+from mmrl import Observation
+
+class Counter:
+    def __init__(self, log):
+        self.log = log
+    def note(self):
+        with open(self.log, "ab", buffering=0) as file:
+            file.write(b"x")
+        time.sleep(0.02)
+    def reset(self, prompt, seed):
+        self.sum, self.turn = random.Random(seed).randint(1, 9), 0
+        self.note()
+        return f"Begin with {self.sum}."
+    def step(self, action):
+        self.sum += sum(map(ord, action.text))
+        self.turn += 1
+        self.note()
+        return Observation(f"{self.sum}", reward=0.1 * (self.sum % 7), done=self.turn == 3)
+"""
 COMMON = ["train.group_size=4", "eval.every=4", "eval.samples=4", "checkpoint.every=1", "model.dtype=float32"]
 COMMON += ["optim.schedule=constant"]
+TEXT = ["train.prompts_per_step=2", "train.micro_batch_size=4", "sampling.max_new_tokens=8"]
 RECIPES = {
-    "sums": (
-        ("text", "sum(map(ord, s.text)) % 7 / 7"),
-        ["train.prompts_per_step=2", "train.micro_batch_size=4", "sampling.max_new_tokens=8"],
-    ),
+    "sums": (("text", "sum(map(ord, s.text)) % 7 / 7"), TEXT),
+    "episodes": (None, TEXT),
     "shapes-lora": (
         ("tensor", "float(s.tensor.mean())"),
         ["train.prompts_per_step=4", "train.micro_batch_size=4", "sampling.steps=4", "sampling.window={size: 2}"],
@@ -153,11 +177,19 @@ class Trial:
         self.folder: Path = chosen.folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.kills, self.controllers, self.seed = chosen.kills, chosen.controllers, chosen.seed
-        (what, value), small = RECIPES[chosen.recipe]
-        reward = self.folder / "reward.py"
-        reward.write_text(REWARD.format(what=what, value=value))
-        words = [*COMMON, *small, f'rewards=[{{name: "{reward}:score"}}]', f"controllers={chosen.controllers}"]
-        self.words = [chosen.recipe, *words, f"train.steps={chosen.steps}"]
+        reward, small = RECIPES[chosen.recipe]
+        own, self.calls = self.folder / "own.py", self.folder / "calls"
+        self.plays = reward is None
+        if reward is None:
+            own.write_text(WORLD)
+            self.calls.touch()
+            world = f'name: "{own}:Counter", options: {{log: "{self.calls}"}}, max_tokens: 90, workers: 2'
+            given = [f"environment={{{world}}}", "rewards=[{name: environment}]"]
+        else:
+            own.write_text(REWARD.format(what=reward[0], value=reward[1]))
+            given = [f'rewards=[{{name: "{own}:score"}}]']
+        words = [*COMMON, *small, *given, f"controllers={chosen.controllers}", f"train.steps={chosen.steps}"]
+        self.words = ["sums" if self.plays else chosen.recipe, *words]
         self.fresh = chosen.fresh or chosen.controllers > 1
         self.whole, self.file, self.born = self.folder / "whole", self.folder / "state.json", 0.0
         fresh = {"words": self.words, "seed": self.seed, "reference": None, "kills": [], "runs": []}
@@ -226,15 +258,19 @@ class Trial:
         """Wait for the moment of the next kill, and kill; nothing where the run comes to its end before."""
         n, out, took = len(self.state["kills"]), self._run(), self.state["reference"]
         draw = random.Random(f"{self.seed} {n}")
-        kind = draw.choices(["start", "step", "save"], [0.15, 0.35, 0.5])[0]
+        kind = draw.choices(["start", "call" if self.plays else "step", "save"], [0.15, 0.35, 0.5])[0]
         whom = "all" if self.controllers == 1 else draw.choices(["one", "all", "launcher"], [0.5, 0.25, 0.25])[0]
         share, more = draw.random(), draw.choice([1, 2]) + (whom == "one")
         before = last(out)
         if kind == "step":
             self._until(life, lambda: last(out) >= before + more, every=0.02)
+        if kind == "call":
+            noted = self.calls.stat().st_size + draw.randint(1, 60)  # a step has 18 to 26
+            self._until(life, lambda: self.calls.stat().st_size >= noted)
         if kind == "save":
             self._until(life, lambda: any(step >= before + more for step in aside(out)))
-        until = time.monotonic() + share * (took[kind] if kind != "save" else 0.9 * took["save"])
+        most = {"save": 0.9 * took["save"], "call": 0.03}
+        until = time.monotonic() + share * most.get(kind, took.get(kind, 0.0))
         begun = before if kind == "start" else math.inf  # it may start sooner than the first run did
         self._until(life, lambda: time.monotonic() >= until or last(out) > begun, every=0.005)
         if life.poll() is not None:
@@ -249,6 +285,7 @@ class Trial:
         made = {"n": n, "kind": kind, "whom": whom if victims else "all", "run": out.name, "row": last(out)}
         made["in_save"] = self._in_save(out) if half is None else half
         made["faults"] = [f"left: {left}"] * bool(left) + (self._differs(out) if killed else [])
+        made["in_call"] = kind != "start" and any(None in of for of in told(out, "*.jsonl").values())
         found = reader.steps(out / "checkpoints")
         made["saved"] = found[-1] if found else 0
         self.state["kills"].append(made)
@@ -305,10 +342,13 @@ class Trial:
         """How the rows and the newest checkpoint of a run differ from those of the one never killed."""
         faults = []
         for name in ("metrics.jsonl", "heldout.jsonl"):
-            mine, whole = learned(out / name), learned(self.whole / name)
+            mine, whole = self._learned(out / name), self._learned(self.whole / name)
             for row, other in zip(mine, whole, strict=False):
                 keys = [k for k in row.keys() | other.keys() if row.get(k) != other.get(k)]
                 faults += [f"{name}, step {row['step']}: {', '.join(sorted(keys)[:4])} differ"] * bool(keys)
+        mine, whole = told(out), told(self.whole)
+        faults += [f"{key}: told {n} times" for key in mine if (n := len([*filter(None, mine[key])])) > 1]
+        faults += [f"{key}: told otherwise" for key in mine if not {*filter(None, mine[key])} <= {*whole.get(key, ())}]
         found, skipped = reader.load_latest(out / "checkpoints")
         faults += skipped
         if found is not None:
@@ -318,9 +358,17 @@ class Trial:
             faults += [f"{found.directory.name}: {', '.join(sorted(names))} differ"] * bool(names)
         return faults
 
+    def _learned(self, file: Path) -> list[dict[str, Any]]:
+        """Rows without times, bytes and figures of the machine. The last bits of the log-probs that an episode was
+        sampled with depend on the episodes beside it."""
+        left_out = (*NOT_LEARNED, *(["mismatch/"] if self.plays else []))
+        return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in read(file)]
+
     def _compared(self, out: Path, rows: int) -> dict[str, Any]:
         """What became of a run that has ended."""
         faults = self._differs(out)
+        if told(out).keys() != told(self.whole).keys():
+            faults.append("other calls were answered")
         for name in ("metrics.jsonl", "heldout.jsonl"):
             if (mine := len(read(out / name))) != (theirs := len(read(self.whole / name))):
                 faults.append(f"{name}: {mine} rows, not {theirs}")
@@ -340,7 +388,8 @@ class Trial:
         kinds, whom = Counter(k["kind"] for k in kills), Counter(k["whom"] for k in kills)
         exact = sum(not run["faults"] for run in runs)
         return (
-            f"{len(kills)} kills ({dict(kinds)}; of {dict(whom)}), {sum(k['in_save'] for k in kills)} in a save; "
+            f"{len(kills)} kills ({dict(kinds)}; of {dict(whom)}), {sum(k['in_save'] for k in kills)} in a save, "
+            f"{sum(k['in_call'] for k in kills)} in a call; "
             f"{exact} of {len(runs)} runs ended with the rows and tensors of the run never killed; "
             f"{sum(bool(k['faults']) for k in kills)} kills left something wrong"
         )
@@ -374,9 +423,19 @@ def last(out: Path) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def learned(file: Path) -> list[dict[str, Any]]:
-    """Rows without times, bytes and figures of the machine."""
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_LEARNED)} for row in read(file)]
+def told(out: Path, files: str = "0*.jsonl") -> dict[str, list[str | None]]:
+    """What an environment answered to each call of training, in JSON: None where it was only asked. A class that has
+    lost its state is called again for what is answered already; that is no answer."""
+    found: dict[str, list[str | None]] = {}
+    for file in sorted((out / "episodes").glob(files)):
+        for row in read(file):
+            key = " ".join(str(row[name]) for name in ("slot", "attempt", "sample", "turn", "after"))
+            answers = found.setdefault(f"{file.name} {key}", [])
+            if "asked" not in row:
+                answers[:] = [*filter(None, answers), json.dumps(row["told"])]
+            elif not answers:
+                answers.append(None)
+    return found
 
 
 def tensors_of(directory: Path) -> dict[str, str]:

@@ -26,7 +26,8 @@ from mmrl.episodes.pool import Pool
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
 from mmrl.errors import UserError
 from mmrl.judge.rubric import Rubric
-from mmrl.planner.plan import plan
+from mmrl.planner.plan import measured_episodes, plan
+from mmrl.simulator.trace_from_run import read_run
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -288,6 +289,50 @@ def test_mistakes_are_refused_in_the_plan(tools, changes, words):
     except UserError as error:
         said = str(error)
     assert all(word in said for word in words), said
+
+
+SLEEPS = """
+import time
+from mmrl.episodes.contract import Observation
+
+class Sleeps:
+    def reset(self, prompt, seed):
+        self.turn = 0
+    def step(self, action):
+        time.sleep(0.1)
+        self.turn += 1
+        return Observation("one two three", reward=len(action.text), done=self.turn == 3)
+"""
+
+
+def test_a_plan_predicts_the_calls_and_told_tokens_that_a_run_measured(tmp_path):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    given = f"environment={{name: '{tmp_path}/sleeps.py:Sleeps', max_turns: 3, max_tokens: 90, workers: 2}}"
+    changes = [*SMALL, given, "sampling.batch_size=4", "eval.every=null"]
+    mmrl.train("sums", changes=changes, rewards=["environment"], out=tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["time/environment"] >= 0.3
+        assert row["episode/told_tokens"] > 0
+    loaded = load_recipe(["sums"], [*changes, "rewards=[{name: environment}]"])
+    blind, found = plan(loaded), plan(loaded, episodes=measured_episodes(tmp_path / "run"))
+    assert "environment" not in blind.time.seconds
+    assert "calls of the environment (--trace RUN has them)" in blind.time.basis
+    seconds = sum(row["time/environment"] for row in rows) / 2
+    # two micro-batches of four episodes, and two calls at the same time
+    assert found.time.seconds["environment"] == pytest.approx(2 * seconds * 4 / 2)
+    assert all(row["time/sample"] >= 2 * 0.3 * 4 / 2 for row in rows)
+    told = sum(row["episode/told_tokens"] for row in rows) / 2
+    share = told / (told + sum(row["text/length"] for row in rows) / 2)
+    per_token = blind.time.seconds["sample"] / found.time.seconds["sample"]
+    assert 1 <= per_token <= 1 / (1 - share)
+    sampled = [batch.sampling for work in read_run(tmp_path / "run").trace.steps for batch in work.shares[0][0]]
+    assert all(seconds >= 0.3 * 4 / 2 for seconds in sampled)
+
+
+def test_a_trace_without_an_environment_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no step with an environment"):
+        measured_episodes(tmp_path)
 
 
 def test_a_reward_of_pieces_is_refused_before_the_model_is_loaded():

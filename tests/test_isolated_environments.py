@@ -15,6 +15,7 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
+from mmrl.episodes import loading
 from mmrl.episodes.contract import Action
 from mmrl.episodes.environment import told_of
 from mmrl.episodes.isolated import Isolated, end
@@ -151,10 +152,73 @@ def test_what_one_call_does_ends_its_episode_alone(worlds, how, words):
         assert gone((worlds / "pid").read_text().split())
 
 
+TRIED = '''
+import os, signal, time
+
+class Tried:
+    """Does what ``how`` says when it is made (``where`` is made) or closed, also where no episode has begun."""
+    def __init__(self, where, how):
+        self.where, self.how, self.tools = where, how, [look]
+        self.does("made")
+    def does(self, where):
+        if where == self.where:
+            {"exit": lambda: os._exit(0), "raise": lambda: 1 / 0, "stop": lambda: exit(3),
+             "hang": lambda: time.sleep(600), "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV)}[self.how]()
+    def reset(self, prompt, seed):
+        return "begin"
+    def step(self, action):
+        return None
+    def close(self):
+        self.does("closed")
+
+def look(where: str) -> str:
+    """Look.
+
+    Args:
+        where: there
+    """
+    return where
+'''
+
+
+def tried(tmp_path, where, how, timeout):
+    (tmp_path / "tried.py").write_text(TRIED)
+    options = {"where": where, "how": how}
+    return opened(Section(name=f"{tmp_path}/tried.py:Tried", options=options, isolate=True, timeout=timeout))
+
+
+@pytest.mark.parametrize(
+    "how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop", "hang", "crash"))]
+)
+def test_one_that_cannot_be_closed_without_an_episode_ends_nothing(tmp_path, how):
+    factory = tried(tmp_path, "closed", how, 1 if how == "hang" else 60)
+    assert (factory.closes, factory.stateless, factory.pictures) == (True, False, False)
+    assert [schema["function"]["name"] for schema in factory.schemas] == ["look"]
+    world = factory.make()
+    assert told_of(returned_by(partial(world.reset, Prompt("p", "hi"), 1)))[0][0].content == "begin"
+    end(world)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        pytest.param("exit", "its process ended with status 0; mend its file", marks=pytest.mark.slow),
+        ("raise", r"environment\.options: .* cannot be made with them: ZeroDivisionError"),
+        pytest.param("stop", "SystemExit: 3; mend its file", marks=pytest.mark.slow),
+        pytest.param("hang", r"did not return within 2 s .*; mend its file", marks=pytest.mark.slow),
+        ("crash", "its process ended by SIGSEGV; mend its file"),
+    ],
+)
+def test_one_that_cannot_be_made_is_refused_and_ends_nothing(tmp_path, monkeypatch, how, words):
+    monkeypatch.setattr(loading, "_MADE", 2.0 if how == "hang" else 120.0)
+    with pytest.raises(mmrl.UserError, match=words):
+        tried(tmp_path, "made", how, 1)
+
+
 def test_answers_come_as_from_threads(worlds):
     settings = Section(name=f"{worlds}/worlds.py:Shows")
     prompt = Prompt("p", "hi", {"answer": [1, None, "é"]})
-    apart, here = Isolated(settings, stateless=False).make(), opened(settings).make()
+    apart, here = Isolated(settings).make(), opened(settings).make()
     found, wanted = (told_of(returned_by(partial(world.reset, prompt, 2**62))) for world in (apart, here))
     assert found == wanted
     action = Action("é\u2028", tokens=(1, 2))
@@ -210,9 +274,10 @@ def test_functions_share_processes_and_are_never_called_twice(tmp_path, monkeypa
 PARENT = """
 import sys
 from mmrl.config.environment import Environment
+from mmrl.episodes import loading
 from mmrl.episodes.contract import Action
 from mmrl.episodes.isolated import Isolated
-world = Isolated(Environment(name=sys.argv[1], options={"how": "hang", "folder": sys.argv[2]}), stateless=False).make()
+world = Isolated(Environment(name=sys.argv[1], options={"how": "hang", "folder": sys.argv[2]})).make()
 world.step(Action("x"))
 """
 
@@ -255,5 +320,5 @@ def test_a_file_that_cannot_be_imported_again_is_named(tmp_path):
     settings = Section(name=f"{file}:Store", isolate=True)
     factory = opened(settings)
     with pytest.raises(mmrl.UserError, match=r"FileExistsError.*set environment\.isolate to false"):
-        Isolated(settings, stateless=factory.stateless).make()
+        Isolated(settings).make()
     assert factory.make()

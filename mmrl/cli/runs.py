@@ -154,6 +154,9 @@ def plan(
         ),
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many of it there are.", show_default="enough")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Use what this run measured of its environment.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the memory and the work of a recipe; exit 1 if it does not fit.
@@ -167,12 +170,12 @@ def plan(
     meant = gpu_of(gpu) if gpu else None
     if as_json:
         with json_alone() as write:
-            planned = _planned(recipe, changes or (), meant, gpus)
+            planned = _planned(recipe, changes or (), meant, gpus, trace)
             from mmrl.planner.plan_json import as_json as plain
 
             write(plain(planned))
     else:
-        planned = _planned(recipe, changes or (), meant, gpus)
+        planned = _planned(recipe, changes or (), meant, gpus, trace)
         from mmrl.planner.render import render
 
         render(planned, console())
@@ -180,12 +183,13 @@ def plan(
         raise typer.Exit(1)
 
 
-def _planned(recipe: str, changes: Sequence[str], gpu: Gpu | None, gpus: int | None) -> Plan:
+def _planned(recipe: str, changes: Sequence[str], gpu: Gpu | None, gpus: int | None, trace: Path | None) -> Plan:
     with rarely_collected():
         loaded = read_recipe(recipe, changes, gpu=gpu)
+        from mmrl.planner.plan import measured_episodes
         from mmrl.planner.plan import plan as make
 
-        return make(loaded, gpu=gpu, gpus=gpus)
+        return make(loaded, gpu=gpu, gpus=gpus, episodes=None if trace is None else measured_episodes(trace))
 
 
 def evaluate(

@@ -26,6 +26,10 @@ CONCURRENCY = 16
 """Requests at once of a judge whose recipe does not say; a test compares it with the judge's."""
 
 
+_NO_CALLS = (
+    "note: calls of the environment take no time here; --trace RUN has them, in the sampling that waits for them"
+)
+
 MadeUp = Literal["steady", "judge-heavy", "drifting", "shifting", "tailed"]
 """The loads of ``mmrl.simulator.trace.LOADS`` (a test compares them)."""
 
@@ -83,6 +87,8 @@ def simulate(
             write(_json(loaded.recipe.name, work, cluster, found))
     else:
         _show(loaded.recipe, work, cluster, found)
+        if own is None and loaded.recipe.environment is not None:
+            console().print(_NO_CALLS, markup=False, highlight=False, soft_wrap=True)
 
 
 def shape(recipe: Recipe, devices: int | None) -> Cluster:

@@ -371,6 +371,12 @@ class Recipe(Section):
         return self.decoding.max_new_tokens if self.environment is None else self.environment.max_tokens
 
     @property
+    def written_tokens(self) -> int:
+        """Text: the most tokens behind a prompt that the policy writes; an environment tells the others."""
+        turns = 1 if self.environment is None else self.environment.max_turns
+        return min(self.response_tokens, turns * self.decoding.max_new_tokens)
+
+    @property
     def begun_per_prompt(self) -> int:
         """Samples of a prompt that are begun; train.group_size of them are finished."""
         return self.train.group_size if self.midway is None else self.midway.group_size

@@ -16,7 +16,7 @@ from mmrl.episodes.closing import closed
 from mmrl.episodes.contract import Action, Call, Observation
 from mmrl.episodes.environment import Environment, observations
 from mmrl.episodes.isolated import Isolated
-from mmrl.episodes.loading import Factory, factory_of
+from mmrl.episodes.loading import Factory, opened
 from mmrl.episodes.pool import Pool
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
@@ -88,7 +88,7 @@ class Case:
 def case_of(name: str, options: JsonObject, *, isolate: bool = False) -> Case:
     """``isolate``: as in a recipe. Raises ``UserError`` where it cannot be found, or made with ``options``."""
     section = Section(name=name, options=dict(options), isolate=isolate)
-    return Case(section, factory_of(section))
+    return Case(section, opened(section))
 
 
 def _call(schema: JsonObject) -> Call:
@@ -126,7 +126,7 @@ def another_process_answers_equally(case: Case) -> str:
     if case.factory.stateless:
         raise CannotRun("functions are asked once for a turn, and what they answered is kept")
     try:
-        make = Isolated(case.section, stateless=False).make
+        make = Isolated(case.section).make
         make()
         other = replace(case, factory=replace(case.factory, make=make))
         played = [other.played(seed, 0) for seed in SEEDS]

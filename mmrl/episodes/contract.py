@@ -94,13 +94,15 @@ class Episode:
     """What happened, for rewards and reports. ``reward``: the sum of the observations' and, of tools with a method
     ``get_reward``, of that. ``end``: why it is over: ``answer`` (a turn without a call), ``done``, ``turns`` or
     ``tokens`` (the limits of the recipe), or ``failed``, with ``failure`` saying why; such a sample has no reward.
-    ``unclosed``: why its environment could not be closed; that changes nothing else."""
+    ``unclosed``: why its environment could not be closed; that changes nothing else. ``seconds``: of the calls of its
+    environment together, without those that a journal answered."""
 
     turns: tuple[Exchange, ...] = ()
     reward: float = 0.0
     end: Literal["answer", "done", "turns", "tokens", "failed"] = "answer"
     failure: str = ""
     unclosed: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def answer(self) -> str:
@@ -138,4 +140,5 @@ def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
         "episode/reward": sum(one.reward for one in played) / n,
         "episode/failed": sum(one.end == "failed" for one in played) / n,
         "episode/unclosed": sum(bool(one.unclosed) for one in played) / n,
+        "time/environment": sum(one.seconds for one in played) / n,
     }

@@ -41,22 +41,25 @@ class _Process:
 
 
 class Isolated:
-    """Final class. The processes of the environment that ``settings`` names; ``stateless``: it is of functions alone.
-    They end with it, with this process, and where it is killed."""
+    """Final class. The processes of the environment that ``settings`` names. They end with it, with this process, and
+    where it is killed."""
 
-    def __init__(self, settings: environment.Environment, *, stateless: bool) -> None:
-        self.stateless, self._settings = stateless, settings
+    stateless = False
+    """Whether the environment is of functions alone."""
+
+    def __init__(self, settings: environment.Environment) -> None:
+        self._settings = settings
         self._lock = threading.Lock()
         self._keeper: ScriptProcess | None = None
         self._free: list[_Process] = []
 
-    def make(self) -> Environment:
+    def make(self) -> Apart:
         """An environment whose process is there with its first call. Raises ``UserError`` where the file cannot be
         imported there."""
         with self._lock:
             if self._keeper is None or self._keeper.process.poll() is not None:
                 self._open()
-        return _Apart(self)
+        return Apart(self)
 
     def _open(self) -> None:
         self._free.clear()
@@ -112,7 +115,7 @@ class Isolated:
                 return "with the one that started it"
 
 
-class _Apart:
+class Apart:
     """Final class, an ``Environment`` whose calls are made in a process of ``of``; they wait until ``end``, and return
     what is told as a ``Returned``."""
 
@@ -125,6 +128,10 @@ class _Apart:
 
     def step(self, action: Action) -> Any:
         return self._called("step", action)
+
+    def about(self) -> Returned:
+        """What is to be known before episodes begin, in the ``info`` of an observation (``loading.about``)."""
+        return self._called("about")
 
     def close(self) -> Returned | None:
         """Close the environment, unless its process is gone, or within a call."""
@@ -160,7 +167,7 @@ class _Apart:
 
 def end(world: Environment) -> None:
     """The episode of ``world`` is over: its process, where it has one, ends."""
-    if isinstance(world, _Apart):
+    if isinstance(world, Apart):
         world.end()
 
 

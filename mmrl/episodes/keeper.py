@@ -25,11 +25,13 @@ from typing import Any
 
 from mmrl.config.environment import Environment as Section
 from mmrl.episodes.closing import close
+from mmrl.episodes.contract import Observation
 from mmrl.episodes.environment import Environment, told_of
 from mmrl.episodes.isolated import MOST
 from mmrl.episodes.journal import outcome
-from mmrl.episodes.loading import maker
+from mmrl.episodes.loading import about, maker
 from mmrl.episodes.pool import returned_by
+from mmrl.errors import UserError
 from mmrl.user_code import describe
 
 _PR_SET_PDEATHSIG = 1
@@ -101,6 +103,12 @@ def _serve(pipe: Connection, make: Callable[[], Environment]) -> None:
         nonlocal world
         if method == "close":
             return None if world is None else close(world)
+        if method == "about":
+            try:
+                world = make()
+                return Observation(info=about(world))
+            except UserError as error:
+                return Observation(info={"refused": str(error)})
         world = make() if world is None else world
         return getattr(world, method)(*arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,10 +16,14 @@ from mmrl.config.drop_ins import DEFAULT
 from mmrl.episodes.closing import closed, closer_of
 from mmrl.episodes.environment import Environment
 from mmrl.episodes.isolated import Isolated
+from mmrl.episodes.pool import Pool
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.user_code import describe
+
+_MADE = 120.0
+"""Seconds in which an environment must be made at least, and its tools described: libraries are imported."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +40,48 @@ class Factory:
 
 
 def opened(settings: environment.Environment) -> Factory:
-    """The environment of a recipe. Makes one to try, and closes it. Raises ``UserError`` where it cannot be made, or a
-    tool has no schema."""
+    """The environment of a recipe; each is made in a process of its own where the recipe says so. Makes one to try, and
+    closes it. Raises ``UserError`` where it cannot be made, or a tool has no schema."""
+    if settings.isolate:
+        return _apart(settings)
     make = maker(settings)
     first = make()
-    tools = getattr(first, "tools", ())
-    pictures = getattr(first, "pictures", False) is True or any(map(_returns_picture, tools))
-    stateless, closes = isinstance(first, Toolbox) and first.stateless, closer_of(first) is not None
     try:
-        return Factory(make, schemas_of(tools), pictures, stateless, closes)
+        return Factory(make, **about(first))
     finally:
         closed(first, settings.timeout)
 
 
-def factory_of(settings: environment.Environment) -> Factory:
-    """As ``opened``; each environment is made in a process of its own where the recipe says so."""
-    factory = opened(settings)
-    if not settings.isolate:
-        return factory
-    return replace(factory, make=Isolated(settings, stateless=factory.stateless).make)
+def about(world: Environment) -> dict[str, Any]:
+    """The fields of ``Factory`` that an environment says. Raises ``UserError``."""
+    tools = getattr(world, "tools", ())
+    return {
+        "schemas": schemas_of(tools),
+        "pictures": getattr(world, "pictures", False) is True or any(map(_returns_picture, tools)),
+        "stateless": isinstance(world, Toolbox) and world.stateless,
+        "closes": closer_of(world) is not None,
+    }
+
+
+def _apart(settings: environment.Environment) -> Factory:
+    """Nothing of it is made in this process, not even the one to try."""
+    processes = Isolated(settings)
+    first = processes.make()
+    pool: Pool[str] = Pool(1, max(_MADE, settings.timeout))
+    pool.submit("about", first.about)
+    try:
+        ((_, returned),) = pool.ready(wait=True)
+    finally:
+        closed(first, settings.timeout)
+    if returned.error:
+        raise UserError(
+            f"environment.name: {settings.name} cannot be made in a process of its own: {returned.error}; mend its file"
+        )
+    said: dict[str, Any] = dict(returned.value[0].info)
+    if "refused" in said:
+        raise UserError(said["refused"])
+    processes.stateless = said["stateless"]
+    return Factory(processes.make, **said)
 
 
 def maker(settings: environment.Environment) -> Callable[[], Any]:

@@ -105,6 +105,7 @@ class Played:
     seen: int = field(default=-1, init=False)
     closing: bool = field(default=False, init=False)
     unclosed: str = field(default="", init=False)
+    seconds: float = field(default=0.0, init=False)
 
     def wrote(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Append a turn of the policy."""
@@ -134,7 +135,7 @@ class Played:
     @property
     def episode(self) -> Episode:
         reward = sum(observation.reward for turn in self.turns for observation in turn.told)
-        return Episode(tuple(self.turns), reward, self.end or "answer", self.failure, self.unclosed)
+        return Episode(tuple(self.turns), reward, self.end or "answer", self.failure, self.unclosed, self.seconds)
 
     @property
     def cut(self) -> bool:
@@ -241,7 +242,7 @@ class _Stage:
 
     def _returned(self, one: Played, returned: Returned) -> None:
         told, why = told_of(returned)
-        one.seen = one.calling
+        one.seen, one.seconds = one.calling, one.seconds + returned.seconds
         if one.seen < len(one.turns):  # the journal has its answer
             if one.seen and (why or told != one.turns[one.seen - 1].told):
                 why = "called again after the run was ended, it answers otherwise; make it depend on its seed alone"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from mmrl.user_code import describe
@@ -19,10 +19,11 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned, or why it failed."""
+    """What a call returned, or why it failed, and the ``seconds`` that it took in a ``Pool``."""
 
     value: Any
     error: str
+    seconds: float = field(default=0.0, compare=False)
 
 
 class Pool(Generic[K]):
@@ -68,7 +69,7 @@ class Pool(Generic[K]):
         why = f"the call did not return within {self._timeout:g} s (environment.timeout)"
         for key in late:
             del self._under_way[key]
-        return [(key, Returned(None, why)) for key in late]
+        return [(key, Returned(None, why, self._timeout)) for key in late]
 
     def _start(self) -> None:
         while self._waiting and len(self._under_way) < self._workers:
@@ -77,7 +78,8 @@ class Pool(Generic[K]):
             threading.Thread(target=self._run, args=(key, began, call), daemon=True).start()
 
     def _run(self, key: K, began: float, call: Callable[[], Any]) -> None:
-        self._returned.put((key, began, returned_by(call)))
+        returned = returned_by(call)
+        self._returned.put((key, began, replace(returned, seconds=time.monotonic() - began)))
 
 
 def returned_by(call: Callable[[], Any]) -> Returned:

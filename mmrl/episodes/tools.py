@@ -81,6 +81,8 @@ def of_class(made: Any) -> Toolbox:
 
 def schemas_of(tools: Sequence[Tool]) -> list[JsonObject]:
     """The JSON schema of each tool. Raises ``UserError`` for a tool that has none."""
+    if not tools:
+        return []
     from transformers.utils.chat_template_utils import get_json_schema
 
     found = []

@@ -16,7 +16,7 @@ from mmrl.episodes.closing import closed
 from mmrl.episodes.contract import Observation
 from mmrl.episodes.environment import told_of
 from mmrl.episodes.journal import GROUP, Journal
-from mmrl.episodes.loading import factory_of
+from mmrl.episodes.loading import opened
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.shown import content_of
@@ -40,7 +40,7 @@ class World:
     def __init__(self, recipe: Recipe, conditioner: Conditioner) -> None:
         assert recipe.environment is not None
         self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
-        self._factory = factory_of(recipe.environment)
+        self._factory = opened(recipe.environment)
         if self._factory.pictures and conditioner.no_pictures:
             raise UserError(
                 f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or take an "

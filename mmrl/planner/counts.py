@@ -122,7 +122,7 @@ def _begun(chunk: range, size: int) -> int:
 
 def forwards_of_a_sample(recipe: Recipe) -> int:
     """Denoising steps, or the most tokens: the prompt's forward gives the first one."""
-    return recipe.response_tokens if recipe.sampling.type == "text" else recipe.denoising.steps
+    return recipe.written_tokens if recipe.sampling.type == "text" else recipe.denoising.steps
 
 
 def with_steps(recipe: Recipe, n: int | Literal["auto"]) -> Recipe:

@@ -56,6 +56,16 @@ _TRAINING = ("prepare", "train", "optimizer")
 
 
 @dataclass(frozen=True)
+class Episodes:
+    """What a run measured of an episode, in the mean: the ``seconds`` of its environment's calls, and the share of the
+    tokens behind its prompt that were ``told``. ``run``: which one."""
+
+    seconds: float
+    told: float
+    run: str
+
+
+@dataclass(frozen=True)
 class Step:
     """The work of a controller's devices: ``samplers`` of them, or of its engines, sample, ``models`` slices are
     computed at once, and the device with the largest judges reads ``judged`` bytes of weights."""
@@ -74,6 +84,7 @@ class Step:
     """The judges whose operators are known, and how many of its batches each answers."""
     encoding: float = 0.0
     """Seconds of this machine's processor to encode a prompt, beside its operators."""
+    episodes: Episodes | None = None
 
 
 def estimated(step: Step, rates: Rates, description: Description, objective: Objective) -> Estimate | None:
@@ -89,6 +100,7 @@ def estimated(step: Step, rates: Rates, description: Description, objective: Obj
     found = {"encode": lasts(o.encode, c.prompts) + c.prompts * step.encoding}
     if c.micro_batches and recipe.sampling.type == "text":
         found["sample"] = _tokens(step, description, rates)
+        found["environment"] = _calls(step)
     elif c.micro_batches:
         turns = c.samples / c.batch if step.samplers == 1 else ceil(c.micro_batches / step.samplers)
         computed = c.sample_steps / (c.samples * recipe.denoising.steps)
@@ -108,7 +120,7 @@ def estimated(step: Step, rates: Rates, description: Description, objective: Obj
         recipe.placement.apart,
         rates.spread,
         rates.calibrated,
-        basis(rates),
+        basis(rates, step),
     )
 
 
@@ -129,17 +141,33 @@ def _prepared(objective: Objective, updates: int) -> frozenset[str]:
     return prepared_by(objective) | (frozenset({"log_probs"}) if moves else frozenset())
 
 
+def _calls(step: Step) -> float:
+    """Seconds of the environment's calls, with as many at the same time as may be, if nothing is sampled beside them;
+    0 where no run has measured them."""
+    section, mine = step.recipe.environment, ceil(step.counts.samples / step.samplers)
+    if section is None or step.episodes is None:
+        return 0.0
+    together = min(step.counts.batch, mine)
+    return mine / together * step.episodes.seconds * max(1.0, together / section.workers)
+
+
 def _tokens(step: Step, description: Description, rates: Rates) -> float:
     """Seconds of sampling a step's responses, of which one of each batch has the greatest length: a batch ends with its
     longest. Of the pipeline's own sampling the operators are counted; an engine takes for every token the operations of
-    the active rows, or reading the weights and the rows' caches, whichever takes longer. Its devices divide both."""
+    the active rows, or reading the weights and the rows' caches, whichever takes longer. Its devices divide both. What
+    an environment tells is not written token by token: an engine computes it as a prompt, with what it kept of the
+    turns before, and the pipeline's own sampling begins each turn with all that is before it."""
     c, o, recipe = step.counts, step.operations, step.recipe
-    mine, new = ceil(c.samples / step.samplers), recipe.response_tokens
+    mine, new = ceil(c.samples / step.samplers), recipe.written_tokens
+    if step.episodes is not None:
+        new = max(1, min(new, round(recipe.response_tokens * (1 - step.episodes.told))))
+    each = seconds(o.forward, rates) / (c.slice_rows * c.row_tokens)
     if o.token:
         whole = seconds(o.sample, rates) + max(0, new - 2) * seconds(o.token, rates) + new * rates.token
-        return mine / min(c.batch, mine) * whole
+        further = 0 if recipe.environment is None else recipe.environment.max_turns - 1
+        again = mine * further * (c.row_tokens - recipe.response_tokens / 2) * each
+        return mine / min(c.batch, mine) * whole + again
     rows = min(_AT_ONCE, mine)
-    each = seconds(o.forward, rates) / (c.slice_rows * c.row_tokens)
     module = next(one.module for one in description.components if one.role == "policy")
     width = {"float32": 4}.get(recipe.model.dtype, 2)
     weights = width * sum(p.numel() for p in module.parameters())
@@ -148,10 +176,15 @@ def _tokens(step: Step, description: Description, rates: Rates) -> float:
     return alone / of_engine(recipe)
 
 
-def basis(rates: Rates) -> str:
+def basis(rates: Rates, step: Step) -> str:
     """What an estimate rests on; it is printed with it."""
+    known = calls = ""
+    if step.episodes is not None:
+        known = f"The calls of the environment and the tokens it tells are those of {step.episodes.run}. "
+    elif step.recipe.environment is not None:
+        calls = "calls of the environment (--trace RUN has them), "
     how = f"by what mmrl doctor --calibrate measured on {rates.name}" if rates.calibrated else f"by {rates.name}"
     return (
         f"Every operator is counted: its operations, its bytes and its start, {how}. Responses have their greatest "
-        "length. Not counted: loading, evaluation, rewards without a known time, traffic between GPUs."
+        f"length. {known}Not counted: loading, evaluation, {calls}rewards without a known time, traffic between GPUs."
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -40,7 +41,7 @@ from mmrl.planner import buckets, calibration_file
 from mmrl.planner.calibration_file import key_of
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, servers_of, sleeps
-from mmrl.planner.estimate import Estimate, Step, estimated
+from mmrl.planner.estimate import Episodes, Estimate, Step, estimated
 from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.gpus import Gpu, cpu, like
 from mmrl.planner.judge_work import Answering, answering, sample_like
@@ -52,6 +53,7 @@ from mmrl.planner.prompt_check import lacking_truths, unread_messages, unreadabl
 from mmrl.planner.rates import Assumed, Calibrated, Rates
 from mmrl.planner.steps_per_forward import settle
 from mmrl.planner.unread import unread
+from mmrl.report.metrics import read_numbers
 from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check
 from mmrl.text.pipeline import LanguagePipeline
@@ -59,19 +61,24 @@ from mmrl.trajectory import Prompt
 
 
 def plan(
-    loaded: LoadedRecipe, device_memory: int | None = None, gpu: Gpu | None = None, gpus: int | None = None
+    loaded: LoadedRecipe,
+    device_memory: int | None = None,
+    gpu: Gpu | None = None,
+    gpus: int | None = None,
+    episodes: Episodes | None = None,
 ) -> Plan:
     """Resolve a recipe on the meta device. Loads no weight; all errors are collected in ``problems``.
 
     ``device_memory`` in bytes replaces that of the device, to plan for a different machine; ``gpu`` replaces the whole
-    device (the device is then cuda), and ``gpus`` is the number of such GPUs.
+    device (the device is then cuda), and ``gpus`` is the number of such GPUs. ``episodes``: what a run
+    measured of its environment.
     """
 
     if gpu is not None:
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
     recipe = loaded.recipe
     device, memory = ("cuda", gpu.memory) if gpu else _device(recipe.device)
-    made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus)
+    made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus, episodes=episodes)
     made.notes += _about_dtype(made, loaded.chose_dtype)
     has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
     made.problems += performance.refusals(recipe, has)
@@ -134,6 +141,18 @@ def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
     return replace(one, recipe=planned.recipe)
 
 
+def measured_episodes(run: Path) -> Episodes:
+    """What the steps of a run measured of its environment. Raises ``UserError`` where they did not."""
+    rows = [row for row in read_numbers(run / "metrics.jsonl") if row.get("time/environment") is not None]
+    if not rows:
+        raise UserError(f"--trace: {run} has no step with an environment; name the directory of a run that has one")
+    seconds, told, wrote = (
+        statistics.mean(row.get(name) or 0.0 for row in rows)
+        for name in ("time/environment", "episode/told_tokens", "text/length")
+    )
+    return Episodes(seconds, told / max(1.0, told + wrote), str(run))
+
+
 def _time(
     made: Plan, description: Description, objective: Objective, prompts: Sequence[Sequence[Prompt]]
 ) -> Estimate | None:
@@ -148,7 +167,7 @@ def _time(
     judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked if one.label not in known)
     answers = [(found, ceil(c.samples / found.rows / split.judging)) for found in known.values()]
     step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
-    step = replace(step, answering=answers, encoding=made.encoding if made.gpu is None else 0.0)
+    step = replace(step, answering=answers, encoding=made.encoding if made.gpu is None else 0.0, episodes=made.episodes)
     return estimated(step, rates, description, objective)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mmrl.config.schema import Recipe
 from mmrl.planner.counts import Counts
-from mmrl.planner.estimate import Estimate
+from mmrl.planner.estimate import Episodes, Estimate
 from mmrl.planner.gpus import Gpu
 from mmrl.planner.judges import Asked
 from mmrl.planner.memory import Measured
@@ -70,6 +70,8 @@ class Plan:
     gpu: Gpu | None = None
     """A GPU to plan for, which need not be on this machine; ``gpus``: their number."""
     gpus: int | None = None
+    episodes: Episodes | None = None
+    """What a run measured of the environment; None where no run was named."""
     time: Estimate | None = None
     """The estimated time of a step on that GPU or on this machine's device."""
     encoding: float = 0.0

@@ -19,6 +19,8 @@ from mmrl.secrets import hidden
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mmrl.config.schema import Recipe
+
 
 NOT_COUNTED = (
     "Every tensor is counted, attention as the flash kernel computes it. Not counted: workspaces of kernels, the "
@@ -124,7 +126,7 @@ def _arithmetic(plan: Plan) -> list[str]:
     twice, twice_loss = (" (twice that with guidance)" if guided else "" for guided in (m.guided, m.guided_loss))
     lines = [_step(plan)]
     if c.micro_batches:
-        each = f"up to {recipe.decoding.max_new_tokens} tokens" if text else f"{recipe.denoising.steps} denoising steps"
+        each = _drawn(recipe) if text else f"{recipe.denoising.steps} denoising steps"
         batches = f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice}"
         if own:
             lines.append(f"{batches}, {each} each, drawn by {recipe.rollout.engine_name}: it chooses its own forwards")
@@ -153,6 +155,16 @@ def _arithmetic(plan: Plan) -> list[str]:
         f"{steps * c.slices:,} backwards, {steps * c.optimizer_steps:,} optimizer steps (evaluation not counted)"
     )
     return lines
+
+
+def _drawn(recipe: Recipe) -> str:
+    """What is sampled of a response, or of an episode, at most."""
+    turn = f"up to {recipe.decoding.max_new_tokens} tokens"
+    if recipe.environment is None:
+        return turn
+    return (
+        f"up to {recipe.environment.max_turns} turns of {turn}, {recipe.environment.max_tokens} with what they are told"
+    )
 
 
 def _pruned(plan: Plan) -> str:

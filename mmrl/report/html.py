@@ -201,7 +201,10 @@ def _training_charts(run: RecordedRun) -> list[Markup]:
 
 
 def _phases(rows: Iterable[Row]) -> set[str]:
-    return {key.removeprefix("time/") for row in rows for key in row if key.startswith("time/")} - {"step"}
+    return {key.removeprefix("time/") for row in rows for key in row if key.startswith("time/")} - {
+        "step",
+        "environment",
+    }
 
 
 def _reward_table(run: RecordedRun, samples: Samples) -> list[dict[str, Any]]:

@@ -69,6 +69,8 @@ METRICS: dict[str, str] = {
     "episode/reward": "The environment's own reward of an episode, mean.",
     "episode/failed": "Fraction of episodes whose environment failed; they are not trained on.",
     "episode/unclosed": "Fraction of episodes whose environment could not be closed; they are trained on.",
+    "time/environment": "Seconds that the calls of an episode's environment took together, mean.",
+    "episode/told_tokens": "Tokens behind the prompt that the environment told in an episode, mean.",
     "sampling/rounds": "Dynamic sampling: rounds of sampling in the step. Partial rollout: of cut_after tokens each.",
     "sampling/groups": "Dynamic sampling: groups sampled in the step, including replaced ones.",
     "sampling/ahead_unused": "Dynamic sampling: groups sampled ahead and not used, since an earlier attempt was kept.",

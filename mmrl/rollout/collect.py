@@ -326,8 +326,10 @@ def reward_metrics(
 def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
     """Mean length of the responses in tokens, and the share that was cut at the length limit."""
     cut = truncated_rows(batch)
-    played = [texts.episodes[i] for m, i in batch.places if (texts := batch.texts[m]).episodes is not None]
-    episodes = of_episodes(played) if played else {}
+    places = [(texts, i) for m, i in batch.places if (texts := batch.texts[m]).episodes is not None]
+    told = sum(texts.responses[i] - texts.written[i] for texts, i in places)
+    played = [texts.episodes[i] for texts, i in places if texts.episodes is not None]
+    episodes = {**of_episodes(played), "episode/told_tokens": told / len(places)} if places else {}
     return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut), **episodes}
 
 
