@@ -23,12 +23,12 @@ from mmrl.datasets.record_media import arranged
 from mmrl.datasets.records import checked
 from mmrl.errors import BadPromptError, UserError
 from mmrl.export import new_directory, refuse_taken
-from mmrl.json_types import JsonObject
+from mmrl.json_types import JsonObject, as_list
 from mmrl.media import KINDS, BadMediaError, Media, open_clip, open_image
 from mmrl.report.clock import Clock
 from mmrl.report.grids import before_after, film_strip, grid, moving
 from mmrl.report.progress import Progress
-from mmrl.report.texts import cell
+from mmrl.report.texts import cell, kept_lines
 from mmrl.run import find_checkpoint, open_run, opened
 from mmrl.training.batch import chunks_of_a_size
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
@@ -170,6 +170,9 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
                 name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
                 told = _pictures(sample.episode.pictures if sample.episode else (), folder, name)
                 shown = {**shown, **{f"episode_{key}": files for key, files in told.items()}}
+                if sample.episode is not None:
+                    files = dict(enumerate(map(str, as_list(told.get("pictures", [])))))
+                    shown["turns"] = [*kept_lines(sample.episode.lines(files))]
                 rows.append({**of, "text": sample.transcript, "truncated": sample.truncated, **shown})
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(lines, encoding="utf-8")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import re
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +22,10 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
+from mmrl.episodes.contract import Action, Call, Episode, Exchange, Observation
 from mmrl.export import export
 from mmrl.judge.store import TRANSCRIPTS
+from mmrl.labels.items import items_of
 from mmrl.media import Media
 from mmrl.report.card import Usage, write_card
 from mmrl.report.html import write_report
@@ -33,6 +38,7 @@ from mmrl.runtime.start import train
 from mmrl.text.export import write
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests import tiny
+from tests.test_label_page import serving
 from tests.test_report import HOSTILE, Page
 
 allow_cpu_only()  # before anything imports torchvision
@@ -189,6 +195,85 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert not any(name.startswith("on") for _, a in page.tags for name in a)
     assert "<script>alert('x')</script>" in page.text
     assert "{{ 7 * 7 }}␀" in page.text
+
+
+def acted(n: int = 1) -> Episode:
+    """An episode whose every text is hostile, with ``n`` pictures, the second of which cannot be read."""
+    call, odd = Call("a", f"look{HOSTILE}", {"where": HOSTILE, "n": [1]}), Call("b", "", error=f"no JSON {HOSTILE}")
+    shown = [Media("image", data=png("red") if k != 1 else b"no picture") for k in range(n)]
+    told = Observation((f"seen {HOSTILE}", *shown), call_id="a")
+    turns = (Exchange(Action(f"I look {HOSTILE}", (call, odd)), (told, Observation(f"error {HOSTILE}", call_id="b"))),)
+    last = Exchange(Action("It is \ud800red", finish="length"))
+    return Episode((*turns, last), 1.0, "failed", f"no more {HOSTILE}")
+
+
+def episodes_of(path: Path) -> RunDir:
+    with RunDir.create(path) as run, MetricsLog(run.metrics) as metrics:
+        for step in (0, 4):
+            prompts = [Prompt(str(i), f"p{i}", media=(Media("image", data=png("blue")),)) for i in range(2)]
+            played = zip(samples(prompts, ["It is red", "x"]), (3, 12), strict=True)
+            kept = [replace(sample, episode=acted(n)) for sample, n in played]
+            write_texts(run, step, kept, [{"right": 0.1}, {"right": 0.2}])
+        metrics.write(4, {"reward/mean": 0.5})
+    return run
+
+
+def test_an_episode_is_shown_by_turns(tmp_path):
+    html, page = page_of(episodes_of(tmp_path / "run"))
+    (lines, _), *_ = re.findall(r'<ol class="turns">(.*?)</ol>(.)', html, re.S)
+    who = [" ".join(line.split()) for line in re.findall(r"<li class=\"\w+\"><small>(.*?)</small>", lines, re.S)]
+    look = " ".join(f"look{escape(HOSTILE)}".replace("&#x27;", "&#39;").replace("&quot;", "&#34;").split())
+    tools = ["model", f"calls {look}", "calls", *[f"is told {look}"] * 4, "is told", "model", "end"]
+    assert who == tools
+    assert lines.count("<img") == 2, "one of its three pictures cannot be read"
+    assert "(no picture)" in lines
+    assert '{"where": ' in page.text
+    assert "It is ?red [cut]" in page.text
+    assert "4 more pictures" not in page.text, "three of twelve are left out, and one cannot be read"
+    assert "3 more pictures" in page.text
+    assert not [a for tag, a in page.tags if tag == "script" and a.get("src")]
+    assert not any(name.startswith("on") for _, a in page.tags for name in a)
+    sources = [a["src"] or "" for tag, a in page.tags if tag == "img"]
+    assert all(source.startswith("data:image/") for source in sources)
+    asked = [a for tag, a in page.tags if tag == "img" and a["alt"] == "picture 1 of the prompt"]
+    assert len(asked) == 2 + 2, "its prompt's picture in each pair and card, and none that it was told"
+
+
+def test_turns_of_somebody_else_are_shown_as_far_as_they_go(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    run = recorded(tmp_path / "run", [Prompt("a", "p")], {0: ["x"]})
+    draw = random.Random(0)
+    values = [None, 3, [], {}, "model", "told", "call", "end", "../../secret.png", "\x00", HOSTILE, {"by": "model"}]
+    keys = ("by", "text", "name", "picture", "src", "pixelated")
+    rows = [{key: draw.choice(values) for key in keys} for _ in range(200)]
+    turns = [*rows, *values]
+    listed = [{"prompt": "p", "text": "kept", "turns": one} for one in [turns, *values]]
+    (run.samples / "step_000002.json").write_text(json.dumps({"step": 2, "samples": listed}))
+    _, page = page_of(run)
+    assert not [a for tag, a in page.tags if tag == "img"]
+    assert not any(name.startswith("on") for _, a in page.tags for name in a)
+    (item, *_) = [item for item in items_of(run.samples) if item.turns]
+    assert item.pictures == ()
+    assert {line.by for line in item.turns} == {"model", "told", "call", "end"}
+
+
+@pytest.mark.slow
+def test_in_a_browser_an_episode_is_read_in_the_report_and_on_the_page_of_labels(tmp_path, browser):
+    run = episodes_of(tmp_path / "run")
+    browser.tell("Page.enable")
+    browser.tell("Page.navigate", url=write_report(run.path).as_uri())
+    browser.until("document.querySelectorAll('.pair .turns img').length > 0", True)
+    assert browser.value("[...document.querySelectorAll('.turns img')].every(one => one.naturalWidth > 0)")
+    assert browser.value("document.querySelector('.turns .model .text').textContent") == f"I look {HOSTILE}"
+    assert browser.value("document.querySelectorAll('.turns script, .turns .text *').length") == 0
+    with serving(run.samples) as server:
+        browser.tell("Page.navigate", url=server.url)
+        browser.until("document.querySelectorAll('#shown .turn img').length", 2)
+        browser.until("[...document.querySelectorAll('#shown img')].every(one => one.naturalWidth === 40)", True)
+        assert browser.value("document.querySelector('#shown .call pre').textContent").startswith('{"where": ')
+        assert browser.value("document.querySelectorAll('#pictures img').length") == 1
+        assert browser.value("document.querySelectorAll('#shown pre *').length") == 0
+        assert browser.value("document.title") == "Labels"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -90,6 +91,31 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A text, or the file of a ``picture``, of an episode as it is kept and shown. ``by``: the ``model`` wrote it; it
+    is a ``call`` of the tool ``name``, with its arguments; it was ``told``, by that tool; or it says how the episode
+    came to its ``end``."""
+
+    by: Literal["model", "call", "told", "end"]
+    text: str = ""
+    name: str = ""
+    picture: str = ""
+
+
+def lines_in(kept: object) -> list[Line]:
+    """The lines of an episode in a file of JSON, which may be anybody's; what is none is left out."""
+    rows = [row for row in kept if isinstance(row, dict)] if isinstance(kept, list) else []
+    return [
+        Line(row["by"], *(value if isinstance(value := row.get(name), str) else "" for name in _OF_LINE))
+        for row in rows
+        if row.get("by") in ("model", "call", "told", "end")
+    ]
+
+
+_OF_LINE = ("text", "name", "picture")
+
+
+@dataclass(frozen=True)
 class Episode:
     """What happened, for rewards and reports. ``reward``: the sum of the observations' and, of tools with a method
     ``get_reward``, of that. ``end``: why it is over: ``answer`` (a turn without a call), ``done``, ``turns`` or
@@ -117,6 +143,26 @@ class Episode:
             lines += [(one.action.text,), *(("-> ", *told.parts) for told in one.told if told.content)]
         shown = [line for line in lines if any(line)]
         return [part for n, line in enumerate(shown) for part in (*(("\n",) if n else ()), *line)]
+
+    def lines(self, files: Mapping[int, str]) -> list[Line]:
+        """Who said what, in order. ``files``: of those ``pictures`` that are kept, by their number."""
+        found, n = list[Line](), 0
+        for turn in self.turns:
+            called = {call.id: call.name for call in turn.action.calls}
+            found.append(Line("model", turn.action.text + (" [cut]" if turn.action.finish == "length" else "")))
+            for call in turn.action.calls:
+                said = call.error or json.dumps(call.arguments, ensure_ascii=False)
+                found.append(Line("call", said, call.name))
+            for told in turn.told:
+                name = called.get(told.call_id, "")
+                for part in told.parts:
+                    if isinstance(part, str):
+                        found += [Line("told", part, name)] if part else []
+                    else:
+                        found.append(Line("told", "" if n in files else "(no picture)", name, files.get(n, "")))
+                        n += 1
+        ended = f"{self.end}: {self.failure}" if self.failure else self.end
+        return found if self.end in ("answer", "done") else [*found, Line("end", ended)]
 
     @property
     def text(self) -> str:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from PIL import Image
 
+from mmrl.episodes.contract import Line, lines_in
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_list, as_object
 from mmrl.media import KINDS, LIMITS, BadMediaError, Media, evenly, open_clip, open_image, read_bytes
@@ -37,7 +38,8 @@ FRAMES = 8
 @dataclass(frozen=True)
 class Item:
     """A sample: its name in the table of labels, its prompt, and its ``path`` (pictures and clips) or ``text``.
-    ``pictures``: those of a text's prompt, as names in the folder ``root``."""
+    ``pictures``: those of a text's prompt, and what an episode was told, as names in the folder ``root``; ``turns``: of
+    an episode."""
 
     name: str
     kind: Kind
@@ -46,6 +48,7 @@ class Item:
     text: str = ""
     pictures: tuple[str, ...] = ()
     root: Path | None = None
+    turns: tuple[Line, ...] = ()
 
     def shown(self) -> list[Image.Image]:
         """The pictures of a text's prompt. Raises ``BadMediaError``."""
@@ -128,9 +131,11 @@ def _of_rows(root: Path, listing: str, rows: Sequence[Json]) -> Iterator[Item]:
         given: JsonObject = row
         prompt, text = str(given.get("prompt") or ""), given.get("text")
         if isinstance(text, str):
-            shown = given.get("pictures")
-            pictures = tuple(str(name) for name in shown if inside(root, name)) if isinstance(shown, list) else ()
-            yield Item(f"{listing}#{number}", "text", prompt, text=text[:_MOST_TEXT], pictures=pictures, root=root)
+            shown, turns = given.get("pictures"), tuple(lines_in(given.get("turns")))
+            named = [*(shown if isinstance(shown, list) else []), *(line.picture for line in turns)]
+            pictures = tuple(dict.fromkeys(str(name) for name in named if inside(root, name)))
+            name = f"{listing}#{number}"
+            yield Item(name, "text", prompt, text=text[:_MOST_TEXT], pictures=pictures, root=root, turns=turns)
         elif (path := inside(root, given.get("file"))) is not None:
             yield Item(str(given["file"]), _kind(path), prompt, path)
 

@@ -78,18 +78,7 @@ class LabelServer(HttpServer):
 
     def listed(self) -> JsonObject:
         """The reply to ``GET /samples``."""
-        shown: list[Json] = [
-            {
-                "number": number,
-                "name": item.name,
-                "kind": item.kind,
-                "prompt": item.prompt,
-                "text": item.text,
-                "pictures": len(item.pictures),
-                "film": item.path is not None and KINDS.get(_suffix(item.path)) == "video",
-            }
-            for number, item in enumerate(self.items)
-        ]
+        shown: list[Json] = [_listed(number, item) for number, item in enumerate(self.items)]
         with self.writing:
             labels = dict(self.labels)
         return {"items": shown, "answers": [vars(one) for one in self.answers], "labels": labels}
@@ -111,6 +100,22 @@ class LabelServer(HttpServer):
             else:
                 self.labels[name] = str(label)
         return None
+
+
+def _listed(number: int, item: Item) -> JsonObject:
+    """``pictures``: the numbers of those that no turn shows; ``picture`` of a line of an episode: its number."""
+    told = {line.picture for line in item.turns}
+    places = {name: n for n, name in enumerate(item.pictures)}
+    return {
+        "number": number,
+        "name": item.name,
+        "kind": item.kind,
+        "prompt": item.prompt,
+        "text": item.text,
+        "pictures": [n for name, n in places.items() if name not in told],
+        "turns": [{**vars(line), "picture": places.get(line.picture)} for line in item.turns],
+        "film": item.path is not None and KINDS.get(_suffix(item.path)) == "video",
+    }
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 from PIL import Image, ImageSequence
 from pydantic import BaseModel, Field
 
+from mmrl.episodes.contract import Line, lines_in
 from mmrl.report.grids import moving, rgb, score_line
-from mmrl.report.texts import fold
+from mmrl.report.texts import fold, visible
 from mmrl.stored import BadFileError, read_as
 from mmrl.untrusted import inside
 
@@ -32,7 +33,8 @@ MEDIA = 8
 
 @dataclass(frozen=True)
 class Shown:
-    """One sample of an evaluation: a picture (``path``), or a ``text`` with the ``media`` of its prompt."""
+    """One sample of an evaluation: a picture (``path``), or a ``text`` with the ``media`` of its prompt, and all
+    ``turns`` where it is an episode."""
 
     prompt: str
     scores: dict[str, float]
@@ -40,6 +42,8 @@ class Shown:
     text: str | None = None
     truncated: bool = False
     media: tuple[Path, ...] = ()
+    turns: tuple[tuple[Line, Path | None], ...] = ()
+    """Of an episode: its lines, with the pictures that they name."""
 
 
 class Listing(BaseModel):
@@ -171,9 +175,12 @@ def _shown(folder: Path, row: object) -> Shown | None:
     prompt = str(row.get("prompt", ""))
     if isinstance(row.get("text"), str):
         named = row.get("pictures")
-        media = [inside(folder, name) for name in (named if isinstance(named, list) else [])]
+        turns = tuple((line, inside(folder, line.picture or None)) for line in lines_in(row.get("turns")))
+        told = {line.picture for line, _ in turns}
+        media = [inside(folder, name) for name in (named if isinstance(named, list) else []) if name not in told]
         found = tuple(path for path in media if path is not None)
-        return Shown(prompt, finite, text=row["text"], truncated=row.get("truncated") is True, media=found)
+        cut = row.get("truncated") is True
+        return Shown(prompt, finite, text=row["text"], truncated=cut, media=found, turns=turns)
     path = inside(folder, row.get("file"))
     return None if path is None else Shown(prompt, finite, path)
 
@@ -183,7 +190,24 @@ def _frame(shown: Shown | None) -> dict[str, Any]:
     text = None if shown is None or shown.text is None else fold(shown.text)
     src = embed(shown.path) if shown is not None and shown.path else None
     scores = score_text(shown.scores) if shown is not None and (src or text) else ""
-    return {"src": src or "", "text": text, "truncated": shown is not None and shown.truncated, "scores": scores}
+    turns = [] if shown is None else _turns(shown)
+    cut = shown is not None and shown.truncated
+    return {"src": src or "", "text": text, "truncated": cut, "scores": scores, "turns": turns}
+
+
+def _turns(shown: Shown) -> list[dict[str, Any]]:
+    """The lines of an episode, folded, with the first of their pictures embedded."""
+    pictures = [path for _, path in shown.turns if path is not None]
+    more = len(pictures) - MEDIA
+    left_out = [(Line("end", f"{more} more pictures"), None)] if more > 0 else []
+    found: list[dict[str, Any]] = []
+    for line, path in (*shown.turns, *left_out):
+        embeds = path is not None and path in pictures[:MEDIA]
+        src = embed(path, THUMBNAIL) if embeds else None
+        text = "" if src else line.text or ("(a picture that is not shown)" if line.picture else "")
+        one = {"by": line.by, "name": visible(line.name), "text": fold(text) if text else None}
+        found.append({**one, "src": src, "pixelated": embeds and _pixelated(path)})
+    return found
 
 
 def _beside(shown: Shown | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmrl.episodes.contract import Line
 from mmrl.files import remove, write_atomic
 from mmrl.media import BadMediaError, open_clip, open_image
 from mmrl.report.rundir import RunDir
@@ -46,18 +47,27 @@ def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Seque
     name = f"step_{step:06d}"
     (run.samples / f"{name}.json").unlink(missing_ok=True)
     remove(run.samples / name)
-    listing = [
-        {
+    listing = list[dict[str, Any]]()
+    for i, (sample, row) in enumerate(zip(samples, scores, strict=True)):
+        files, media = _pictures(run, name, i, sample), len(sample.prompt.media)
+        one = {
             "prompt": _encodable(sample.prompt.conversation),
             "text": _encodable(sample.transcript),
             "truncated": sample.truncated,
-            "pictures": _pictures(run, name, i, sample),
+            "pictures": [file for of in files.values() for file in of],
             "scores": {k: v if math.isfinite(v) else None for k, v in row.items()},
         }
-        for i, (sample, row) in enumerate(zip(samples, scores, strict=True))
-    ]
+        if sample.episode is not None:
+            told = {n - media: of[0] for n, of in files.items() if n >= media}
+            one["turns"] = kept_lines(sample.episode.lines(told))
+        listing.append(one)
     content: dict[str, Any] = {"step": step, "samples": listing}
     write_atomic(run.samples / f"{name}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def kept_lines(lines: Sequence[Line]) -> list[dict[str, str]]:
+    """The lines of an episode for a file of JSON (``lines_in`` reads them)."""
+    return [{key: _encodable(value) for key, value in vars(line).items() if value} for line in lines]
 
 
 def visible(text: str) -> str:
@@ -94,9 +104,10 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _pictures(run: RunDir, name: str, i: int, sample: Sample) -> list[str]:
-    """Save the pictures of a prompt, of a clip a few frames, and what the environment of an episode showed."""
-    files = []
+def _pictures(run: RunDir, name: str, i: int, sample: Sample) -> dict[int, list[str]]:
+    """Save the pictures of a prompt, of a clip a few frames, and what the environment of an episode showed. Returns the
+    files of each that can be read, by its number among them all."""
+    files = dict[int, list[str]]()
     for n, medium in enumerate([*sample.prompt.media, *(sample.episode.pictures if sample.episode else ())]):
         try:
             found = [open_image(medium)] if medium.kind == "image" else open_clip(medium, count=FRAMES).frames
@@ -105,6 +116,7 @@ def _pictures(run: RunDir, name: str, i: int, sample: Sample) -> list[str]:
         (run.samples / name).mkdir(exist_ok=True)
         for k, picture in enumerate(found):
             picture.thumbnail((EDGE, EDGE))
-            files.append(f"{name}/{i:03d}_{n}{'' if medium.kind == 'image' else f'_{k}'}.png")
-            picture.save(run.samples / files[-1])
+            file = f"{name}/{i:03d}_{n}{'' if medium.kind == 'image' else f'_{k}'}.png"
+            picture.save(run.samples / file)
+            files.setdefault(n, []).append(file)
     return files
