@@ -86,7 +86,6 @@ def build(
     objective = load_objective(recipe)
     if scored and objective.kind == "pathwise":
         _require_gradients(recipe, rewards)
-    _require_whole(recipe, rewards)
     family = mmrl.load("pipelines", recipe.pipeline)
     ranks = _sharded_over(recipe, controller)
     check_files(path)
@@ -139,15 +138,6 @@ def _require_gradients(recipe: Recipe, rewards: RewardSet) -> None:
             f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
             "@mmrl.reward(differentiable=True) for a sample; take one that does (colour:target), or "
             "algorithm={type: flow_grpo} with groups of two or more"
-        )
-
-
-def _require_whole(recipe: Recipe, rewards: RewardSet) -> None:
-    """Raises ``UserError`` where a reward scores pieces of a response, and responses have several turns."""
-    if recipe.environment is not None and rewards.spans:
-        raise UserError(
-            f"rewards: {rewards.spans[0]} scores pieces of a response (spans), and an episode has several turns; take "
-            "a reward without spans, or remove environment"
         )
 
 

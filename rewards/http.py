@@ -97,7 +97,7 @@ class Http:
                 )
             count = partial(context.sent.update, media=media, questions=len(body) - media)
             answer = self._ask("POST", "/score", body, count)
-            return wire.decode_reply(answer, len(samples), spans=self.__mmrl_reward__.spans)
+            return wire.decode_reply(answer, len(samples), spans=bool(self.__mmrl_reward__.spans))
         except wire.WireError as error:
             raise UserError(f"{self.url}: {error}") from error
 

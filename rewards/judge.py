@@ -134,7 +134,7 @@ class Judge:
         self.__mmrl_reward__ = Declaration(
             inputs=self.rubric.inputs,
             per="group" if self.mode.grouped else "sample",
-            spans=mode == "steps",
+            spans="episode" if mode == "steps" else False,
             own_deadline=not _is_local(model),
             device=_is_local(model) or "vllm" in model,
             paths=("model", "model.path", "model.vllm", "rubric", "cache"),

@@ -88,7 +88,6 @@ BY_HAND: dict[str, str] = {
     "mmrl/rewards/patience.py: step … was not trained: …, and still after … (scoring.patience). Have ": "tests/test_patience.py::test_a_run_whose_endpoint_is_killed_stops_with_3_and_resumes_to_the_same_numbers",
     "mmrl/rewards/patience.py: step … was not trained: …. Mend the environment, or set scoring.max_fa": "tests/test_edits_by_hand.py::test_failed_episodes_are_mended_or_left_out",
     "mmrl/run.py: algorithm.type: … follows the reward's gradient, and not every reward ": "tests/test_edits_by_hand.py::test_a_gradient_is_declared_or_not_followed",
-    "mmrl/run.py: rewards: … scores pieces of a response (spans), and an episode has sev": "tests/test_edits_by_hand.py::test_pieces_are_not_scored_in_an_environment",
     "mmrl/runtime/cluster.py: ray: the cluster at … and this environment differ (…); install the sam": "tests/test_edits_by_hand.py::test_a_cluster_is_reached_by_its_address_and_the_same_ray",
     "mmrl/runtime/cluster.py: ray: there is no usable Ray cluster at … (…); correct the address, sta": "tests/test_edits_by_hand.py::test_a_cluster_is_reached_by_its_address_and_the_same_ray",
     "mmrl/runtime/launch.py: …; …. If a reward or a data set of yours holds Python's lock (GIL) for": "tests/test_edits_by_hand.py::test_a_process_is_waited_for_as_long_as_the_recipe_says",

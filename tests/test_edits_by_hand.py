@@ -447,15 +447,6 @@ def test_failed_episodes_are_mended_or_left_out(tmp_path):
     train("others", "false", "scoring.max_failed=1")
 
 
-def test_pieces_are_not_scored_in_an_environment():
-    from mmrl.run import build
-
-    world = "environment={name: guess, max_tokens: 90}"
-    refused(lambda: build(load_recipe(["sums-capo"], [world]).recipe), "take a reward without spans, or remove")
-    build(load_recipe(["sums-capo"], []).recipe)
-    build(load_recipe(["sums"], [world]).recipe)
-
-
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,10 @@ import torch
 import mmrl
 from mmrl._load import load_from_file
 from mmrl._torchvision import allow_cpu_only
+from mmrl.algorithms.objective import Scored
 from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
+from mmrl.config.objectives import load_objective
 from mmrl.contracts import environments
 from mmrl.contracts.finding import kind_of
 from mmrl.contracts.running import results
@@ -25,7 +27,7 @@ from mmrl.episodes.loading import opened
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
 from mmrl.errors import UserError
-from mmrl.judge.rubric import Rubric
+from mmrl.judge.rubric import Rubric, steps_of
 from mmrl.planner.plan import measured_episodes, plan
 from mmrl.simulator.trace_from_run import read_run
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
@@ -335,11 +337,58 @@ def test_a_trace_without_an_environment_is_refused(tmp_path):
         measured_episodes(tmp_path)
 
 
-def test_a_reward_of_pieces_is_refused_before_the_model_is_loaded():
-    from mmrl.run import build
+def test_capo_counts_wrong_steps_of_every_turn():
+    """A group of two episodes of two turns by the formula: a written token gets 2 r, and -1 more in a wrong step."""
+    loaded = load_recipe(["sums-capo"], [*SMALL, "environment={name: guess, max_turns: 2, max_tokens: 90}"])
+    pipeline, _, rows = played(loaded, [("0\n\n12", True, "stop"), ("11", True, "stop")], 2)
+    episode, sample = rows.episodes[0], pipeline.samples(rows, frozenset({"text"}))[0]
+    steps = steps_of(sample)
+    assert [step.text for step in steps] == ["0", "12", "11"]
+    assert [episode.text[step.start : step.end] for step in steps] == ["0", "12", "11"]
+    wrong = [(steps[1].start, steps[1].end, -1.0), (steps[2].start, steps[2].start + 1, -1.0)]  # 12, and half of 11
+    values = [torch.tensor(pipeline.token_values(rows.rows([n]), given)) for n, given in enumerate((wrong, []))]
+    expected = []
+    for segment in rows.segments[0][1:]:
+        first, last = {0: (3, 5), 1: (0, 1)}[segment.turn] if segment.kind == "written" else (0, 0)
+        ends = [0]
+        for token in rows.tokens[segment.start : segment.stop].tolist():
+            ends.append(ends[-1] + len(pipeline.conditioner.decode([token])))
+            expected.append(-1.0 if first < ends[-1] and last > ends[-2] else 0.0)
+    assert values[0].tolist() == expected
+    assert sum(expected) <= -2
+    assert not values[1].any()
+    mask, each = rows.padded("action_mask").float(), torch.stack(values).double()
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    scored = Scored(rewards, torch.zeros(2, dtype=torch.long), mask, each)
+    found = load_objective(loaded.recipe).advantages(scored).values
+    of_token = 2 * rewards[:, None] + each
+    mean = of_token[mask > 0].mean()
+    std = (of_token[mask > 0] - mean).square().mean().sqrt()
+    wanted = torch.where(mask > 0, (of_token - mean) / (std + 1e-4), 0.0)
+    assert torch.allclose(found.double(), wanted, atol=1e-6)
 
-    with pytest.raises(UserError, match="scores pieces of a response"):
-        build(load_recipe(["sums-capo"], [GUESS]).recipe)
+
+def test_spans_of_the_last_turn_are_placed_in_the_episode(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import mmrl\nfrom mmrl.rewards.contract import Spans\n"
+        "@mmrl.reward(inputs=('text',), spans=True)\n"
+        "def score(samples, *, context):\n"
+        "    return {'score': [0.0] * len(samples), 'spans': [Spans([(0, len(s.text), -1.0)]) for s in samples]}\n"
+    )
+    changes = [*SMALL, GUESS, f"rewards=[{{name: '{tmp_path}/own.py:score'}}]", "eval.every=null"]
+    mmrl.train("sums-capo", changes=changes, out=tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        turns, share = row["episode/turns"], row["advantage/wrong_step_fraction"]
+        assert turns > 1
+        assert 0 < share < 1, "the last turn of several"
+
+
+@pytest.mark.slow
+def test_capo_trains_over_turns_with_its_critic(tmp_path):
+    mmrl.train("sums-capo", changes=[*SMALL, GUESS, "eval.every=null"], out=tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= row["advantage/wrong_step_fraction"] <= 1 and row["episode/turns"] >= 1 for row in rows)
 
 
 def test_the_plan_counts_what_reset_shows(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 from PIL.Image import Image
@@ -138,11 +139,14 @@ class Episode:
     @property
     def parts(self) -> list[str | Media]:
         """What the policy wrote, and behind ``->`` what it was told, a line for each: texts and pictures, in order."""
-        lines = list[tuple[str | Media, ...]]()
-        for one in self.turns:
-            lines += [(one.action.text,), *(("-> ", *told.parts) for told in one.told if told.content)]
-        shown = [line for line in lines if any(line)]
+        shown = [line for one in self.turns for line in _shown(one)]
         return [part for n, line in enumerate(shown) for part in (*(("\n",) if n else ()), *line)]
+
+    @property
+    def starts(self) -> list[int]:
+        """For each turn the character of ``text`` where what the policy wrote begins."""
+        lengths = [sum(len(_marked(line)) + 1 for line in _shown(one)) for one in self.turns]
+        return [0, *accumulate(lengths)][: len(lengths)]
 
     def lines(self, files: Mapping[int, str]) -> list[Line]:
         """Who said what, in order. ``files``: of those ``pictures`` that are kept, by their number."""
@@ -173,6 +177,12 @@ class Episode:
     def pictures(self) -> list[Media]:
         """What the environment answered with, in the order of the marks ``<image>`` in ``text``."""
         return _pictures_of(self.parts)
+
+
+def _shown(turn: Exchange) -> list[tuple[str | Media, ...]]:
+    """The lines of a turn that are not empty."""
+    lines = [(turn.action.text,), *(("-> ", *told.parts) for told in turn.told if told.content)]
+    return [line for line in lines if any(line)]
 
 
 def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:

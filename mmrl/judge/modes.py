@@ -23,7 +23,7 @@ from typing import Literal, cast, get_args
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.judge.asking import Ask, Outcome
-from mmrl.judge.rubric import Rubric, RubricError, split_steps
+from mmrl.judge.rubric import Rubric, RubricError, steps_of
 from mmrl.judge.sampling import seeded
 from mmrl.rewards.contract import Failed, Parts, Spans, Value
 from mmrl.trajectory import Sample
@@ -135,7 +135,7 @@ class Mode:
 
     def _job(self, samples: Sequence[Sample], rows: tuple[int, ...], rubric: Rubric, system: str | None) -> Job:
         chosen = [samples[row] for row in rows]
-        items = len(split_steps(chosen[0].text or "")) if self.name == "steps" else len(rows)
+        items = len(steps_of(chosen[0])) if self.name == "steps" else len(rows)
         if self.name == "steps" and items == 0:
             return Job(rows, 0, reason="the response has no steps")
         try:
@@ -165,7 +165,7 @@ class Mode:
         for row, sample in enumerate(samples):
             mine = [outcome for job, outcome in zip(jobs, outcomes, strict=True) if job.rows == (row,)]
             verdicts = [cast("list[int]", o.verdict) for o in mine if o.verdict is not None]
-            steps = split_steps(sample.text or "")
+            steps = steps_of(sample)
             if steps and 2 * len(verdicts) < len(mine):
                 scores.append(_failed([o.reason or "" for o in mine if o.verdict is None], len(mine)))
                 rights.append(None)

@@ -65,6 +65,15 @@ def split_steps(response: str) -> list[Step]:
     return steps
 
 
+def steps_of(sample: Sample) -> list[Step]:
+    """The steps of a response; of an episode those of all its turns, in its transcript."""
+    if sample.episode is None:
+        return split_steps(sample.text or "")
+    turns = zip(sample.episode.starts, sample.episode.turns, strict=True)
+    found = [(at, step) for at, turn in turns for step in split_steps(turn.action.text)]
+    return [Step(at + step.start, at + step.end, step.text) for at, step in found]
+
+
 class Steps(list[str]):
     """The texts of the steps; as text, each between ``<step 1 fence>`` and ``</step 1 fence>``."""
 
@@ -163,11 +172,10 @@ class Rubric:
             compared = [self._candidate(sample, page) for sample in samples]
             names = dict(zip(("a", "b"), compared, strict=False)) if self.mode == "pairwise" else {}
             return {**found, "candidates": compared, **names}
-        text = samples[0].text
-        if text is not None:
+        if samples[0].text is not None:
             found["response_text"] = self.clean_response(samples[0].transcript)
             found["response"] = self._said(samples[0], page) if "response" in self.names else found["response_text"]
-            steps = (self._frame.item(self.clean_response(step.text)) for step in split_steps(text))
+            steps = (self._frame.item(self.clean_response(step.text)) for step in steps_of(samples[0]))
             found["steps"] = Steps(steps, fence)
         image, clip = samples[0].image, samples[0].video
         if image is not None and "image" in self.names:

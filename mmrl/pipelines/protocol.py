@@ -201,7 +201,8 @@ class TextPipeline(_Pipeline[TextRows], Protocol):
         ...
 
     def token_values(self, row: TextRows, spans: Sequence[tuple[int, int, float]]) -> list[float]:
-        """Sum the values of character ``spans`` (start, end, value) of one response on each of its tokens."""
+        """Sum the values of character ``spans`` (start, end, value) of one response on each of its tokens; those
+        of an episode are of its transcript, and what was told has 0."""
         ...
 
 

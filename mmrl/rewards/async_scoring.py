@@ -233,6 +233,7 @@ class Scoring:
         pieces: list[list[Span] | None] = [None] * len(raw)
         busy: list[tuple[float, float]] = []
         scores.parts[entry.label] = raw
+        declared = entry.loaded.declaration.spans
         for call in (c for c in self._calls if c.entry is entry):
             answer, reasons = call.answer.result(), self._reasons(call)
             busy.append((answer.began, answer.ended))
@@ -244,7 +245,7 @@ class Scoring:
             for i, row in kept:
                 reason = reasons[i]
                 if reason is None:
-                    raw[row], pieces[row] = answer.total[i], answer.spans[i]
+                    raw[row], pieces[row] = answer.total[i], _in_episode(answer.spans[i], self.samples[row], declared)
                 else:
                     scores.failures.append(self._failure(entry, row, reason))
         scores.seconds[entry.label] = _covered(busy)
@@ -258,10 +259,12 @@ class Scoring:
     def _reasons(self, call: _Call) -> list[str | None]:
         """Why each sample of a batch has no score; also where its spans are missing or lie outside its text."""
         answer = call.answer.result()
-        if not call.entry.loaded.declaration.spans:
+        declared = call.entry.loaded.declaration.spans
+        if not declared:
             return answer.reasons
         return [
-            reason or _misplaced(spans, self.samples[row].text)
+            reason
+            or _misplaced(spans, self.samples[row].transcript if declared == "episode" else self.samples[row].text)
             for row, spans, reason in zip(call.index, answer.spans, answer.reasons, strict=True)
         ]
 
@@ -369,6 +372,14 @@ def _refusal(entry: Entry, answer: Answer, failed: list[Failure], n: int, step: 
         f"  {mend + '; or set' if mend else 'Or set'} on_failure: drop for this reward, to leave such samples out of "
         "the update (they are counted and named)"
     )
+
+
+def _in_episode(spans: list[Span] | None, sample: Sample, declared: bool | str) -> list[Span] | None:
+    """Spans of the last turn as those of the whole episode."""
+    if not spans or declared == "episode" or sample.episode is None:
+        return spans
+    first = sample.episode.starts[-1]
+    return [Span(start + first, end + first, value) for start, end, value in spans]
 
 
 def _misplaced(spans: list[Span] | None, text: str | None) -> str | None:

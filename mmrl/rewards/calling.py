@@ -69,7 +69,7 @@ class Caller:
                 time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
                 returned = self._attempt(views(samples), context)  # an abandoned call may still change its own copy
-                answer = read_answer(returned, len(samples), self.reward.place, spans=declared.spans)
+                answer = read_answer(returned, len(samples), self.reward.place, spans=bool(declared.spans))
                 return self._timed(answer, context, began)
             except BatchError as failure:
                 error = failure

@@ -43,7 +43,8 @@ class Failed:
 
 
 class Span(NamedTuple):
-    """``value`` for the characters ``start`` to ``end`` (exclusive) of ``sample.text``."""
+    """``value`` for the characters ``start`` to ``end`` (exclusive) of a response: of ``sample.text``, or of
+    ``sample.transcript`` (see ``Declaration.spans``)."""
 
     start: int
     end: int
@@ -112,9 +113,10 @@ class Declaration:
     ``inputs``: which fields of a sample it reads (the core makes no others); ``reads``, where its options decide that:
     a function of the options that returns them, asked before anything is built. ``per``: ``"sample"``, or ``"group"``
     to be called with the whole group of a prompt, never split. ``differentiable``: it reads ``tensor`` and returns a
-    tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
-    gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with a
-    model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
+    tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``, of the characters of
+    ``sample.text``, the last turn of an episode; ``"episode"``: of ``sample.transcript``, all turns. ``own_deadline``:
+    it gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with
+    a model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
     process (such a class may be a ``Sleeper``, to free its memory meanwhile). ``paths``: its options that may name
     files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder. Spell
     them out in the decorator: a recipe's paths are resolved without importing its rewards. ``checks``: the constructor
@@ -126,7 +128,7 @@ class Declaration:
     inputs: tuple[Input, ...] = ("image",)
     per: Per = "sample"
     differentiable: bool = False
-    spans: bool = False
+    spans: bool | Literal["episode"] = False
     own_deadline: bool = False
     device: bool = False
     paths: tuple[str, ...] = ()
@@ -260,7 +262,7 @@ def reward(
     inputs: tuple[Input, ...] = ("image",),
     per: Per = "sample",
     differentiable: bool = False,
-    spans: bool = False,
+    spans: bool | Literal["episode"] = False,
     own_deadline: bool = False,
     device: bool = False,
     paths: tuple[str, ...] = (),

@@ -88,7 +88,7 @@ class RewardServer(HttpServer):
             "reward": self.reward.name,
             "inputs": list(declared.inputs),
             "per": declared.per,
-            "spans": declared.spans,
+            "spans": bool(declared.spans),
             "max_bytes": self.max_bytes,
         }
 

@@ -387,12 +387,20 @@ class LanguagePipeline:
         ]
 
     def token_values(self, row: TextRows, spans: Sequence[tuple[int, int, float]]) -> list[float]:
-        (tokens,) = row.spoken()
-        ends = [len(self.conditioner.decode(tokens[: n + 1])) for n in range(len(tokens))]
-        return [
-            sum(value for first, last, value in spans if first < end and last > begin)
-            for begin, end in zip([0, *ends], ends, strict=False)
-        ]
+        starts = [0] if row.episodes is None else row.episodes[0].starts
+        found, tokens = list[float](), row.tokens.tolist()
+        for segment in row.segments[0][1:]:
+            written = tokens[segment.start : segment.stop]
+            if segment.kind == "told":
+                found += [0.0] * len(written)
+                continue
+            at = starts[segment.turn]
+            ends = [at + len(self.conditioner.decode(written[: n + 1])) for n in range(len(written))]
+            found += [
+                sum(value for first, last, value in spans if first < end and last > begin)
+                for begin, end in zip([at, *ends], ends, strict=False)
+            ]
+        return found
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
