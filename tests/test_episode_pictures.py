@@ -7,6 +7,7 @@ import io
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.contracts import environments
 from mmrl.contracts.running import results
+from mmrl.engines.policy import Policy
 from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import observations
 from mmrl.episodes.journal import Journal
@@ -296,7 +298,7 @@ def inputs_of(pipeline, prompt, episode):
             for part in content
         ]
 
-    text = prompt.text.removeprefix("<image>")
+    text = re.sub("^(<image>)+", "", prompt.text)
     said = [{"role": "user", "content": parts([*prompt.media, text])}]
     for one in episode.turns:
         said.append({"role": "assistant", "content": parts([one.action.text])})
@@ -433,6 +435,58 @@ def test_vllm_is_shown_the_same(tmp_path, worlds):
         assert row["mismatch/log_prob_gap_max"] < 5e-4
         assert row["episode/turns"] == 3
         assert row["episode/failed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.sweep("episodes with pictures through vLLM")
+def test_rows_of_vllm_are_whole_conversations(sweep, worlds):
+    """Tokens and log-probs of what vLLM sampled, against the processor and the model on the whole conversation."""
+    pytest.importorskip("vllm")
+    changes = [f"environment={{name: '{worlds}:World', max_turns: 4, max_tokens: 400}}", "rollout.engine=vllm"]
+    changes += ["sampling={max_new_tokens: 10, temperature: 1.5}", "model.dtype=float32"]
+    loaded = load_recipe(["scenes"], changes)
+    pipeline = chat.build(loaded.recipe, loaded.recipe.model.path, torch.device("cpu"))
+    policy = Policy(pipeline.policy, loaded.recipe.optim, 1)
+    prompts = mmrl.load("datasets", loaded.recipe.data.name).prompts("train", size=50)
+    try:
+        pipeline.sync(policy)
+        for part in range(sweep.size(1, 50)):
+            slots = [Slot(part, n, 0, prompt) for n, prompt in enumerate(prompts[:20])]
+            pipeline.encode(slots)
+            rows = pipeline.sample(slots, [SampleId(part, n, 0, 0) for n in range(20)], [], part)
+            for n, episode in enumerate(rows.episodes):
+                compare_whole(sweep, pipeline, rows.rows([n]), episode)
+    finally:
+        pipeline.close()
+    sweep.done()
+
+
+def compare_whole(sweep, pipeline, row, episode):
+    saved, stop = pipeline.conditioner.saved, pipeline.conditioner.stop_tokens
+    neutral = [replace(one, action=Action(f"zq{n}zq")) for n, one in enumerate(episode.turns)]
+    whole = inputs_of(pipeline, row.slots[0].prompt, replace(episode, turns=tuple(neutral)))
+    ids = whole.pop("input_ids")[0].tolist()
+    for n, one in enumerate(episode.turns):
+        of = saved.tokenizer(f"zq{n}zq", add_special_tokens=False).input_ids
+        (at,) = [k for k in range(len(ids)) if ids[k : k + len(of)] == of]
+        wrote = [*one.action.tokens]
+        ids = [*ids[:at], *(wrote[:-1] if wrote[-1] in stop else wrote), *ids[at + len(of) :]]
+    tokens, told = row.tokens.tolist(), sum(segment.features is not None for segment in row.segments[0][1:])
+    sweep.check(ids[: len(tokens)] == tokens, f"{row.ids}: {saved.tokenizer.decode(tokens)!r}")
+    sweep.check(
+        told + len(row.slots[0].prompt.media) >= 2 or len(episode.turns) < 4, f"{row.ids}: {told} pictures told"
+    )
+    if ids[: len(tokens)] != tokens:
+        return
+    kinds = {"mm_token_type_ids": torch.isin(row.tokens, torch.tensor(pipeline.conditioner.forbidden)).long()[None]}
+    shown = {name: of for name, of in whole.items() if name not in ("attention_mask", "mm_token_type_ids")}
+    with torch.no_grad():
+        more = kinds if "mm_token_type_ids" in whole else {}
+        logits = pipeline.policy(input_ids=row.tokens[None], **shown, **more).logits[0].float()
+    logits[:, pipeline.conditioner.forbidden] = -torch.inf
+    found = (logits / 1.5).log_softmax(-1)[:-1].gather(1, row.tokens[1:, None])[:, 0]
+    apart = (found - row.log_probs[1:])[row.action_mask[1:]].abs().max()
+    sweep.check(apart <= 5e-4, f"{row.ids}: log-probs {apart:.1e} apart")
 
 
 @pytest.mark.slow
