@@ -176,7 +176,7 @@ def _shown(folder: Path, row: object) -> Shown | None:
     if isinstance(row.get("text"), str):
         named = row.get("pictures")
         turns = tuple((line, inside(folder, line.picture or None)) for line in lines_in(row.get("turns")))
-        told = {line.picture for line, _ in turns}
+        told = [line.picture for line, _ in turns]
         media = [inside(folder, name) for name in (named if isinstance(named, list) else []) if name not in told]
         found = tuple(path for path in media if path is not None)
         cut = row.get("truncated") is True
@@ -202,11 +202,10 @@ def _turns(shown: Shown) -> list[dict[str, Any]]:
     left_out = [(Line("end", f"{more} more pictures"), None)] if more > 0 else []
     found: list[dict[str, Any]] = []
     for line, path in (*shown.turns, *left_out):
-        embeds = path is not None and path in pictures[:MEDIA]
-        src = embed(path, THUMBNAIL) if embeds else None
+        src = embed(path, THUMBNAIL) if path is not None and path in pictures[:MEDIA] else None
         text = "" if src else line.text or ("(a picture that is not shown)" if line.picture else "")
         one = {"by": line.by, "name": visible(line.name), "text": fold(text) if text else None}
-        found.append({**one, "src": src, "pixelated": embeds and _pixelated(path)})
+        found.append({**one, "src": src, "pixelated": bool(src) and _pixelated(path)})
     return found
 
 

@@ -50,7 +50,7 @@ def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Seque
     listing = list[dict[str, Any]]()
     for i, (sample, row) in enumerate(zip(samples, scores, strict=True)):
         files, media = _pictures(run, name, i, sample), len(sample.prompt.media)
-        one = {
+        one: dict[str, Any] = {
             "prompt": _encodable(sample.prompt.conversation),
             "text": _encodable(sample.transcript),
             "truncated": sample.truncated,
