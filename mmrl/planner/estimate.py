@@ -84,11 +84,12 @@ class Step:
     """The judges whose operators are known, and how many of its batches each answers."""
     encoding: float = 0.0
     """Seconds of this machine's processor to encode a prompt, beside its operators."""
-    episodes: Episodes | None = None
 
 
-def estimated(step: Step, rates: Rates, description: Description, objective: Objective) -> Estimate | None:
-    """The estimate by ``rates``; None if the work of a step is not known."""
+def estimated(
+    step: Step, rates: Rates, description: Description, objective: Objective, episodes: Episodes | None = None
+) -> Estimate | None:
+    """The estimate by ``rates``; None if the work of a step is not known. ``episodes``: what a run measured of them."""
     bandwidth = rates.bandwidth
     c, o, recipe = step.counts, step.operations, step.recipe
     if not o.train:
@@ -99,8 +100,8 @@ def estimated(step: Step, rates: Rates, description: Description, objective: Obj
 
     found = {"encode": lasts(o.encode, c.prompts) + c.prompts * step.encoding}
     if c.micro_batches and recipe.sampling.type == "text":
-        found["sample"] = _tokens(step, description, rates)
-        found["environment"] = _calls(step)
+        found["sample"] = _tokens(step, description, rates, episodes)
+        found["environment"] = _calls(step, episodes)
     elif c.micro_batches:
         turns = c.samples / c.batch if step.samplers == 1 else ceil(c.micro_batches / step.samplers)
         computed = c.sample_steps / (c.samples * recipe.denoising.steps)
@@ -120,7 +121,7 @@ def estimated(step: Step, rates: Rates, description: Description, objective: Obj
         recipe.placement.apart,
         rates.spread,
         rates.calibrated,
-        basis(rates, step),
+        basis(rates, recipe, episodes),
     )
 
 
@@ -141,17 +142,17 @@ def _prepared(objective: Objective, updates: int) -> frozenset[str]:
     return prepared_by(objective) | (frozenset({"log_probs"}) if moves else frozenset())
 
 
-def _calls(step: Step) -> float:
+def _calls(step: Step, episodes: Episodes | None) -> float:
     """Seconds of the environment's calls, with as many at the same time as may be, if nothing is sampled beside them;
     0 where no run has measured them."""
     section, mine = step.recipe.environment, ceil(step.counts.samples / step.samplers)
-    if section is None or step.episodes is None:
+    if section is None or episodes is None:
         return 0.0
     together = min(step.counts.batch, mine)
-    return mine / together * step.episodes.seconds * max(1.0, together / section.workers)
+    return mine / together * episodes.seconds * max(1.0, together / section.workers)
 
 
-def _tokens(step: Step, description: Description, rates: Rates) -> float:
+def _tokens(step: Step, description: Description, rates: Rates, episodes: Episodes | None) -> float:
     """Seconds of sampling a step's responses, of which one of each batch has the greatest length: a batch ends with its
     longest. Of the pipeline's own sampling the operators are counted; an engine takes for every token the operations of
     the active rows, or reading the weights and the rows' caches, whichever takes longer. Its devices divide both. What
@@ -159,8 +160,8 @@ def _tokens(step: Step, description: Description, rates: Rates) -> float:
     turns before, and the pipeline's own sampling begins each turn with all that is before it."""
     c, o, recipe = step.counts, step.operations, step.recipe
     mine, new = ceil(c.samples / step.samplers), recipe.written_tokens
-    if step.episodes is not None:
-        new = max(1, min(new, round(recipe.response_tokens * (1 - step.episodes.told))))
+    if episodes is not None:
+        new = max(1, min(new, round(recipe.response_tokens * (1 - episodes.told))))
     each = seconds(o.forward, rates) / (c.slice_rows * c.row_tokens)
     if o.token:
         whole = seconds(o.sample, rates) + max(0, new - 2) * seconds(o.token, rates) + new * rates.token
@@ -176,12 +177,12 @@ def _tokens(step: Step, description: Description, rates: Rates) -> float:
     return alone / of_engine(recipe)
 
 
-def basis(rates: Rates, step: Step) -> str:
+def basis(rates: Rates, recipe: Recipe, episodes: Episodes | None) -> str:
     """What an estimate rests on; it is printed with it."""
     known = calls = ""
-    if step.episodes is not None:
-        known = f"The calls of the environment and the tokens it tells are those of {step.episodes.run}. "
-    elif step.recipe.environment is not None:
+    if episodes is not None:
+        known = f"The calls of the environment and the tokens it tells are those of {episodes.run}. "
+    elif recipe.environment is not None:
         calls = "calls of the environment (--trace RUN has them), "
     how = f"by what mmrl doctor --calibrate measured on {rates.name}" if rates.calibrated else f"by {rates.name}"
     return (

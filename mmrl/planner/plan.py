@@ -70,10 +70,8 @@ def plan(
     """Resolve a recipe on the meta device. Loads no weight; all errors are collected in ``problems``.
 
     ``device_memory`` in bytes replaces that of the device, to plan for a different machine; ``gpu`` replaces the whole
-    device (the device is then cuda), and ``gpus`` is the number of such GPUs. ``episodes``: what a run
-    measured of its environment.
+    device (it is then cuda), ``gpus``: how many such GPUs; ``episodes``: what a run measured of its environment.
     """
-
     if gpu is not None:
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
     recipe = loaded.recipe
@@ -167,8 +165,8 @@ def _time(
     judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked if one.label not in known)
     answers = [(found, ceil(c.samples / found.rows / split.judging)) for found in known.values()]
     step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
-    step = replace(step, answering=answers, encoding=made.encoding if made.gpu is None else 0.0, episodes=made.episodes)
-    return estimated(step, rates, description, objective)
+    step = replace(step, answering=answers, encoding=made.encoding if made.gpu is None else 0.0)
+    return estimated(step, rates, description, objective, made.episodes)
 
 
 def _answering(made: Plan, judge: Asked, prompt: Prompt) -> Answering | None:
