@@ -17,7 +17,13 @@ from tests.ray_runs import UNHURRIED, learned, rows
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["train.steps=3", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
+SMALL = [
+    "train.steps=3",
+    "train.prompts_per_step=4",
+    "train.group_size=4",
+    "train.micro_batch_size=4",
+    "eval.samples=8",
+]
 STATISTICS = """
 import sys, ray
 from ray._private.internal_api import node_stats
