@@ -10,7 +10,7 @@ import ast
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from mmrl._load import Kind, absent, folders, shelf
@@ -159,7 +159,12 @@ def _missing_attribute(file: Path, attribute: str, wanted: str) -> str:
 
 def _parse(file: Path) -> ast.Module:
     """Raises ``SyntaxError``, ``OSError``, and ``ValueError`` for null bytes."""
-    return ast.parse(file.read_bytes(), filename=str(file))
+    return _parsed(file.read_bytes(), str(file))
+
+
+@lru_cache(maxsize=256)  # some files are asked several times for one recipe
+def _parsed(source: bytes, name: str) -> ast.Module:
+    return ast.parse(source, filename=name)
 
 
 def _defined(body: list[ast.stmt]) -> list[str] | None:
