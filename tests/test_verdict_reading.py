@@ -2,11 +2,13 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 
 from mmrl.errors import UserError
 from mmrl.judge.answers import UnreadableError, Words, parse_kind, read
+from tests import hostile
 from tests import verdict_oracle as oracle
 from tests.judge_answers import HIGH, ITEMS, LOW, SCHEMA, answers
 
@@ -152,3 +154,50 @@ def test_a_judge_that_begins_with_something_else_says_neither_yes_nor_no():
     assert lower.verdict(*lower.tokens(thinking)) == pytest.approx(0.87, abs=0.01)
     with pytest.raises(UserError, match=r"options\.answer\.floor: 2"):
         parse_kind("pointwise", {"type": "yes_no", "floor": 2})
+
+
+PIECES = [
+    " ",
+    "the ",
+    "final ",
+    "score",
+    "<a>",
+    "</a>",
+    ":",
+    "=",
+    "-",
+    "(",
+    "[",
+    "$",
+    "/",
+    "7",
+    ",",
+    "%",
+    "*",
+    "`",
+    "'",
+    "\n",
+    ">",
+    "out of ",
+    "is ",
+    "{",
+    "}",
+    "\\boxed{",
+    "_",
+    "so, ",
+    '"',
+    "1. ",
+    "- ",
+    "\t",
+    "7.",
+    "<a>\n",
+]
+
+
+@pytest.mark.parametrize("before", ["", "score", "<a>", "score: 7"])
+def test_an_answer_of_one_piece_many_times_over_is_read_in_time_that_grows_with_it(before):
+    for piece in [*PIECES, "|", '{"a": 1}', '{"a": 1} x ', '`{"a": 1}`']:
+        for behind in ("", "x", "</a>", "\nscore: 7"):
+            answer = before + piece * (20_000 // len(piece)) + behind
+            for kind in KINDS.values():
+                assert not hostile.attempt(partial(read, kind, answer, ITEMS), seconds=20), (kind, piece, behind)

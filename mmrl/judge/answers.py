@@ -34,9 +34,9 @@ _PAIRS = ("[[ ]]", "[ ]", "( )", "< >", "$ $", "$$ $$", r"\( \)", r"\[ \]", "\u3
 """What a number may stand in. Quotation marks are not among them: what is quoted is not the judge's."""
 _SCALE = rf"(?:\s*(?:\(\s*(?:{_NUMBER}\s*(?:-|\u2013|to)|out of|/)|/)\s*({_NUMBER})\s*\)?)?"
 _JOINS = r"\s*(?:=>|->|[:=\u2014\u2192])\s*|\s+[-\u2013]\s+"
-_IN_TAGS = re.compile(r"^[ \t]*<(\w+)>\s*([^<>\n]*?)\s*</\1>[ \t]*$", re.MULTILINE)
+_IN_TAGS = re.compile(r"^[ \t]*<(\w+)>([^<>]*)</\1>[ \t]*$", re.MULTILINE)
 _ROW = re.compile(r"\|([^|]*)\|([^|]*)\|")
-_ITEM = re.compile(r"(?:[-+\u2022]|\d+[.)])\s+(?=[^\W\d_])")
+_ITEM = re.compile(r"\A(?:[-+\u2022]|\d+[.)])\s+(?=[^\W\d_])")
 _RULE = re.compile(r"[-=\s]{3,}")
 _MARKUP = re.compile(r"(?<![^\W_])[*_`]+|[*_`]+(?![^\W_])|^[ \t]*#+")
 _COLONS = dict.fromkeys([0xFE55, 0x2236, 0xA789], ord(":"))
@@ -345,7 +345,7 @@ def plain(text: str) -> str:
 def number_in(text: str, labels: tuple[str, ...]) -> tuple[float, float | None]:
     """The number of the last line and what it is out of (``7/10``), if said. Raises ``ValueError``."""
     verdict, label, other = _forms(labels)
-    text = _IN_TAGS.sub(lambda found: f"{found[1]}: {found[2]}".replace("_", " "), text)
+    text = _IN_TAGS.sub(_untagged, text)
     passed = ""
     for line in filter(None, map(_undecorated, reversed(text.splitlines()))):
         named = label.match(line)
@@ -367,6 +367,12 @@ def number_in(text: str, labels: tuple[str, ...]) -> tuple[float, float | None]:
             f"is no number (its last line is {name!r}; if that is the verdict, name it in options.answer.label)"
         )
     raise ValueError("is no number")
+
+
+def _untagged(found: re.Match[str]) -> str:
+    """``<score>7</score>`` as ``score: 7``."""
+    value = found[2].strip()
+    return found[0] if "\n" in value else f"{found[1]}: {value}".replace("_", " ")
 
 
 def _undecorated(line: str) -> str:
