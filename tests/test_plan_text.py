@@ -18,6 +18,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.controller.workload_balance import LAUNCH, packing_cost
 from mmrl.planner.counts import count
 from mmrl.planner.fake_tensors import LiveBytes, nbytes
+from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
@@ -274,10 +275,14 @@ def test_what_cannot_run_is_a_problem(folder, changes, message):
     assert any(message in problem for problem in planned(folder, *changes).problems)
 
 
-def test_a_folder_without_a_chat_template_is_refused_and_weights_are_not_missed(folder, tmp_path):
+def test_a_folder_without_a_chat_template_is_refused_and_weights_are_missed_here_alone(folder, tmp_path):
     tiny.language_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
     assert planned(folder, f"model.path={tmp_path}").problems == []
+    (tmp_path / "model.safetensors").unlink()
+    (problem,) = planned(folder, f"model.path={tmp_path}").problems
+    assert "has no weights" in problem
+    loaded = load_recipe([folder / "recipe.yaml"], [f"model.path={tmp_path}"])
+    assert plan(loaded, gpu=GPUS["h100-80g"]).problems == []  # of another machine, where they may be
     (tmp_path / "chat_template.jinja").unlink()
     assert "has no chat template" in planned(folder, f"model.path={tmp_path}").problems[0]
 
