@@ -32,6 +32,7 @@ allow_cpu_only()  # before transformers imports torchvision
 SMALL = ["train.steps=1", "train.prompts_per_step=2", "device=cpu"]
 GROUPS = ["train.group_size=2", "train.micro_batch_size=2", "eval.samples=2"]
 RUNS = {"sums": GROUPS, "shapes-lora": GROUPS, "moving-shapes": GROUPS, "scenes": GROUPS}
+RUNS["sums-reward"] = ["train.micro_batch_size=2", "eval.samples=2"]
 SWITCHED = ["algorithm={type: dapo}", "optim.ema_decay=0.9", "eval.guards.action=stop", "rollout.importance=token"]
 """What the keys of ``SWITCHES`` belong to."""
 SWITCHES = {
@@ -122,6 +123,15 @@ def accepted(recipe: str, key: str) -> list[str]:
         if changed != load_recipe([recipe]).recipe:
             found.append(change)
     return found
+
+
+@pytest.mark.parametrize("key", ["sampling.temperature", "sampling.top_p", "sampling.batch_size", "eval.temperature"])
+def test_a_reward_model_has_no_key_of_sampling(key):
+    with pytest.raises(UserError, match="reward_model samples nothing; remove it"):
+        load_recipe(["sums-reward"], [f"{key}={1 if key == 'sampling.batch_size' else 0.5}"])
+    for recipe in ("sums-sft", "sums-dpo"):
+        with pytest.raises(UserError, match="texts that are given have no importance weights; remove it"):
+            load_recipe([recipe], ["rollout.importance=token"])
 
 
 @pytest.mark.slow

@@ -187,12 +187,27 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         return
     for key in _changed(recipe.rollout, ("update_bucket_mib", "weight_transport")):
         yield f"rollout.{key}: the weights that train also sample, so none travel; remove it"
-    if recipe.makes != "text":
+    if recipe.makes != "text" or recipe.algorithm.kind == "offline":
+        what = "pictures that the trained weights draw have" if recipe.makes != "text" else "texts that are given have"
         for key in _changed(recipe.rollout, ("importance", "importance_cap", "importance_floor", "importance_mode")):
-            yield f"rollout.{key}: pictures that the trained weights draw have no importance weights; remove it"
+            yield f"rollout.{key}: {what} no importance weights; remove it"
     elif recipe.rollout.importance in ("auto", "none"):
         for key in _changed(recipe.rollout, ("importance_cap", "importance_floor", "importance_mode")):
             yield f"rollout.{key}: there are no importance weights here; remove it, or set rollout.importance=token"
+
+
+def _scores(recipe: Recipe) -> Iterator[str]:
+    """A reward model reads given texts, and writes none."""
+    if not recipe.algorithm.trains_scores:
+        return
+    for key in _changed(recipe.decoding, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")):
+        yield f"sampling.{key}: {recipe.algorithm.type} samples nothing; remove it"
+    for key in _changed(recipe.sampling, ("batch_size",)):
+        yield f"sampling.{key}: {recipe.algorithm.type} samples nothing; remove it"
+    for key in _changed(recipe.scoring, ("max_failed", "patience")):
+        yield f"scoring.{key}: {recipe.algorithm.type} calls no reward; remove it"
+    if recipe.eval.temperature is not None:
+        yield f"eval.temperature: {recipe.algorithm.type} samples nothing; remove it"
 
 
 def _changed(section: Section, keys: Iterable[str]) -> Iterator[str]:
@@ -396,7 +411,7 @@ def _weights(recipe: Recipe) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
-    *(_device, _sampler, _groups, _batches, _performance, _pairs, _unused, _normalize),
+    *(_device, _sampler, _groups, _batches, _performance, _pairs, _unused, _normalize, _scores),
     *(of_midway, of_environment, of_placement, of_moving, _labels, _weights, of_evaluation),
 )
 """What is checked of several sections together, whatever is sampled."""
