@@ -11,7 +11,11 @@ from mmrl.cli import app
 from mmrl.planner.gpus import gpu_of
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = sorted((ROOT / "examples" / "clusters").glob("*.yaml"))
+LONG = ("qwen-image-64-gpus",)  # the other examples of pictures stay
+EXAMPLES = [
+    pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem)
+    for path in sorted((ROOT / "examples" / "clusters").glob("*.yaml"))
+]
 
 
 def planned(path, monkeypatch):
@@ -23,7 +27,7 @@ def planned(path, monkeypatch):
 
 
 @pytest.mark.slow  # 80 layers are traced
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_the_plan_accepts_an_example_or_names_its_first_limit(path, monkeypatch):
     if "vl-7b" in path.stem:
         pytest.importorskip("torchvision")

@@ -144,7 +144,7 @@ def test_one_whose_call_hangs_is_closed_in_threads_and_killed_apart(worlds):
         ("raise", False, "ValueError: no end"),
         pytest.param("raise", True, "ValueError: no end", marks=pytest.mark.slow),
         pytest.param("hang", False, "did not return within 1 s", marks=pytest.mark.slow),
-        pytest.param("hang", True, "did not return within 1 s", marks=pytest.mark.slow),
+        pytest.param("hang", True, "did not return within 1 s", marks=pytest.mark.long),
         pytest.param("exit", True, "its process ended with status 3", marks=pytest.mark.slow),
     ],
 )

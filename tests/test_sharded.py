@@ -215,7 +215,7 @@ def test_two_ranks_with_half_the_weights_each(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("text", "critic")), "full", "lora"]
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("text", "critic", "full")), "lora"]
 )
 def test_weights_gathered_in_half_precision(name, tmp_path):
     """Half the bytes of weights go to the other rank. Shards, gradients and the bytes of these stay float32, and the
