@@ -39,6 +39,7 @@ SWITCHES = {
     "algorithm.max_attempts": "algorithm.dynamic_sampling reads it",
     "optim.ema_every": "optim.ema_decay reads it",
     "eval.guards.patience": "eval.guards.action=stop reads it",
+    "sampling.batch_size": "what samples reads it; recipes for all of that have it",
     "rollout.rejection": "log-probs of another computation, or importance weights, read it",
 }
 ELSEWHERE = {
@@ -125,10 +126,10 @@ def accepted(recipe: str, key: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("key", ["sampling.temperature", "sampling.top_p", "sampling.batch_size", "eval.temperature"])
+@pytest.mark.parametrize("key", ["sampling.temperature", "sampling.top_p", "eval.temperature"])
 def test_a_reward_model_has_no_key_of_sampling(key):
     with pytest.raises(UserError, match="reward_model samples nothing; remove it"):
-        load_recipe(["sums-reward"], [f"{key}={1 if key == 'sampling.batch_size' else 0.5}"])
+        load_recipe(["sums-reward"], [f"{key}=0.5"])
     for recipe in ("sums-sft", "sums-dpo"):
         with pytest.raises(UserError, match="texts that are given have no importance weights; remove it"):
             load_recipe([recipe], ["rollout.importance=token"])

@@ -35,7 +35,7 @@ CASES = {
     "dapo": ["algorithm={type: dapo, max_attempts: 2}", "train.micro_batch_tokens=200"],
     "ppo": ["algorithm={type: ppo, kl_coef: 0.1}"],
     "dpo": ["algorithm={type: dpo}", *PAIRS],
-    "reward_model": ["algorithm={type: reward_model}", "pipeline=llm/score", *PAIRS],
+    "reward_model": ["algorithm={type: reward_model}", "pipeline=llm/score", *PAIRS, "sampling={max_new_tokens: 12}"],
 }
 
 

@@ -202,8 +202,6 @@ def _scores(recipe: Recipe) -> Iterator[str]:
         return
     for key in _changed(recipe.decoding, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")):
         yield f"sampling.{key}: {recipe.algorithm.type} samples nothing; remove it"
-    for key in _changed(recipe.sampling, ("batch_size",)):
-        yield f"sampling.{key}: {recipe.algorithm.type} samples nothing; remove it"
     for key in _changed(recipe.scoring, ("max_failed", "patience")):
         yield f"scoring.{key}: {recipe.algorithm.type} calls no reward; remove it"
     if recipe.eval.temperature is not None:
