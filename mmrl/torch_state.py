@@ -51,10 +51,10 @@ class _Setting:
 
 @dataclass
 class _Watch:
-    """Who runs now, and the settings from before the first of them began."""
+    """Who runs now, by thread, and the settings from before the first of them began."""
 
     turn: threading.Lock = field(default_factory=threading.Lock)
-    running: list[str] = field(default_factory=list)
+    running: list[tuple[int, str]] = field(default_factory=list)
     involved: list[str] = field(default_factory=list)
     before: list[Any] = field(default_factory=list)
     of_python: list[Any] = field(default_factory=list)
@@ -146,6 +146,17 @@ def kept(name: str, *, here: bool = True) -> Generator[None]:
         _set_back(table, before or [one.default for one in table], [name])
 
 
+def give_up(thread: threading.Thread) -> None:
+    """Wait no longer for the calls that run in ``thread``: others are compared without them, and their late end sets
+    nothing back, which could be what the process has set for itself since."""
+    with _watch.turn:
+        left = [one for one in _watch.running if one[0] == thread.ident]
+        for one in left:
+            _watch.running.remove(one)
+        if left:
+            _compare()
+
+
 def _enter(name: str) -> None:
     with _watch.turn:
         if not _watch.running:
@@ -153,19 +164,25 @@ def _enter(name: str) -> None:
             _watch.before, _watch.involved = [one.get() for one in _watch.table], []
             _watch.path = [*sys.path]
             _watch.of_python = [one.get() for one in _OF_PYTHON]
-        _watch.running.append(name)
+        _watch.running.append((threading.get_ident(), name))
         _watch.involved.append(name)
 
 
 def _leave(name: str) -> None:
     with _watch.turn:
-        _watch.running.remove(name)
-        if not _watch.running:
-            table = _watch.table or _table("process", _of_process)
-            before = _watch.before or [one.default for one in table]
-            names = list(dict.fromkeys(_watch.involved))
-            _set_back(_OF_PYTHON, _watch.of_python, names)
-            _set_back(table, before, names)
+        if (own := (threading.get_ident(), name)) in _watch.running:  # else it was given up
+            _watch.running.remove(own)
+            _compare()
+
+
+def _compare() -> None:
+    """Set back what has changed, where none runs any more."""
+    if not _watch.running:
+        table = _watch.table or _table("process", _of_process)
+        before = _watch.before or [one.default for one in table]
+        names = list(dict.fromkeys(_watch.involved))
+        _set_back(_OF_PYTHON, _watch.of_python, names)
+        _set_back(table, before, names)
 
 
 def _set_back(table: Sequence[_Setting], before: Sequence[Any], names: Sequence[str]) -> None:

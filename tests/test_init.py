@@ -84,8 +84,8 @@ def test_a_recipe_of_each_modality_is_planned_without_problems(modality, models,
     (folder / "recipes").mkdir()
     file = "recipes/first.yaml"
     code = mmrl_init(file, "--model", models[modality], "--data", data, "--device", "cpu")
-    said = capsys.readouterr().out
-    assert code == 0, said
+    said, wrong = capsys.readouterr()
+    assert code == 0, said + wrong
     assert said.endswith(f"next:\n  mmrl data check {file}\n  mmrl plan {file}\n  mmrl train {file}\n")
     text = Path(file).read_text()
     assert 25 <= len(text.splitlines()) <= 45

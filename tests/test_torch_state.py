@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +217,41 @@ def test_of_calls_at_once_both_are_named_and_a_moment_counts_as_none(capfd):
         torch.set_default_dtype(torch.float64)
         torch.set_default_dtype(torch.float32)
     assert not capfd.readouterr().err
+
+
+HANGS = """
+import os, time
+
+def score(samples, *, context):
+    open({free!r} + "-waits", "w").close()
+    while not os.path.exists({free!r}):
+        time.sleep(0.01)
+    return [1.0] * len(samples)
+"""
+
+
+@pytest.mark.parametrize("given_up", ["by its deadline", "as it closes"])
+def test_a_call_that_nobody_waits_for_sets_nothing_back_when_it_ends(given_up, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    file, free, before = tmp_path / "hangs.py", tmp_path / "free", {*threading.enumerate()}
+    file.write_text(HANGS.format(free=str(free)))
+    caller = Caller(build(find(str(file)), {}), timeout=0.1 if given_up == "by its deadline" else 600)
+    future = caller.submit([], Context(0))
+    if given_up == "by its deadline":
+        assert "did not return within 0.1 s" in str(future.result().error)
+    while not Path(f"{free}-waits").exists():
+        time.sleep(0.01)
+    caller.close()
+    (tmp_path / "further").mkdir()
+    monkeypatch.chdir(tmp_path / "further")  # what the process does meanwhile stays
+    with torch_state.kept("other.py", here=False):  # what another reward changes does not
+        torch.set_default_dtype(torch.float64)
+    assert torch.get_default_dtype() == torch.float32
+    free.touch()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(60)
+    assert os.getcwd() == os.path.realpath(tmp_path / "further")
+    assert "the reward other.py changed the default dtype" in capfd.readouterr().err
 
 
 GOES = """

@@ -107,13 +107,16 @@ class Caller:
         Threads that are idle are waited for: one that frees a model's tensors while the interpreter shuts down aborts
         the process. One that is busy is given up after a second.
         """
-        lane, self._lane = self._lane, None
-        threads = self._workers.stop()
-        if lane is not None:
-            threads.append(lane.stop())
-        until = time.monotonic() + _GRACE_S
+        threads, until = self._workers.stop(), time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
+        with self._swap:
+            lane, self._lane = self._lane, None
+        if lane is not None:
+            last = lane.stop()
+            last.join(max(until - time.monotonic(), 0.0))
+            if last.is_alive():
+                torch_state.give_up(last)
         self.reward.close()
 
     def _attempt(self, samples: list[Sample], context: Context) -> object:
@@ -152,7 +155,7 @@ class Caller:
         with self._swap:
             if self._lane is lane:
                 self._lane = None
-                lane.stop()
+                torch_state.give_up(lane.stop())
 
 
 class _Workers:
