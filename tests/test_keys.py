@@ -32,7 +32,8 @@ allow_cpu_only()  # before transformers imports torchvision
 SMALL = ["train.steps=1", "train.prompts_per_step=2", "device=cpu"]
 GROUPS = ["train.group_size=2", "train.micro_batch_size=2", "eval.samples=2"]
 RUNS = {"sums": GROUPS, "shapes-lora": GROUPS, "moving-shapes": GROUPS, "scenes": GROUPS}
-RUNS["sums-reward"] = ["train.micro_batch_size=2", "eval.samples=2"]
+OFFLINE = ("sums-reward", "sums-dpo", "sums-sft", "shapes-dpo")
+RUNS |= dict.fromkeys(OFFLINE, ["train.micro_batch_size=2", "eval.samples=2"])
 SWITCHED = ["algorithm={type: dapo}", "optim.ema_decay=0.9", "eval.guards.action=stop", "rollout.importance=token"]
 """What the keys of ``SWITCHES`` belong to."""
 SWITCHES = {
@@ -133,6 +134,32 @@ def test_a_reward_model_has_no_key_of_sampling(key):
     for recipe in ("sums-sft", "sums-dpo"):
         with pytest.raises(UserError, match="texts that are given have no importance weights; remove it"):
             load_recipe([recipe], ["rollout.importance=token"])
+
+
+def test_the_failures_of_a_step_are_of_steps_that_call_rewards():
+    for recipe in OFFLINE:
+        for key in ("max_failed=0.5", "patience=60"):
+            with pytest.raises(UserError, match="calls no reward in its steps; remove it"):
+                load_recipe([recipe], [f"scoring.{key}"])
+    stops = "eval.early_stopping={metric: reward/number}"  # reads it: an evaluation with more failures does not count
+    assert load_recipe(["sums-dpo"], [stops, "scoring.max_failed=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        ("shapes-lora", []),
+        ("shapes-dpo", []),
+        ("moving-shapes", []),
+        ("sums", ["rollout={engine: vllm, partial: {extra: 2, cut_after: 2}}"]),
+        ("sums", ["placement={type: disaggregated}", "devices_per_controller=2"]),
+    ],
+)
+def test_work_is_measured_where_it_divides_the_prompts(recipe, changes):
+    assert load_recipe([recipe], changes)
+    with pytest.raises(UserError, match=r"train\.balance: .*; set train\.balance to predicted"):
+        load_recipe([recipe], [*changes, "train.balance=measured"])
+    assert load_recipe(["sums"], ["train.balance=measured"])
 
 
 @pytest.mark.slow

@@ -202,8 +202,6 @@ def _scores(recipe: Recipe) -> Iterator[str]:
         return
     for key in _changed(recipe.decoding, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")):
         yield f"sampling.{key}: {recipe.algorithm.type} samples nothing; remove it"
-    for key in _changed(recipe.scoring, ("max_failed", "patience")):
-        yield f"scoring.{key}: {recipe.algorithm.type} calls no reward; remove it"
     if recipe.eval.temperature is not None:
         yield f"eval.temperature: {recipe.algorithm.type} samples nothing; remove it"
 
@@ -251,6 +249,9 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
             f"rewards: {algorithm.type} trains on given {one}s and samples nothing that could be rewarded; remove "
             "rewards (eval.rewards measures held-out samples)"
         )
+    for key in _changed(recipe.scoring, ("max_failed", "patience")):
+        if key == "patience" or recipe.eval.early_stopping is None:  # which counts no evaluation with more failures
+            yield f"scoring.{key}: {algorithm.type} calls no reward in its steps; remove it"
     if algorithm.trains_scores and recipe.eval.rewards:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
     if recipe.rollout.engine != "transformers" and not recipe.eval.rewards:

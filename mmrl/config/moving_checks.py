@@ -1,4 +1,4 @@
-"""Find settings with which prompts cannot move between controllers (``train.balance: moving``)."""
+"""Find settings with which ``train.balance`` has no effect, or prompts cannot move between controllers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ _EDIT = "set train.balance to predicted"
 
 
 def of_moving(recipe: Recipe) -> Iterator[str]:
-    """Contradictions with ``train.balance: moving``; a single controller ignores it."""
+    """Contradictions with ``train.balance``; a single controller ignores it."""
+    algorithm, placement = recipe.algorithm, recipe.placement
+    if recipe.train.balance == "measured":
+        if recipe.makes != "text":
+            yield f"train.balance: only the work of texts is measured; {_EDIT}"
+        elif placement.apart or recipe.rollout.partial is not None:
+            yield f"train.balance: a prompt begins in a step before, when its work is not known; {_EDIT}"
     if recipe.train.balance != "moving":
         return
-    algorithm, placement = recipe.algorithm, recipe.placement
     if algorithm.kind in ("pathwise", "offline"):
         yield f"train.balance: {algorithm.type} samples nothing before its update, so no prompt can move; {_EDIT}"
         return
