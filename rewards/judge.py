@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import mmrl
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
-from mmrl.judge.answers import Words, parse_kind
+from mmrl.judge.answers import READING, Words, parse_kind
 from mmrl.judge.asking import Ask, Outcome, Settings
 from mmrl.judge.modes import Job, Mode
 from mmrl.judge.replay import recorded_here
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 _LOCAL = ("path", "batch", "dtype", "template", "chat_template")
 _URL = ("url", "name", "token", "extra", "insecure")
 _VLLM = ("vllm", "args", "python", "extra", "start_s")
-
-
-READING = 2
-"""Of the rules by which answers are read: a verdict that was cached under others is asked for again."""
 
 
 @dataclass

@@ -116,6 +116,16 @@ def test_another_judge_is_asked_itself(tmp_path):
         assert (server.asked.total(), other.asked.total()) == (2, 1)
 
 
+def test_a_verdict_that_was_read_by_other_rules_is_asked_for_again(tmp_path, monkeypatch):
+    with Counting() as server:
+        rules = type(judge(server.url)).__init__.__globals__
+        for reading in (rules["READING"] - 1, rules["READING"]):
+            monkeypatch.setitem(rules, "READING", reading)
+            for _ in range(2):
+                score(judge(server.url), tmp_path, "case 1")
+        assert server.asked.total() == 2
+
+
 def test_verdicts_of_other_controllers_are_known_and_rows_without_a_checksum_too(tmp_path):
     (tmp_path / "controllers" / "1").mkdir(parents=True)
     Cache(tmp_path / "controllers" / "1").put({"a": Outcome(0.25, ["\ud800 half"]), "c": Outcome([1, 2])})

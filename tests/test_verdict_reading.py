@@ -1,5 +1,6 @@
 """Verdicts are read as they were given, or not at all: mmrl's reader against an independent one."""
 
+import hashlib
 import itertools
 import random
 from functools import partial
@@ -7,7 +8,7 @@ from functools import partial
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.judge.answers import UnreadableError, Words, parse_kind, read
+from mmrl.judge.answers import READING, UnreadableError, Words, parse_kind, read
 from tests import hostile
 from tests import verdict_oracle as oracle
 from tests.judge_answers import HIGH, ITEMS, LOW, SCHEMA, answers
@@ -57,6 +58,15 @@ def test_no_verdict_is_given_that_an_independent_reader_does_not_give_and_no_val
         kept = answer.verdict is None or (same(found, answer.verdict) and same(expected, answer.verdict))
         sweep.check(given and kept, (answer, found, expected))
     sweep.done()
+
+
+def test_other_rules_of_reading_have_another_number():
+    """Where only the last digest differs, an answer has another verdict than it had: raise READING, so that caches of
+    runs and shared ones do not give the old verdicts. Where the first differs, the answers tried here changed."""
+    tried = list(itertools.islice(answers(random.Random(7)), 2000))
+    found = [one if one is None or isinstance(one, list) else round(one, 6) for one in map(ours, tried)]
+    digests = [hashlib.blake2b(repr(of).encode(), digest_size=8).hexdigest() for of in (tried, found)]
+    assert (READING, *digests) == (3, "e9193a9b42d472c9", "fd508f29478b080c")
 
 
 def number(text, **answer):

@@ -20,6 +20,9 @@ from mmrl.json_types import JsonObject
 from mmrl.judge.asking import Outcome
 from mmrl.judge.json_answer import begins_as_object, check_schema, json_in, mismatch, whole_numbers, without_thoughts
 
+READING = 3
+"""The version of the rules by which answers are read here. It rises with every change of them, so that a verdict that
+was cached under others is asked for again."""
 FLOOR = 0.05
 """What yes and no must have of the probability together: below it the answer begins with something else."""
 _PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
