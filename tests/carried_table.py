@@ -130,6 +130,7 @@ ADVICE: dict[str, str] = {
 exist is a test of ``tests/test_messages.py``."""
 
 NOT_HERE: dict[str, str] = {
+    "mmrl/engines/vllm_server.py: rollout.weight_transport: auto tried … between trainer and vLLM, which": "asks for two GPUs; tests/test_weight_groups.py ends such a trial, and tests/test_vllm.py sends weights through shm",
     "mmrl/verify/__init__.py: … drew its samples without seeds (rollout.reproducible: false), so no ": "asks for a new run of vLLM or SGLang; tests/test_verify.py repeats runs with seeds",
     "mmrl/text/chat.py: the model reads only text; take a vision-language model and set pipeli": "asks for another model; the other tests of tests/test_episode_pictures.py play with models that see",
 }

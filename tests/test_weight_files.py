@@ -76,19 +76,23 @@ def test_what_the_checkpoint_has_in_half_is_sent_in_half_and_nothing_else(tmp_pa
     assert torch.equal(sent["new"], trained["new"])
 
 
-def test_auto_takes_memory_of_the_gpu_only_where_engine_and_trainer_share_exactly_one():
+def test_auto_takes_memory_of_the_gpu_only_where_engine_and_trainer_can_share_it():
     settings = ("auto", "shm", "files", "gloo", "ipc", "nccl")
     engines = ("transformers", "vllm", "vllm_server", "sglang", "mine.py:Engine")
     flags = (True, False)
     taken = {}
-    for case in itertools.product(settings, engines, flags, (1, 2, 8), flags, flags):
-        setting, engine, cuda, devices, elsewhere, adapter = case
-        taken[case] = transport_for(
-            setting, engine=engine, cuda=cuda, devices=devices, elsewhere=elsewhere, adapter=adapter
-        )
+    names = ("engine", "cuda", "first", "devices", "several", "own", "adapter")
+    for setting, *case in itertools.product(settings, engines, flags, flags, (1, 2, 8), flags, flags, flags):
+        taken[setting, *case] = transport_for(setting, **dict(zip(names, case, strict=True)))
     assert all(took == case[0] for case, took in taken.items() if case[0] != "auto"), "what is written stays"
-    assert [case for case, took in taken.items() if took != case[0]] == [("auto", "vllm_server", True, 1, False, False)]
-    assert taken["auto", "vllm_server", True, 1, False, False] == "ipc"
+    by_auto = {case[1:]: took for case, took in taken.items() if took != case[0]}
+    assert {case for case, took in by_auto.items() if took == "ipc"} == {
+        ("vllm_server", True, True, 1, False, False, False)
+    }
+    assert {case for case, took in by_auto.items() if took == "nccl"} == {
+        ("vllm_server", True, first, devices, False, True, False) for first in flags for devices in (1, 2, 8)
+    }
+    assert {*by_auto.values()} == {"ipc", "nccl"}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,12 @@ def test_auto_takes_memory_of_the_gpu_only_where_engine_and_trainer_share_exactl
         ("{engine: vllm_server, weight_transport: ipc}", "cuda", ("ipc", False)),
         ("{engine: vllm_server, weight_transport: shm}", "cuda", ("shm", False)),
         ("{engine: vllm_server, options: {tensor_parallel_size: 2}}", "cuda", ("auto", False)),
-        ("{engine: vllm_server, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}", "cuda", ("auto", False)),
+        ("{engine: vllm_server, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}", "cuda:0", ("nccl", True)),
+        (
+            "{engine: vllm_server, options: {data_parallel_size: 2, environment: {CUDA_VISIBLE_DEVICES: '1,2'}}}",
+            "cuda",
+            ("auto", False),
+        ),
         ("{engine: sglang}", "cuda", ("auto", False)),
     ],
 )

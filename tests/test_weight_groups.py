@@ -4,11 +4,16 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl.config.loader import RecipeError, load_recipe
+from mmrl.engines import vllm_server
+from mmrl.engines.server_process import Timeouts
+from mmrl.engines.weight_files import Sending
 from mmrl.engines.weight_groups import WeightGroup, buckets
 from mmrl.errors import UserError
 from tests import ranks
@@ -206,3 +211,36 @@ def test_a_transport_that_one_end_lacks_is_refused(rollout, said):
 if __name__ == "__main__":
     rank_, size_, *others = sys.argv[1:]
     main(int(rank_), int(size_), *others)
+
+
+def trial(monkeypatch, folder, join):
+    """What a server takes after the trial of a group that ``auto`` chose: ``join`` is the meeting."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(vllm_server, "_OPTIONAL_S", 0.05)
+    monkeypatch.setattr(vllm_server, "_GRACE_S", 0.05)
+    monkeypatch.setattr(vllm_server.GroupSender, "_joined", lambda *_: join())
+    server = SimpleNamespace(
+        _sending=Sending(transport="nccl", optional=True),
+        _client=None,
+        _private=folder,
+        _dtypes={},
+        _process=SimpleNamespace(ended=lambda: False),
+    )
+    return vllm_server.VllmServer._joined(server, 1, Timeouts(60, 60)), server._sending.transport
+
+
+def test_a_trial_that_fails_takes_files_and_one_that_hangs_ends_with_the_edit(tmp_path, monkeypatch, capsys):
+    free = Event()
+
+    def fails():
+        raise UserError("no peer access")
+
+    group = object()
+    assert trial(monkeypatch, tmp_path, lambda: group)[0]._group is group
+    assert "auto takes nccl" in capsys.readouterr().err
+    assert trial(monkeypatch, tmp_path, fails) == (None, "auto")
+    assert "auto takes files, because nccl does not work here: no peer access" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"neither worked nor failed .* set rollout\.weight_transport=shm"):
+        trial(monkeypatch, tmp_path, lambda: free.wait(60))
+    free.set()

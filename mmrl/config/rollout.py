@@ -88,11 +88,10 @@ class Rollout(Section):
     """MiB of weights in a file for an engine in other processes; a larger tensor has its own file."""
     weight_transport: Literal["auto", "shm", "files", "gloo", "ipc", "nccl"] = "auto"
     """How weights reach a server: ``shm`` as files in the host's memory (/dev/shm), ``files`` on the disk that TMPDIR
-    names; ``auto`` takes memory where it has room for all weights in float32, and ``ipc`` where vLLM's server has
-    exactly the trainer's GPU and takes whole weights (files if a trial of it fails). To vLLM's server also without a
-    file: ``gloo`` over the loopback, ``ipc`` by handles of the GPU's memory where trainer and engine share a GPU,
-    ``nccl`` where the engine has other GPUs than the trainer. ``ipc`` has not run with vLLM, and ``nccl`` not at all;
-    ``auto`` never takes it."""
+    names; ``auto`` takes memory where it has room for all weights in float32. To vLLM's server whole weights also go
+    without a file: ``gloo`` over the loopback, ``ipc`` by handles of the GPU's memory where trainer and engine share a
+    GPU, ``nccl`` where the engine has other GPUs than the trainer. ``auto`` takes the last two where they are possible
+    and a trial of them works, else files. ``ipc`` has not run with vLLM, and ``nccl`` not at all."""
     max_gap: PositiveFloat | None = 0.1
     """Where the training process samples: a run stops if log-probs of sampling and training are further apart than this
     with the same weights (a token's in float32, their mean in half precision). Then the model's forward with a cache

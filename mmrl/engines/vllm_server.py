@@ -20,10 +20,11 @@ import shutil
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 from uuid import uuid4
 
@@ -62,8 +63,14 @@ from mmrl.report.notices import tell
 
 _NAME = "policy"
 _FORGET_TRIES = 20
-_OPTIONAL_S = 600.0
+_OPTIONAL_S = 120.0
 """Seconds to wait for the other processes where files would do as well."""
+_GRACE_S = 30.0
+"""Seconds after them in which a group must have given up by itself."""
+
+
+class StuckError(UserError):
+    """A group of processes hangs, and the engine in it."""
 
 
 class GroupSender:
@@ -93,10 +100,31 @@ class GroupSender:
         self._patience = min(timeouts.request_s, _OPTIONAL_S) if sending.optional else timeouts.request_s
         self._pool = ThreadPoolExecutor(1, "mmrl-weights")
         try:
-            self._group = self._joined(folder / "meeting", 1 + workers)
+            self._group = self._in_time(lambda: self._joined(folder / "meeting", 1 + workers))
         except BaseException:
             self._pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+    def _in_time(self, join: Callable[[], WeightGroup]) -> WeightGroup:
+        """What ``join`` makes. Raises ``StuckError`` where an optional group neither comes about nor fails."""
+        if not self._sending.optional:
+            return join()
+        came: Future[WeightGroup] = Future()
+
+        def work() -> None:
+            try:
+                came.set_result(join())
+            except BaseException as error:  # this thread has nobody who sees it
+                came.set_exception(error)
+
+        Thread(target=work, name="mmrl-join", daemon=True).start()  # it may hang: the process ends without it
+        try:
+            return came.result(self._patience + _GRACE_S)
+        except TimeoutError:
+            raise StuckError(
+                f"rollout.weight_transport: auto tried {self._backend} between trainer and vLLM, which neither worked "
+                f"nor failed within {self._patience + _GRACE_S:g} s; set rollout.weight_transport=shm"
+            ) from None
 
     def _joined(self, meeting: Path, size: int) -> WeightGroup:
         asked = self._asked(
@@ -220,7 +248,7 @@ class VllmServer(OneByOne[str]):
         try:
             made = GroupSender(self._client, self._private, self._sending, self._dtypes, workers, timeouts)
         except UserError as error:
-            if not self._sending.optional or self._process.ended():
+            if not self._sending.optional or isinstance(error, StuckError) or self._process.ended():
                 raise
             tell(f"rollout.weight_transport: auto takes files, because {name} does not work here: {error}")
             self._sending = replace(self._sending, transport="auto")

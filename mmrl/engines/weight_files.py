@@ -59,17 +59,21 @@ class Sending:
     """Files are taken where the processes of ``transport`` do not find together."""
 
 
-def transport_for(setting: str, *, engine: str, cuda: bool, devices: int, elsewhere: bool, adapter: bool) -> str:
-    """``setting``, or what ``auto`` means where that is more than files: ``ipc`` where vLLM's server has exactly the
-    GPU that trains, and takes whole weights.
+def transport_for(
+    setting: str, *, engine: str, cuda: bool, first: bool, devices: int, several: bool, own: bool, adapter: bool
+) -> str:
+    """``setting``, or what ``auto`` means where that is more than files: to vLLM's server, for whole weights, ``nccl``
+    where it has GPUs of its own on this host, and ``ipc`` where it has exactly the GPU that trains.
 
-    ``cuda``: the trainer's device is one of NVIDIA's. ``devices``: of one engine, all of its parallel sizes.
-    ``elsewhere``: the engine has GPUs of its own, or is at a url. ``adapter``: only an adapter is sent, always as
-    files. ``nccl`` is never chosen: it has run on no GPU.
+    ``cuda``: the trainer's device is one of NVIDIA's; ``first``: the one that a server starts on. ``devices``: of one
+    engine, all of its parallel sizes; ``several``: it holds the model several times. ``own``: the engine has GPUs of
+    its own. ``adapter``: only an adapter is sent, always as files.
     """
-    if setting == "auto" and engine == "vllm_server" and cuda and devices == 1 and not (elsewhere or adapter):
-        return "ipc"
-    return setting
+    if setting != "auto" or engine != "vllm_server" or not cuda or several or adapter:
+        return setting
+    if own:
+        return "nccl"
+    return "ipc" if first and devices == 1 else setting
 
 
 def checkpoint_dtypes(model: Path, dtype: str) -> dict[str, torch.dtype]:

@@ -6,7 +6,8 @@ broadcast the bytes; for ``ipc`` the receivers open the sender's memory on the G
 model). The group meets in a file of a private folder, and gloo listens on the loopback.
 
 ``ipc`` has run between two processes on an H100 and an H200, without vLLM; ``prove`` finds out whether it works.
-``nccl`` has not run: all but the group's backend is shared with gloo, which has.
+``nccl`` has not run: all but the group's backend is shared with gloo, which has. It waits for each broadcast and raises
+after the group's patience; a watchdog of NCCL's, which would end the process in place of that, is not started.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import base64
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -211,12 +213,27 @@ def _group(store: dist.Store, rank: int, size: int, backend: str, patience: floa
         nccl: Any = dist.ProcessGroupNCCL
         given = nccl.Options()
         given._timeout = timedelta(seconds=patience)
-        return nccl(store, rank, size, given)
+        with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):  # read once, by the constructor
+            return nccl(store, rank, size, given)
     gloo: Any = dist.ProcessGroupGloo  # whose options the type checker does not know
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=patience)
     return gloo(store, rank, size, options)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Generator[None]:
+    """The environment variable is ``value`` inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def buckets(

@@ -97,13 +97,15 @@ def open_engine(
 def _sending(recipe: Recipe, device: torch.device) -> Sending:
     """How weights go from ``device`` to the recipe's server."""
     rollout, options = recipe.rollout, recipe.rollout.options
-    own = "url" in options or "CUDA_VISIBLE_DEVICES" in (options.get("environment") or {})
+    own = "CUDA_VISIBLE_DEVICES" in (options.get("environment") or {})
     transport = transport_for(
         rollout.weight_transport,
         engine=rollout.engine,
-        cuda=device.type == "cuda" and not device.index and torch.version.hip is None,  # a server starts on the first
+        cuda=device.type == "cuda" and torch.version.hip is None,
+        first=not device.index,
         devices=spread(options),
-        elsewhere=own or bool(server_devices.here().visible),
+        several=options.get("data_parallel_size", 1) != 1,
+        own=own or bool(server_devices.here().visible),
         adapter=recipe.model.lora is not None,
     )
     return Sending(rollout.update_bucket_mib * 2**20, transport, optional=transport != rollout.weight_transport)
