@@ -11,8 +11,9 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +22,6 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json
 
 from .fields import check_flow
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline, SchedulerMixin
 
 Conditions = dict[str, Tensor | dict[str, Tensor]]
 """Arguments of a model besides latents and timestep."""
@@ -37,7 +35,7 @@ class Shown(Protocol):
     frames: Tensor
 
 
-def set_scheduler(pipe: DiffusionPipeline, scheduler: SchedulerMixin) -> None:
+def set_scheduler(pipe: diffusers.DiffusionPipeline, scheduler: diffusers.SchedulerMixin) -> None:
     """Replace the scheduler of ``pipe``."""
     setattr(pipe, _SCHEDULER, scheduler)  # diffusers declares no components
 
@@ -96,7 +94,7 @@ class Adapter(ABC):
     negative: ClassVar[str] = ""
     """The prompt that guidance moves away from where the user gives none."""
 
-    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         self.pipe, self.sampling, self.device = pipe, sampling, device
         found = [getattr(pipe, name, None) for name in self.encoders]
         self.text_encoders: list[nn.Module] = [encoder for encoder in found if encoder is not None]
@@ -148,7 +146,7 @@ class Adapter(ABC):
         return negative + scale * (positive - negative)
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         """Fields of the configuration of ``trains`` that other components decide: the name, the value, the value that
         fits, and what it must fit."""
         yield from ()

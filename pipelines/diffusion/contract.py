@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from PIL import Image
 from torch import Tensor
@@ -33,9 +34,6 @@ from . import export, pictures
 from .adapter import set_scheduler
 from .flow import FlowPipeline
 from .negative import Negatives
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 PROMPTS = ("a red circle", "two blue squares beside a green triangle")
 CLOSE = 1e-5
@@ -184,7 +182,6 @@ def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> s
 
 def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
     """A fresh stock pipeline with the exported LoRA draws what the policy draws, and not what the base draws."""
-    import diffusers
     from peft import PeftModel
 
     case = Case(recipe)
@@ -194,7 +191,7 @@ def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
     adapter = case.pipeline.adapter
     with tempfile.TemporaryDirectory() as folder:
         case.pipeline.write(Path(folder), what)
-        kind: type[DiffusionPipeline] = getattr(diffusers, adapter.pipeline)
+        kind: type[diffusers.DiffusionPipeline] = getattr(diffusers, adapter.pipeline)
         pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
         set_scheduler(pipe, adapter.pipe.scheduler)
         if export.loads_lora(adapter):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 
 from mmrl.config.sampling import Sampling
@@ -14,36 +15,29 @@ from mmrl.json_types import Json, JsonObject
 from .adapter import Adapter, set_scheduler
 from .fields import HOW_IT_STEPS, not_default, says
 
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
-
 
 class EulerAdapter(Adapter, ABC):
     """A family whose scheduler is replaced (abstract), by the flow's Euler scheduler with the checkpoint's shift; or,
     with ``sampling.schedule: checkpoint``, by the checkpoint's own at first order. That is Euler's step, too, over the
     sigmas of that solver."""
 
-    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
+    def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         super().__init__(pipe, sampling, device)
         own = pipe.scheduler
-        self._replaces = not isinstance(own, FlowMatchEulerDiscreteScheduler)
+        self._replaces = not isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler)
         if not self._replaces:
             return
         if sampling.schedule == "checkpoint":
             first = {k: v for k, v in FIRST.items() if k in own.config}
             set_scheduler(pipe, type(own).from_config(own.config, **first))
         else:
-            set_scheduler(pipe, FlowMatchEulerDiscreteScheduler(shift=_shift_of(own.config)))
+            set_scheduler(pipe, diffusers.FlowMatchEulerDiscreteScheduler(shift=_shift_of(own.config)))
 
     def _check_scheduler(self) -> None:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
         own: Any = self.pipe.scheduler
         if own.config.get("use_dynamic_shifting"):
             raise says(own, "use_dynamic_shifting", f"{self.pipeline} has no shift that grows with the picture", False)
-        if isinstance(own, FlowMatchEulerDiscreteScheduler):
+        if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
             return super()._check_scheduler()
         if not (own.config.get("use_flow_sigmas") and own.config.get("prediction_type") == "flow_prediction"):
             raise UserError(

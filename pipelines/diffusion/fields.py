@@ -7,12 +7,11 @@ import json
 from collections.abc import Collection, Iterator
 from importlib import import_module
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import diffusers  # its parts are loaded when they are first used
 
 from mmrl.errors import UserError
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 HOW_IT_STEPS = frozenset(
     (
@@ -40,7 +39,7 @@ def declared(pipeline: str) -> dict[str, tuple[type, ...]]:
     return getattr(import_module("diffusers"), pipeline)._get_signature_types()
 
 
-def latent_channels(pipe: DiffusionPipeline) -> int:
+def latent_channels(pipe: diffusers.DiffusionPipeline) -> int:
     """The channels of a VAE's latents."""
     config: Any = pipe.vae.config
     return config["z_dim"] if "z_dim" in config else config["latent_channels"]
@@ -74,9 +73,7 @@ def says(scheduler: Any, name: str, why: str, default: Any) -> UserError:
 
 def check_flow(scheduler: Any, family: str, pipeline: str) -> None:
     """Raises ``UserError`` where a flow's scheduler is not one whose noise levels and Euler steps are diffusers'."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+    if not isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
         if isinstance(scheduler, declared(pipeline)["scheduler"]):
             return
         raise UserError(

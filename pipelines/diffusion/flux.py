@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +19,6 @@ from .adapter import Read, clip_reads
 from .fields import latent_channels, text_width
 from .flow import FlowPipeline
 from .packed import PackedAdapter, own_sigmas, packed, unpacked
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class FluxAdapter(PackedAdapter):
@@ -50,7 +48,7 @@ class FluxAdapter(PackedAdapter):
     )
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         config, channels = pipe.transformer.config, 4 * latent_channels(pipe)
         for name in ("in_channels", "out_channels"):
             yield name, config[name] or channels, channels, f"a VAE of {channels // 4} latent channels"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
@@ -19,9 +20,6 @@ from .adapter import Adapter, Read
 from .fields import latent_channels, text_width
 from .flow import FlowPipeline
 from .packed import own_sigmas
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class Flux2KleinAdapter(Adapter):
@@ -52,7 +50,7 @@ class Flux2KleinAdapter(Adapter):
     )
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         config, channels = pipe.transformer.config, 4 * latent_channels(pipe)
         for name in ("in_channels", "out_channels"):
             yield name, config[name] or channels, channels, f"a VAE of {channels // 4} latent channels"

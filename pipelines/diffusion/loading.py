@@ -20,8 +20,9 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -46,9 +47,6 @@ from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
 from .saved_lora import reader
 from .sizes import Sizes
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 _VARIANTS = 64
 """Kinds of blocks times shapes of a batch of one size times with or without gradient and adapter. Past it torch would
@@ -101,7 +99,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
 
 
 def _assemble(
-    family: type[Adapter], pipe: DiffusionPipeline, recipe: Recipe, path: str, device: torch.device
+    family: type[Adapter], pipe: diffusers.DiffusionPipeline, recipe: Recipe, path: str, device: torch.device
 ) -> FlowPipeline:
     """From components, wherever they are, to the pipeline with what trains opened."""
     frames = recipe.denoising.frames
@@ -150,8 +148,7 @@ def _dtypes(family: type[Adapter], recipe: Recipe) -> dict[str, torch.dtype]:
     return {"default": frozen, "vae": torch.float32, family.trains: frozen if recipe.model.lora else torch.float32}
 
 
-def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline:
-    import diffusers
+def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.DiffusionPipeline:
     import diffusers.utils.logging
     import transformers.utils.logging
 
@@ -159,7 +156,7 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
         library.disable_progress_bar()  # one for each of nine components
     check_path(family, path)
     check_scheduler(path)
-    kind: type[DiffusionPipeline] = getattr(diffusers, family.pipeline)
+    kind: type[diffusers.DiffusionPipeline] = getattr(diffusers, family.pipeline)
     where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
     with refused(
         lambda reason: (
@@ -186,11 +183,9 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
 
 
 def _rows(
-    family: type[Adapter], recipe: Recipe, path: str, kind: type[DiffusionPipeline], index: JsonObject
+    family: type[Adapter], recipe: Recipe, path: str, kind: type[diffusers.DiffusionPipeline], index: JsonObject
 ) -> nn.Module | None:
     """The model that trains with this rank's rows, where it is about to be sharded; None to load it whole."""
-    import diffusers
-
     if (ranks := local_rows.group()) is None:
         return None
     library, name = map(as_text, as_list(index[family.trains]))

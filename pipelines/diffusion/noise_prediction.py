@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +21,6 @@ from mmrl.errors import UserError
 
 from .adapter import Adapter, Schedule, set_scheduler
 from .fields import HOW_IT_STEPS, not_default, says
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class NoisePredictionAdapter(Adapter, ABC):
@@ -36,9 +34,7 @@ class NoisePredictionAdapter(Adapter, ABC):
     """How the steps' timesteps are spaced (diffusers' ``timestep_spacing``); None: as the checkpoint's scheduler says.
     Families whose checkpoints say ``linspace`` set it."""
 
-    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
-        from diffusers import DDIMScheduler  # pyright: ignore[reportPrivateImportUsage]
-
+    def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         super().__init__(pipe, sampling, device)
         if sampling.schedule != "euler":
             raise UserError(
@@ -50,8 +46,8 @@ class NoisePredictionAdapter(Adapter, ABC):
         self._settings: dict[str, Any] = {"clip_sample": False, "steps_offset": own.config.get("steps_offset", 0)}
         if self.spacing is not None:
             self._settings["timestep_spacing"] = self.spacing
-        scheduler = DDIMScheduler.from_config(own.config, **self._settings)
-        assert isinstance(scheduler, DDIMScheduler)
+        scheduler = diffusers.DDIMScheduler.from_config(own.config, **self._settings)
+        assert isinstance(scheduler, diffusers.DDIMScheduler)
         if scheduler.config["timestep_spacing"] == "linspace":
             raise UserError(
                 "model.path: the scheduler of this checkpoint says timestep_spacing: linspace, and diffusers' DDIM "
@@ -80,7 +76,6 @@ class NoisePredictionAdapter(Adapter, ABC):
 
     def _check_scheduler(self) -> None:
         """All of a scheduler's settings but those of how it steps are DDIM's too, or have their default."""
-        from diffusers import DDIMScheduler  # pyright: ignore[reportPrivateImportUsage]
         from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
         own: Any = self.pipe.scheduler
@@ -95,7 +90,7 @@ class NoisePredictionAdapter(Adapter, ABC):
                 f"{own.config['num_train_timesteps']} num_train_timesteps; correct one of them in "
                 "scheduler/scheduler_config.json"
             )
-        of_ddim = {*inspect.signature(DDIMScheduler.__init__).parameters} - {"thresholding"}
+        of_ddim = {*inspect.signature(diffusers.DDIMScheduler.__init__).parameters} - {"thresholding"}
         for name, _, default in not_default(own, HOW_IT_STEPS | of_ddim):
             raise says(own, name, "DDIM, which samples here, has no such setting or does not use it", default)
         if own.config.get("clip_sample"):

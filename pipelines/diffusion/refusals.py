@@ -15,7 +15,9 @@ from importlib import import_module
 from inspect import signature
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import diffusers  # its parts are loaded when they are first used
 
 import mmrl
 from mmrl.config.drop_ins import entries
@@ -27,9 +29,6 @@ from mmrl.untrusted import printable
 from .adapter import Adapter
 from .fields import as_json, declared, is_number, latent_channels, plain
 from .prompt_lengths import tokenizer_of
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 _SAME_WEIGHTS = ("Img2Img", "PAG")
 """Parts of the names of classes that draw with the weights of the class without that part."""
@@ -166,7 +165,7 @@ def _named(listed: Json) -> str:
 # -- fields ----------------------------------------------------------------------------------------------------------
 
 
-def check_fields(family: type[Adapter], pipe: DiffusionPipeline) -> None:
+def check_fields(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> None:
     """Raises ``UserError`` with all fields of ``pipe``, whose weights may be on the meta device, that the family does
     not use as diffusers does."""
     found = [*_fixed(family, pipe), *_statistics(family, pipe), *_widths(family, pipe), *_numbers(family, pipe)]
@@ -174,7 +173,7 @@ def check_fields(family: type[Adapter], pipe: DiffusionPipeline) -> None:
         raise UserError("\n".join(f"model.path: {line}" for line in found))
 
 
-def _fixed(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+def _fixed(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> Iterator[str]:
     config = getattr(pipe, family.trains).config
     for name, allowed in family.fixed.items():
         value = config.get(name)
@@ -185,7 +184,7 @@ def _fixed(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
             )
 
 
-def _numbers(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+def _numbers(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> Iterator[str]:
     """Numbers that are none; diffusers would fail at the first forward, or the last."""
     for name in (family.trains, "vae"):
         model = getattr(pipe, name)
@@ -195,7 +194,7 @@ def _numbers(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
                 yield f"{name}/config.json says {key}: {as_json(value)[:60]}, and it is a number; download it again"
 
 
-def _statistics(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+def _statistics(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> Iterator[str]:
     """The numbers that latents are scaled by."""
     config: Any = pipe.vae.config
     channels = latent_channels(pipe)
@@ -212,7 +211,7 @@ def _statistics(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]
             yield (f"vae/config.json says {name}: {as_json(value)}, which scales latents; correct it to {what}")
 
 
-def _widths(family: type[Adapter], pipe: DiffusionPipeline) -> Iterator[str]:
+def _widths(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> Iterator[str]:
     for name, value, needed, why in family.widths(pipe):
         if plain(value) != needed:
             yield (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +19,6 @@ from .adapter import Adapter, Read, clip_reads
 from .fields import latent_channels, text_width
 from .flow import FlowPipeline
 from .packed import shift_of
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class SD3Adapter(Adapter):
@@ -45,7 +43,7 @@ class SD3Adapter(Adapter):
     )
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         config, channels = pipe.transformer.config, latent_channels(pipe)
         for name in ("in_channels", "out_channels"):
             yield name, config[name], channels, f"a VAE of {channels} latent channels"

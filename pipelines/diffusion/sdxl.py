@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor
 
@@ -16,9 +16,6 @@ from . import loading
 from .adapter import Conditions
 from .flow import FlowPipeline
 from .unet import UNetAdapter
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class SDXLAdapter(UNetAdapter):
@@ -33,7 +30,7 @@ class SDXLAdapter(UNetAdapter):
     options = {"add_watermarker": False}  # noqa: RUF012
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         yield from super().widths(pipe)
         config, pooled = pipe.unet.config, pipe.text_encoder_2.config.projection_dim
         name, told = "projection_class_embeddings_input_dim", config["addition_time_embed_dim"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import diffusers  # its parts are loaded when they are first used
 from torch import Tensor, nn
 
 from mmrl.json_types import Json
@@ -13,9 +14,6 @@ from mmrl.json_types import Json
 from .adapter import Conditions, Read, clip_reads
 from .fields import latent_channels, text_width
 from .noise_prediction import NoisePredictionAdapter
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class UNetAdapter(NoisePredictionAdapter, ABC):
@@ -34,7 +32,7 @@ class UNetAdapter(NoisePredictionAdapter, ABC):
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's choice
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         config, channels = pipe.unet.config, latent_channels(pipe)
         for name in ("in_channels", "out_channels"):
             yield name, config[name], channels, f"a VAE of {channels} latent channels"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
@@ -19,9 +20,6 @@ from .adapter import Read
 from .euler import EulerAdapter
 from .fields import latent_channels, text_width
 from .flow import FlowPipeline
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class WanAdapter(EulerAdapter):
@@ -45,7 +43,7 @@ class WanAdapter(EulerAdapter):
         "attn2.to_v",
     )
 
-    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         super().__init__(pipe, sampling, device)
         if pipe.config["boundary_ratio"] is not None or pipe.config["expand_timesteps"]:
             raise UserError(
@@ -54,7 +52,7 @@ class WanAdapter(EulerAdapter):
             )
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         config, channels = pipe.transformer.config, latent_channels(pipe)
         for name in ("in_channels", "out_channels"):
             yield name, config[name], channels, f"a VAE of {channels} latent channels"

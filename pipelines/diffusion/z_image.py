@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +18,6 @@ from .adapter import Adapter, Read
 from .fields import latent_channels, text_width
 from .flow import FlowPipeline
 from .packed import shifted
-
-if TYPE_CHECKING:  # slow to import
-    from diffusers import DiffusionPipeline
 
 
 class ZImageAdapter(Adapter):
@@ -43,7 +41,7 @@ class ZImageAdapter(Adapter):
     )
 
     @classmethod
-    def widths(cls, pipe: DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         config, channels = pipe.transformer.config, latent_channels(pipe)
         yield "in_channels", config["in_channels"], channels, f"a VAE of {channels} latent channels"
         width = text_width(pipe.text_encoder)
