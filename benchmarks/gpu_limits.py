@@ -1,4 +1,4 @@
-"""How far a GPU's limit is, in about nine minutes on an H100: the code that ``mmrl train RECIPE`` runs, each figure
+"""How far a GPU's limit is, in about ten minutes on an H100: the code that ``mmrl train RECIPE`` runs, each figure
 beside the one that was written down before any was measured.
 
     python benchmarks/gpu_limits.py                          # a GPU, true sizes
@@ -85,6 +85,7 @@ def every_check() -> list[Check]:
         Check("LoRA on a decoder of 3B width", text.lora, 100, {"float32 over the recipe": (1.7, 1.7)}),
         Check("TRL's step beside ours, 0.5B", text.trl, 120, {"TRL over ours": (0.8, 1.2)}),
         Check("proof: shapes-full, 48 x 24 samples", proof.shapes, 330, proof.PREDICTED),
+        Check("whole rows in lines, 0.5B", text.packing, 100, {"lines over padded": (0.6, 0.8)}),
     ]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import random
 import time
 from contextlib import closing
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
-from slices import Slices, as_before, closed, sampled
+from slices import Slices, as_before, batch_of, closed, divided, sampled
 from smoke_models import peak_gib, synchronize, timed
 from smoke_place import Place, SkippedError
 from torch import Tensor
@@ -128,6 +130,42 @@ def update(place: Place) -> dict[str, Any]:
     else:
         work = with_liger(context, slices, compiled=place.gpu and not place.small)
         figures["with Liger's loss, ms"] = scaled(slices, round(1000 * timed(place, work, 1 if place.small else 5), 1))
+    closed(context)
+    return figures
+
+
+def packing(place: Place) -> dict[str, Any]:
+    """An update of uneven responses: all its slices with whole rows in lines, and with rows padded to the longest."""
+    draw, shorter = random.Random(0), 8 if place.small else 1
+    prompts, most = 16 if place.small else 64, 1024 // shorter
+    data = place.folder / "uneven.jsonl"
+    with data.open("w") as file:
+        for _ in range(prompts):
+            words, tokens = draw.lognormvariate(4.2, 0.35) / shorter, draw.lognormvariate(5.25, 0.45) / shorter
+            record = {
+                "prompt": "one " * max(1, int(words)),
+                "answer": "1",
+                "max_new_tokens": min(most, int(tokens) + 1),
+            }
+            file.write(json.dumps(record) + "\n")
+    of = [f"data.{split}={{path: {data}, heldout: 0}}" for split in ("train", "heldout")]
+    step = [f"train.prompts_per_step={prompts}", "train.group_size=4", f"sampling.max_new_tokens={most}"]
+    limits = ["train.micro_batch_size=40", f"train.micro_batch_tokens={TOKENS // shorter // (4 if place.small else 1)}"]
+    context = run_of_text(place, decoder(place), *of, *step, *limits, "train.packing=true", "eval.samples=1")
+    batch, pipeline = batch_of(context), cast("Any", context.pipeline)
+    ways = {"in lines": pipeline.packing, "padded": None}
+    figures: dict[str, Any] = {}
+    for label, way in ways.items():
+        pipeline.packing = way
+        slices = divided(context, batch)
+        padded = sum(one.padded for one in slices.micro_batches)
+        figures[f"{label}, slices"] = len(slices.micro_batches)
+        figures[f"{label}, padding"] = round(1 - sum(one.tokens for one in slices.micro_batches) / padded, 3)
+        seconds = timed(place, lambda slices=slices: [slices.backward(n) for n in range(len(slices.micro_batches))], 3)
+        figures[f"{label}, ms"] = round(1000 * seconds, 1)
+        context.policy.optimizer.zero_grad(set_to_none=True)
+        place.keep(figures)
+    figures["lines over padded"] = round(figures["in lines, ms"] / figures["padded, ms"], 2)
     closed(context)
     return figures
 

@@ -11,7 +11,7 @@ from smoke_place import Place
 
 from mmrl.report.clock import Clock
 from mmrl.rollout.collect import collect_batch
-from mmrl.training.batch import MicroBatch, rows_of_update
+from mmrl.training.batch import Batch, MicroBatch, rows_of_update
 from mmrl.training.loop import backward
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import StepContext
@@ -48,11 +48,19 @@ class Slices:
 
 def sampled(context: StepContext) -> Slices:
     """Sample the first step of the run, and divide its first update."""
-    train = context.recipe.train
+    return divided(context, batch_of(context))
+
+
+def batch_of(context: StepContext) -> Batch:
+    """The samples of the first step of the run."""
     context.compute.devices.begin_step()
-    slots = context.controller.slots(0, context.prompts, train.prompts_per_step, context.rollout.cost)
-    batch = collect_batch(context, slots, 0, Clock(context.compute.device), StepMetrics(len(slots)))
-    rows = rows_of_update(batch, 0, train.updates_per_step)
+    slots = context.controller.slots(0, context.prompts, context.recipe.train.prompts_per_step, context.rollout.cost)
+    return collect_batch(context, slots, 0, Clock(context.compute.device), StepMetrics(len(slots)))
+
+
+def divided(context: StepContext, batch: Batch) -> Slices:
+    """The slices of the first update over ``batch``."""
+    rows = rows_of_update(batch, 0, context.recipe.train.updates_per_step)
     total = context.controller.count(context.objective.loss_denominator(batch.weights[rows], batch.lengths[rows]))
     return Slices(context, list(split_micro_batches(context, batch, rows)), total)
 

@@ -152,9 +152,29 @@ def test_any_packing_has_the_same_gradient(folder, aggregation):
     sampled = "sampling.batch_size=6"
     whole = gradient(make(folder, algorithm, sampled, "train.micro_batch_size=12"))
     assert whole.norm() > 0
-    for packing in (["train.micro_batch_size=1"], ["train.micro_batch_size=12", "train.micro_batch_tokens=120"]):
+    bounded = ["train.micro_batch_size=12", "train.micro_batch_tokens=120"]
+    for packing in (["train.micro_batch_size=1"], bounded, ["train.packing=true"], [*bounded, "train.packing=true"]):
         other = gradient(make(folder, algorithm, sampled, *packing))
         assert (other - whole).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["{type: ppo}", "{type: gspo}", "{type: cispo, entropy_coef: 0.01}", "{type: sapo, kl_coef: 0.1}"]
+)
+def test_rows_in_lines_have_the_gradient_of_padded_ones(folder, algorithm):
+    """With what is recomputed before the updates, the reference, a critic and an entropy bonus."""
+    keys = [
+        f"algorithm={algorithm}",
+        "sampling.batch_size=6",
+        "train.micro_batch_size=6",
+        "train.micro_batch_tokens=200",
+    ]
+    padded = gradient(make(folder, *keys))
+    assert padded.norm() > 0
+    run = make(folder, *keys, "train.packing=true")
+    lines = gradient(run)
+    assert run.pipeline.packing is not None
+    assert (lines - padded).norm() < 2e-5 * padded.norm()
 
 
 @cache

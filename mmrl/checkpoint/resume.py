@@ -31,7 +31,7 @@ _LAYOUT = (
 )
 """Keys of ``train`` that set how weights and rows are divided among devices."""
 _MEMORY = (
-    *("train.micro_batch_size", "train.micro_batch_tokens", "sampling.batch_size"),
+    *("train.micro_batch_size", "train.micro_batch_tokens", "train.packing", "sampling.batch_size"),
     *("model.offload", "model.gradient_checkpointing"),
 )
 """Keys that may change after a run has run out of memory, because the work stays the same."""

@@ -328,6 +328,8 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
             yield f"model.{key}: a model that makes pictures has no chat; remove it"
     if recipe.train.micro_batch_tokens is not None:
         yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
+    if recipe.train.packing != "auto":
+        yield "train.packing: pictures have no rows of tokens; remove it"
     for key in _changed(recipe.rollout, ("options", "sampling", "max_gap")):
         yield f"rollout.{key}: it is for sampled text; remove it"
     if recipe.eval.temperature is not None:

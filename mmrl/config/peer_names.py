@@ -82,7 +82,8 @@ TRL: Mapping[str, Here] = {
     "sapo_temperature_neg": _here("algorithm.tau_neg"),
     "completion_only_loss": _here(note="sft trains on the response's tokens alone; remove it"),
     "assistant_only_loss": _here(note="sft trains on the response's tokens alone; remove it"),
-    "packing": _here("train.micro_batch_tokens", note="records of similar length share a micro-batch, with padding"),
+    "packing": _here("train.packing", note="whole records behind one another; none is cut"),
+    "padding_free": _here("train.packing"),
     "reward_funcs": _here("rewards[0].name", note="a list of rewards; a function of TRL's gets one more line"),
     "reward_weights": _here("rewards[0].weight"),
     "use_vllm": _here("rollout.engine", note="vllm, or vllm_server for a separate server"),
@@ -180,6 +181,7 @@ VERL: Mapping[str, Here] = {
         "train.updates_per_step", note="how many updates a step's samples are divided among"
     ),
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _here("train.micro_batch_size"),
+    "actor_rollout_ref.model.use_remove_padding": _here("train.packing"),
     "actor_rollout_ref.actor.use_dynamic_bsz": _here("train.micro_batch_tokens"),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _here("train.micro_batch_tokens"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _here("train.context_parallel"),

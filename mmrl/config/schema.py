@@ -121,6 +121,9 @@ class Train(Section):
     """Samples per micro-batch of the update; for text at most so many, with the limit of ``micro_batch_tokens``."""
     micro_batch_tokens: Count | None = None
     """Text: most tokens per micro-batch, padding included: its rows times its longest prompt plus response."""
+    packing: bool | Literal["auto"] = "auto"
+    """Text: compute whole rows behind one another in place of padding them to the longest; log-probs and gradients are
+    the same to rounding. ``auto``: on CUDA, for models of the families that it is tested with (docs/text.md)."""
     steps_per_forward: Annotated[Count | Literal["auto"], BeforeValidator(_number_or_auto)] = 1
     """Pictures, policy gradients: recorded denoising steps of a micro-batch in one forward pass, whose batch and memory
     grow by the same factor. The gradient is the same. ``auto``: the plan chooses the fastest number that fits into

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -285,6 +286,58 @@ def pack(
         found.append(order[begins[end] : end].tolist())
         end = begins[end]
     return found[::-1]
+
+
+WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""The widths of lines that ``lines`` tries, by the longest row."""
+
+
+def lines(lengths: Sequence[int], *, flat: bool) -> tuple[int, list[list[int]]]:
+    """Whole rows of ``lengths`` tokens behind one another in lines of one width: the width, and the rows of each line.
+
+    ``flat``: one line, for kernels of attention that compute nothing between rows. Others compute a line as one row:
+    each of ``WIDTHS`` is filled from the longest row on (first fit), and the cheapest by the cost of ``pack`` is taken.
+    """
+    if flat:
+        return sum(lengths), [[*range(len(lengths))]]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    found = [_filled(lengths, order, int(lengths[order[0]] * wide)) for wide in WIDTHS]
+    return min(found, key=lambda one: len(one[1]) * (one[0] + QUADRATIC * one[0] * one[0]))
+
+
+def _filled(lengths: Sequence[int], order: Sequence[int], room: int) -> tuple[int, list[list[int]]]:
+    made, used = list[list[int]](), list[int]()
+    for i in order:
+        n = next((n for n, tokens in enumerate(used) if tokens + lengths[i] <= room), len(made))
+        if n == len(made):
+            made.append([])
+            used.append(0)
+        made[n].append(i)
+        used[n] += lengths[i]
+    return max(used), made
+
+
+def line_tokens(lengths: Sequence[int], *, flat: bool) -> int:
+    """Tokens of ``lines``, padding included."""
+    width, found = lines(lengths, flat=flat)
+    return width * len(found)
+
+
+def pack_lines(lengths: Sequence[int], most: int, tokens: int | None, *, flat: bool) -> list[list[int]]:
+    """Divide rows into micro-batches for ``lines``, from the longest row on: of at most ``most`` rows, and of at most
+    ``tokens`` tokens with padding; a longer row is a micro-batch by itself. The rows of each are ascending."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    found, begin = list[list[int]](), 0
+    while begin < len(order):
+        part = order[begin : begin + most]
+        if tokens is not None:
+            fits = [total for total in accumulate(lengths[i] for i in part) if total <= tokens]
+            part = part[: max(1, len(fits))]
+            while len(part) > 1 and line_tokens([lengths[i] for i in part], flat=flat) > tokens:
+                part.pop()
+        found.append(sorted(part))
+        begin += len(part)
+    return found
 
 
 def padded(sizes: Sequence[Sequence[int]]) -> int:

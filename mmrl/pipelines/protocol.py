@@ -171,12 +171,26 @@ class _Pipeline(Protocol[Made]):
         ...
 
 
+class Packing(Protocol):
+    """How the rows of a micro-batch stand behind one another."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether all are in one line (``mmrl.controller.workload_balance.lines``)."""
+        ...
+
+
 class TextPipeline(_Pipeline[TextRows], Protocol):
     """Samples tokens, with the model that trains or with an engine that has weights of its own."""
 
     @property
     def makes(self) -> Literal["text"]:
         """What its samples are."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """None where updates pad rows to the longest."""
         ...
 
     def sync(self, policy: Policy) -> None:

@@ -34,7 +34,7 @@ from mmrl.errors import UserError
 from mmrl.media import Clip
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
-from mmrl.text import engine_sampling, export, generation, scoring
+from mmrl.text import engine_sampling, export, generation, packing, scoring
 from mmrl.text.base_model import base_model
 from mmrl.text.chat import Conditioner
 from mmrl.text.critic import Critic
@@ -42,6 +42,7 @@ from mmrl.text.features import PER_TOKEN, as_weights, features_of, joined, key_o
 from mmrl.text.given import GivenTexts, Pairs, Responses
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
+from mmrl.text.packing import Packing
 from mmrl.text.shared_pictures import Shared
 from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
@@ -80,6 +81,7 @@ class LanguagePipeline:
         self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.overlong)
         self.shared = Shared(policy)
+        self.packing = packing.way(recipe, policy, device, sees=self.reads_media)
         self.stops = stops_of(self.settings.stop, self.settings.min_new_tokens, conditioner)
         self.world = None if recipe.environment is None else World(recipe, conditioner)
         self.pairs: GivenTexts | None = None
@@ -424,11 +426,7 @@ class LanguagePipeline:
     ) -> dict[str, Tensor]:
         temperature, out = self.settings.temperature, {}
         if needs != frozenset({"reference_log_probs"}):
-            logits = self._logits(rows)
-            out["log_probs"] = self.token_log_probs(logits, self._drawn_tokens(rows), temperature)
-            if "entropy" in needs:
-                found = entropy(logits, temperature, self._vocabulary)
-                out["entropy"] = found if self._cut is None else self._cut.whole(found)
+            out |= self._of_tokens(rows, temperature, with_entropy="entropy" in needs)
         if "values" in needs:
             out["values"] = self._values(rows)
         if "reference_log_probs" in needs:
@@ -470,9 +468,33 @@ class LanguagePipeline:
 
     def response_log_probs(self, rows: TextRows, temperature: float, *, every_token: bool = False) -> Tensor:
         """Log-probs ``[B, T]`` of the rows' tokens. ``every_token``: among the whole vocabulary, see ``_logits``."""
+        return self._of_tokens(rows, temperature, every_token=every_token)["log_probs"]
+
+    def _of_tokens(
+        self, rows: TextRows, temperature: float, *, with_entropy: bool = False, every_token: bool = False
+    ) -> dict[str, Tensor]:
+        """The ``log_probs`` of the rows' tokens, and the ``entropy`` of what each was drawn from, ``[B, T]``."""
+        if self.packing is not None and any(rows.responses):
+            return self._of_lines(self.packing, rows, temperature, with_entropy, every_token)
         logits = self._logits(rows, every_token=every_token)
         tokens = rows.padded("tokens") if every_token else self._drawn_tokens(rows)
-        return self.token_log_probs(logits, tokens, temperature)
+        out = {"log_probs": self.token_log_probs(logits, tokens, temperature)}
+        if with_entropy:
+            found = entropy(logits, temperature, self._vocabulary)
+            out["entropy"] = found if self._cut is None else self._cut.whole(found)
+        return out
+
+    def _of_lines(
+        self, way: Packing, rows: TextRows, temperature: float, with_entropy: bool, every_token: bool
+    ) -> dict[str, Tensor]:
+        made = way.of(rows, self.conditioner.pad_token)
+        with self._autocast(), made.head(self.policy):
+            logits = self.policy(**made.inputs, use_cache=False).logits
+        logits = logits if every_token else without(logits, self.conditioner.forbidden, None)
+        out = {"log_probs": made.padded(token_log_probs(logits, made.tokens.unsqueeze(0), temperature)[0])}
+        if with_entropy:
+            out["entropy"] = made.padded(entropy(logits, temperature)[0])
+        return out
 
     def _drawn_tokens(self, rows: TextRows) -> Tensor:
         """``[R, T]``: the tokens, and padding in place of those that no policy draws: pictures that it was told. Their

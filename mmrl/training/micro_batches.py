@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mmrl.controller.randomness import generator
-from mmrl.controller.workload_balance import pack, padded
+from mmrl.controller.workload_balance import line_tokens, pack, pack_lines, padded
 from mmrl.datasets.buckets import by_size
-from mmrl.pipelines.protocol import Pipeline
+from mmrl.pipelines.protocol import Pipeline, of_text
 from mmrl.training.batch import Batch, MicroBatch, chunks, gather, groups_of
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Rows, TextRows
@@ -21,6 +21,10 @@ def packed_rows(context: StepContext, batch: Batch, mine: list[int]) -> list[lis
     """The rows ``mine`` of an optimizer step, divided into micro-batches of similar length, pictures of one size in
     each."""
     train, sizes = context.recipe.train, sizes_of(context.pipeline, batch)
+    if (flat := in_lines(context.pipeline, batch)) is not None:
+        lengths = [sum(sizes[n]) for n in mine]
+        found = pack_lines(lengths, train.micro_batch_size, train.micro_batch_tokens, flat=flat)
+        return [[mine[k] for k in of] for of in found]
     prompts = [batch.micro_batches[m].slots[i].prompt for m, i in (batch.places[n] for n in mine)]
     alike = [[mine[k] for k in of] for of in by_size(prompts, context.recipe.sampling)]
     return [index for of in alike for index in packed(of, sizes, train.micro_batch_size, train.micro_batch_tokens)]
@@ -39,7 +43,7 @@ def micro_batches_of(context: StepContext, batch: Batch, own: list[list[int]], c
     ``count``: the number of micro-batches that all ranks run (``Devices.lockstep_count``): the last one is repeated
     with weight 0 until there are as many.
     """
-    device, sizes = context.compute.device, sizes_of(context.pipeline, batch)
+    device, sizes, flat = context.compute.device, sizes_of(context.pipeline, batch), in_lines(context.pipeline, batch)
     for n, index in enumerate(own + own[-1:] * (count - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         groups = to_device(groups_of(rows), device)
@@ -52,7 +56,15 @@ def micro_batches_of(context: StepContext, batch: Batch, own: list[list[int]], c
             found = context.pipeline.recorded(rows, entries)
             known = old | recorded(drawn_before(found) if context.recomputes_old_log_probs else found, old)
             tokens = sum(sum(sizes[n]) for n in index)
-            yield MicroBatch(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
+            of_rows = [sizes[n] for n in index]
+            width = padded(of_rows) if flat is None else line_tokens([sum(of) for of in of_rows], flat=flat)
+            yield MicroBatch(rows, entries, index, known, tokens, width)
+
+
+def in_lines(pipeline: Pipeline, batch: Batch) -> bool | None:
+    """None: the rows of a micro-batch are padded. Else ``flat`` of ``mmrl.controller.workload_balance.lines``."""
+    way = of_text(pipeline).packing if batch.texts else None
+    return None if way is None else way.flat
 
 
 def sizes_of(pipeline: Pipeline, batch: Batch) -> list[tuple[int, ...]]:
