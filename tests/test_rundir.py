@@ -371,3 +371,22 @@ def test_a_directory_that_is_refused_is_refused_before_anything_is_planned(tmp_p
     assert ("no run in" if words else "files that no run made") in said
     with pytest.raises(python.UserError, match=r"resume=True" if words else r"use out='other'"):
         python.train("sums", out=tmp_path, resume=bool(words))
+
+
+def test_a_run_to_resume_is_looked_for_before_the_files_of_its_recipe(tmp_path, monkeypatch, capsys):
+    import mmrl as python
+    from tests.test_cli import mmrl
+
+    monkeypatch.chdir(tmp_path)
+    gone = "model.path=./gone"
+    for call in (python.train, python.start):
+        with pytest.raises(python.UserError, match=r"no run in runs/sums to resume; .*name the run with out='RUN'$"):
+            call("sums", [gone], resume=True)
+    assert mmrl("train", "sums", gone, "--resume") == 2
+    assert "there is no run in runs/sums to resume; leave out --resume, or name the run with --out RUN" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "resolved.json").write_text("{}")
+    with pytest.raises(python.UserError, match="is the folder of a run, which goes on with: mmrl continue other"):
+        python.train("other", resume=True)

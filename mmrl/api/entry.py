@@ -18,7 +18,9 @@ R = TypeVar("R")
 _COMMAND = re.compile(r"(?:\bmmrl|\bray|\bsrun|\btorchrun|\bpip) [a-z][^;()\n]*")
 """A command for the shell, to the end of its clause: its options stay as they are."""
 _CHOICES = ("resume", "overwrite", "extend", "hold", "public", "push-to-hub")
-_OPTION = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z-]*)(?: (?P<value>other|latest|best|base|[0-9]+|[A-Z]+=\S+)\b)?")
+_OPTION = re.compile(
+    r"(?<![\w-])--(?P<name>[a-z][a-z-]*)(?: (?P<value>other|latest|best|base|[0-9]+|RUN|[A-Z]+=\S+)\b)?"
+)
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from mmrl.checkpoint.continuing import Choice, continued
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.json_types import Json
+from mmrl.json_types import Json, JsonObject
 from mmrl.planner.gpus import Gpu, planned_for
 from mmrl.python_objects import in_this_process, name_of
 
@@ -64,16 +64,26 @@ class Objects:
 
 @contextmanager
 def read(
-    recipe: AnyRecipe, changes: Changes | None = None, objects: Objects | None = None, gpu: Gpu | None = None
+    recipe: AnyRecipe,
+    changes: Changes | None = None,
+    objects: Objects | None = None,
+    gpu: Gpu | None = None,
+    named: Callable[[str], object] | None = None,
 ) -> Generator[LoadedRecipe]:
     """The recipe, whose files exist inside the ``with`` only. Raises ``RecipeError`` and ``UserError``.
 
-    ``gpu``: what ``model.dtype: auto`` is chosen for, in place of this machine's device.
+    ``gpu``: what ``model.dtype: auto`` is chosen for, in place of this machine's device. ``named``: called with the
+    recipe's name before anything else in it is checked.
     """
+
+    def prepare(values: JsonObject) -> JsonObject:
+        if named is not None and isinstance(name := values.get("name"), str):
+            named(name)
+        return values if gpu is None else planned_for(gpu, values)
+
     with tempfile.TemporaryDirectory(prefix="mmrl-") as folder:
         paths, root = _files(recipe, Path(folder))
         overlays, overrides = _layers(changes, objects, Path(folder))
-        prepare = None if gpu is None else lambda values: planned_for(gpu, values)
         loaded = load_recipe([*paths, *overlays], overrides, prepare, root)
         held = _held(loaded.recipe)
         yield replace(loaded, from_python=bool(root or overlays or held))

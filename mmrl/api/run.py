@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,6 +222,18 @@ class Stepper:
         self.run.conclude(self.session.outcome())
 
 
+def placed(out: str | Path | None, *, resume: bool, overwrite: bool) -> Callable[[str], Path]:
+    """By a recipe's name, the directory of its run, which is ``out`` if given. Raises ``UserError`` where no run may be
+    made or continued there."""
+
+    def directory(name: str) -> Path:
+        path = Path("runs") / name if out is None else Path(out)
+        refuse_directory(path, overwrite=overwrite, resume=resume)
+        return path
+
+    return directory
+
+
 def start(
     recipe: AnyRecipe,
     changes: Changes | None,
@@ -233,15 +245,15 @@ def start(
     overwrite: bool,
 ) -> Run:
     """Open a run to train it step by step: see ``mmrl.start``."""
+    directory = placed(out, resume=resume, overwrite=overwrite)
     with ExitStack() as held:
         held.enter_context(as_before())  # until the run is closed
-        loaded = held.enter_context(read(recipe, changes, objects))
+        loaded = held.enter_context(read(recipe, changes, objects, named=directory))
         if loaded.recipe.controllers * loaded.recipe.devices_per_controller > 1:
             raise UserError(
                 "mmrl.start trains in this process; set controllers and devices_per_controller to 1, or use mmrl.train"
             )
-        path = out or Path("runs") / loaded.recipe.name
-        refuse_directory(path, overwrite=overwrite, resume=resume)
+        path = directory(loaded.recipe.name)
         run = held.enter_context(opened(loaded, path, resume=resume, overwrite=overwrite))
         session = run.session(callbacks)
         if resume:

@@ -24,7 +24,6 @@ from mmrl.planner.gpus import gpu_of
 from mmrl.planner.plan import plan as make_plan
 from mmrl.planner.plan_data import Plan
 from mmrl.planner.render import render
-from mmrl.report.rundir import refuse_directory
 from mmrl.runtime.launchers import launched
 from mmrl.runtime.start import train as train_into
 
@@ -66,12 +65,9 @@ def train(
     """
     _refuse_launcher()
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
-    if out is not None:
-        refuse_directory(Path(out), overwrite=overwrite, resume=resume)  # before anything is planned
-    with rarely_collected(), read(recipe, changes, objects) as loaded:
-        path = Path(out) if out is not None else Path("runs") / loaded.recipe.name
-        refuse_directory(path, overwrite=overwrite, resume=resume)
-        return _trained(loaded, path, callbacks, resume=resume, overwrite=overwrite)
+    directory = runs.placed(out, resume=resume, overwrite=overwrite)
+    with rarely_collected(), read(recipe, changes, objects, named=directory) as loaded:
+        return _trained(loaded, directory(loaded.recipe.name), callbacks, resume=resume, overwrite=overwrite)
 
 
 @entry_point

@@ -87,9 +87,9 @@ def preparing(
             use_own_devices(found, values.get("device"), values.get("devices_per_controller", 1))
         if gpu is not None:
             return planned_for(gpu, values)
-        if run is None:
+        if run is None or not isinstance(name := values.get("name"), str):
             return values
-        directory = run(str(values.get("name")))
+        directory = run(name)
         refuse_moved(directory)
         chosen = chosen_by(directory)
         return values if chosen is None else with_choice(values, chosen)

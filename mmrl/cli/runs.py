@@ -56,21 +56,23 @@ def train(
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
     _refuse_without_recipe(recipe, out, resume=resume)
 
-    def directory(name: str) -> Path:
-        return out or Path("runs") / name
-
     from mmrl.report.rundir import refuse_directory
     from mmrl.runtime.launchers import launched
 
     found = launched(os.environ)
     leads = found is None or (found.leads and not found.restarts)  # a job that is started again goes on with its run
-    if out is not None and leads:
-        refuse_directory(out, overwrite=overwrite, resume=resume)  # before anything is planned
+
+    def directory(name: str) -> Path:
+        path = out or Path("runs") / name
+        if leads:
+            refuse_directory(path, overwrite=overwrite, resume=resume)
+        return path
+
+    if out is not None:
+        directory("")  # before anything is planned
     with rarely_collected():
         loaded = read_recipe(recipe, changes or (), directory if resume else None, found=found)
         out = directory(loaded.recipe.name)
-        if leads:
-            refuse_directory(out, overwrite=overwrite, resume=resume)
     _train(loaded, out, found, resume=resume, overwrite=overwrite)
 
 

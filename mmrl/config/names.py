@@ -53,6 +53,8 @@ def find_recipe(text: str) -> Path:
             return path
     if os.path.isdir(file):
         message = f"is a folder; name a recipe in it, as in {file / 'recipe.yaml'}"
+        if (file / "resolved.json").is_file():
+            message = f"is the folder of a run, which goes on with: mmrl continue {shlex.quote(text)}"
     else:
         listed = f"  (recipes: {', '.join(shipped)})" if shipped else ""
         message = f"there is no such file or recipe{did_you_mean(text, list(shipped))}{listed}"

@@ -285,7 +285,7 @@ def refuse_directory(path: Path, *, overwrite: bool, resume: bool) -> None:
     contents = [p for p in path.iterdir() if p.name != LOCK] if path.is_dir() else []
     if resume:
         if not contents or not looks_like_run(path):
-            raise UserError(f"there is no run in {path} to resume; leave out --resume, or name the run with --out")
+            raise UserError(f"there is no run in {path} to resume; leave out --resume, or name the run with --out RUN")
         refuse_moved(path)
     elif not contents:
         return
