@@ -14,15 +14,16 @@ from pathlib import Path
 from mmrl.callbacks import Callbacks
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.manifest import directory_of
-from mmrl.checkpoint.reader import BEST, Saved, Stateful
+from mmrl.checkpoint.reader import BEST, PartState, Saved, Stateful
 from mmrl.checkpoint.run_state import load_checkpoint, of_run, restore, saver_of
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts
-from mmrl.datasets.records import checked
+from mmrl.datasets.records import checked, digest_of_prompts
 from mmrl.errors import NotFiniteError, StoppedError, UserError
 from mmrl.garbage import rarely_collected
+from mmrl.json_types import JsonObject
 from mmrl.judge.usage import PREFIX, Spending
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import device_tasks
@@ -31,6 +32,7 @@ from mmrl.report.clock import Clock, memory
 from mmrl.report.ended import Ended
 from mmrl.report.expected import Pace, expected
 from mmrl.report.metrics import MetricsLog, Tracker, read_numbers
+from mmrl.report.notices import tell
 from mmrl.report.profile import Traces, named
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
@@ -47,6 +49,7 @@ from mmrl.training.evaluation import Evaluator, measure, unmeasured
 from mmrl.training.guards import Limits
 from mmrl.training.loop import train_step
 from mmrl.training.step_context import Devices
+from mmrl.trajectory import Prompt
 
 ANEW = "nothing was changed; put the files back from a copy, or start anew with --overwrite"
 """The edit where a run cannot go on from any of its checkpoints."""
@@ -67,6 +70,23 @@ class Outcome:
     exit_code: int = UserError.exit_code
     """The exit code of the process, if there is an error."""
     end: Ended | None = None
+
+
+class _DataBefore:
+    """What the prompts of a run are, kept in its checkpoints: a run that goes on with others says so."""
+
+    def __init__(self, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
+        self._digests = {"train": digest_of_prompts(train), "heldout": digest_of_prompts(heldout)}
+
+    def state_dict(self) -> PartState:
+        return PartState({**self._digests})
+
+    def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
+        for split in (split for split, now in self._digests.items() if numbers.get(split) != now):
+            tell(
+                f"warning: data.{split} is not what it was at step {saved.step}: records were changed, added, moved or "
+                "taken out. The run goes on with those that are there now, so no run of either has its numbers"
+            )
 
 
 class Session:
@@ -105,6 +125,8 @@ class Session:
                 raise UserError(explained(error, loaded)) from error
             for rewards in self.heldout.rewards:  # those of training among them
                 rewards.folder = directory.path
+            in_files = self.controller.leads and self.recipe.data.in_files
+            self._data = _DataBefore(self.run.prompts, prompts) if in_files else None
             self._episodes = keep_episodes(self.run.pipeline, directory.path)
             progress.advance()
         self.saver = saver_of(self.run, self.checkpoints)
@@ -401,8 +423,8 @@ class Session:
     @property
     def _others(self) -> dict[str, Stateful]:
         """The parts of the session that a checkpoint keeps."""
-        early = {} if self.early is None else {BEST: self.early}
-        return {"placement": self.run.compute.devices, **early}
+        kept: dict[str, Stateful | None] = {BEST: self.early, "data": self._data}
+        return {"placement": self.run.compute.devices, **{name: part for name, part in kept.items() if part}}
 
     def _save_rest(self) -> None:
         """Have the last step on the disk, where it can be."""

@@ -391,3 +391,33 @@ def test_resuming_without_a_recipe_names_the_command_that_goes_on(root, tmp_path
     assert named in capsys.readouterr().err
     assert run_command("train") == 2
     assert "mmrl train RECIPE" in capsys.readouterr().err
+
+
+EDITS = {
+    "nothing": (None, False),
+    "time": (lambda file: os.utime(file, (1, 1)), False),
+    "an answer": (lambda file: file.write_text(file.read_text().replace('"9"', '"8"')), True),
+    "a letter of a prompt": (lambda file: file.write_text(file.read_text().replace("1+7", "2+7")), True),
+    "a record more": (lambda file: file.write_text(file.read_text() + file.read_text().splitlines()[0] + "\n"), True),
+    "a record less": (lambda file: file.write_text("\n".join(file.read_text().splitlines()[:-1])), True),
+    "two records exchanged": (lambda file: file.write_text("\n".join(reversed(file.read_text().splitlines()))), True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize("how", EDITS)
+def test_data_that_were_edited_in_place_are_named(root, tmp_path, capsys, how, split):
+    for name in ("train", "heldout"):
+        rows = [json.dumps({"prompt": f"1+{k}?", "answer": str(1 + k)}) for k in range(1, 9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    options = {name: {"path": str(tmp_path / f"{name}.jsonl"), "heldout": 0} for name in ("train", "heldout")}
+    train(root, tmp_path / "run", f"data={json.dumps({'name': 'jsonl', **options})}", "train.steps=1")
+    edit, told = EDITS[how]
+    if edit is not None:
+        edit(tmp_path / f"{split}.jsonl")
+    capsys.readouterr()
+    goes_on(tmp_path / "run", "train.steps=2")
+    assert (f"warning: data.{split} is not what it was at step 1" in capsys.readouterr().err) == told
+    goes_on(tmp_path / "run", "train.steps=3")
+    assert "is not what it was" not in capsys.readouterr().err, "it is said once"

@@ -80,6 +80,12 @@ class Data(Section):
         """The names of a mixture's sources in metrics; empty for a single data set."""
         return [source_label(source) for source in self.mixture]
 
+    @property
+    def in_files(self) -> bool:
+        """Whether records are read, and not all made by a program."""
+        options = [given for source in self.mixture or [self] for given in (source.train, source.heldout)]
+        return any("path" in given for given in options if given)
+
     def contradictions(self) -> Iterator[str]:
         if not self.mixture:
             if not self.name:
