@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
@@ -33,39 +33,6 @@ _PATIENCE = timedelta(days=1)
 _FIRST = FirstSum()
 _REQUEST = 26
 """Bytes of a request to a counter and its answer, beside its name: its kind, the lengths, and two numbers."""
-
-
-class Peers(Protocol):
-    """Collective communication: every controller must make the same calls in the same order."""
-
-    sent: Counter[str]
-    """Bytes sent so far, by kind."""
-    waited: float
-    """Seconds spent in these calls so far."""
-    ranks: dist.ProcessGroup | None
-    """The process group of all ranks; None with a single controller."""
-
-    def sum(self, values: Tensor, kind: str) -> Tensor:
-        """Sum ``values`` over all controllers, in place (all-reduce). ``kind``: their key in ``sent``."""
-        ...
-
-    def gather(self, values: T) -> list[T]:
-        """The values (JSON data) of all controllers, in the order of their ranks (all-gather)."""
-        ...
-
-    def again(self, backend: str) -> dist.ProcessGroup | None:
-        """A second process group of the same ranks, for collectives that run in parallel with the first group's."""
-        ...
-
-    def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-        """The group of the ``size`` ranks next to one another that this one belongs to, and that of the ranks with its
-        place in theirs. None with a single controller."""
-        ...
-
-    def counters(self, name: str) -> Counters:
-        """Counters that all controllers share. A ``name`` is used once, by all controllers, and only after all are done
-        with the counters before."""
-        ...
 
 
 class Counters:
@@ -97,22 +64,32 @@ class Alone:
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
+        """Bytes sent so far, by kind."""
         self.waited = 0.0
+        """Seconds spent in these calls so far."""
         self.ranks: dist.ProcessGroup | None = None
+        """The process group of all ranks; None with a single controller."""
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
+        """Sum ``values`` over all controllers, in place (all-reduce). ``kind``: their key in ``sent``."""
         return values
 
     def gather(self, values: T) -> list[T]:
+        """The values (JSON data) of all controllers, in the order of their ranks (all-gather)."""
         return [values]
 
     def again(self, backend: str) -> dist.ProcessGroup | None:
+        """A second process group of the same ranks, for collectives that run in parallel with the first group's."""
         return None
 
     def divided(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """The group of the ``size`` ranks next to one another that this one belongs to, and that of the ranks with its
+        place in theirs. None with a single controller."""
         return None
 
     def counters(self, name: str) -> Counters:
+        """Counters that all controllers share. A ``name`` is used once, by all controllers, and only after all are done
+        with the counters before."""
         return Counters(dist.HashStore(), name, self.sent)
 
 
@@ -241,6 +218,10 @@ class Group:
         self._divided.clear()
         if self._counters is not None:
             self._counters.close()
+
+
+Peers = Alone | Group
+"""Collective communication: every controller must make the same calls in the same order."""
 
 
 def begun() -> dict[str, int]:

@@ -34,7 +34,7 @@ from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import psutil
@@ -87,7 +87,7 @@ class Process:
             self._process = subprocess.Popen(
                 kept, stdin=subprocess.PIPE, stdout=out, stderr=out, env=variables, start_new_session=True
             )
-        watch_server(self)
+        Thread(target=_watch, args=(weakref.ref(self),), name="mmrl-vigil", daemon=True).start()
 
     def ended(self) -> bool:
         return self._process.poll() is not None
@@ -328,27 +328,8 @@ def png_url(image: Image) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-class Watched(Protocol):
-    """A server's process and those that it started: ``up`` once it was ready, ``closed`` once it is not needed."""
-
-    up: bool
-    closed: bool
-
-    def ended(self) -> bool: ...
-
-    def members(self) -> list[psutil.Process]: ...
-
-    def lose(self, why: str = "") -> object:
-        """End the server at once because of ``why`` (empty: it has ended by itself)."""
-        ...
-
-
-def watch_server(process: Watched) -> None:
-    """Call ``process.lose`` once it has ended after it was up, or one of its processes is seen stopped twice."""
-    Thread(target=_watch, args=(weakref.ref(process),), name="mmrl-vigil", daemon=True).start()
-
-
-def _watch(there: weakref.ref[Watched]) -> None:
+def _watch(there: weakref.ref[Process]) -> None:
+    """Call ``lose`` of the process once it has ended after it was up, or one of its processes is seen stopped twice."""
     members: list[psutil.Process] = []
     before: set[psutil.Process] = set()
     for look in count():

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from mmrl.planner.calibration import Calibration
 from mmrl.planner.gpus import Gpu
@@ -27,34 +26,6 @@ VIEW = 1.5e-6
 KERNEL = 2.5e-6
 """Seconds that a GPU's shortest kernel takes."""
 _NEAR = 4
-
-
-class Rates(Protocol):
-    """Seconds of one call: of the ``host`` that starts it and of the ``device`` that computes it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def spread(self) -> float: ...
-    @property
-    def calibrated(self) -> bool: ...
-    @property
-    def beside(self) -> bool:
-        """Whether the device computes while the host starts what comes next."""
-        ...
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second that large tensors move with."""
-        ...
-
-    @property
-    def token(self) -> float:
-        """Seconds of the host to write a token of text, beside the model's forward."""
-        ...
-
-    def host(self, call: Call) -> float: ...
-    def device(self, call: Call) -> float: ...
 
 
 def seconds(work: Work, rates: Rates) -> float:
@@ -83,20 +54,25 @@ class Assumed:
 
     @property
     def beside(self) -> bool:
+        """Whether the device computes while the host starts what comes next."""
         return self.gpu.gib > 0
 
     @property
     def bandwidth(self) -> float:
+        """Bytes a second that large tensors move with."""
         return OF_BANDWIDTH * 1e9 * self.gpu.bandwidth
 
     @property
     def token(self) -> float:
+        """Seconds of the host to write a token of text, beside the model's forward."""
         return TOKEN
 
     def host(self, call: Call) -> float:
+        """Seconds of the host that starts ``call``."""
         return VIEW if call.kind == "view" else LAUNCH[call.mode]
 
     def device(self, call: Call) -> float:
+        """Seconds of the device that computes ``call``."""
         if call.kind == "view":
             return 0.0
         kind = call.kind.removesuffix("_backward")
@@ -174,6 +150,8 @@ class Calibrated:
             found.setdefault((one.kind, one.dtype), []).append((place(one.kind, one.sizes, one.work), one.work / alone))
         return found
 
+
+Rates = Assumed | Calibrated
 
 ALIKE = {
     "sub": "add",

@@ -54,7 +54,7 @@ class Caller:
     def __init__(self, reward: Loaded, timeout: float, retries: int = 0) -> None:
         self.reward, self.retries = reward, retries
         self.timeout = math.inf if reward.declaration.own_deadline else timeout
-        self._lane: _Lane | None = None
+        self._lane: _ThreadLane | _LoopLane | None = None
         self._swap = threading.Lock()
         self._turn = threading.Lock()
         self._workers = _Workers(CONCURRENT_BATCHES if reward.is_async else 1)
@@ -151,7 +151,7 @@ class Caller:
             f"look for what hangs in {self.reward.place}, raise timeout, or lower batch_size",
         )
 
-    def _give_up(self, lane: _Lane) -> None:
+    def _give_up(self, lane: _ThreadLane | _LoopLane) -> None:
         with self._swap:
             if self._lane is lane:
                 self._lane = None
@@ -211,14 +211,6 @@ def _work(calls: _Line, free: threading.Semaphore) -> None:
         free.release()
 
 
-class _Lane(Protocol):
-    def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[object]: ...
-
-    def stop(self) -> threading.Thread:
-        """Let the thread end, and return it."""
-        ...
-
-
 class _DeadlineError(Exception):
     pass
 
@@ -241,6 +233,7 @@ class _ThreadLane:
         return future
 
     def stop(self) -> threading.Thread:
+        """Let the thread end, and return it."""
         self._calls.put(None)
         return self._thread
 
