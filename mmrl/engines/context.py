@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,25 +35,6 @@ _PATIENCE = timedelta(days=1)
 """As in ``mmrl.controller.peers``."""
 
 
-class Ranks(Protocol):
-    """Those that share a row. All must call these together."""
-
-    size: int
-    rank: int
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """``[size, ...]`` of what each has, ``[...]``."""
-        ...
-
-    def add(self, parts: Tensor) -> Tensor:
-        """``[...]``: this rank's part of ``[size, ...]``, added over all."""
-        ...
-
-    def sum(self, values: Tensor) -> Tensor:
-        """``values``, added in place over all."""
-        ...
-
-
 class Group:
     """Final class: neighbours, ``size`` of them, as a group of ``torch.distributed``. All ranks construct it together,
     or name a ``group`` that there is."""
@@ -64,16 +45,19 @@ class Group:
         self.rank = dist.get_rank(self._group)
 
     def gather(self, mine: Tensor) -> Tensor:
+        """``[size, ...]`` of what each has, ``[...]``."""
         out = mine.new_empty(self.size, *mine.shape)
         dist.all_gather(list(out), mine.contiguous(), group=self._group)
         return out
 
     def add(self, parts: Tensor) -> Tensor:
+        """``[...]``: this rank's part of ``[size, ...]``, added over all."""
         out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter(out, list(parts.contiguous()), group=self._group)
         return out
 
     def sum(self, values: Tensor) -> Tensor:
+        """``values``, added in place over all."""
         dist.all_reduce(values, group=self._group)
         return values
 
@@ -95,6 +79,10 @@ class Imagined:
 
     def sum(self, values: Tensor) -> Tensor:
         return values
+
+
+Ranks = Group | Imagined
+"""Those that share a row. All must call its methods together."""
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
