@@ -68,7 +68,7 @@ def prompts(
     if split == "all":
         return every
     held_out = split == "heldout"
-    kept = [p for p in every if _is_held_out(p.text) == held_out]
+    kept = [p for p in every if (_hash(p.text) % 5 == 0) == held_out]
     limit = held_out_relations if held_out else relations
     pairs = sorted((p for p in kept if p.meta["task"] == "relation"), key=lambda p: _hash(p.text))
     allowed = {p.text for p in pairs[:limit]}
@@ -150,10 +150,6 @@ def _prompt(task: str, text: str, objects: list[tuple[str, str, int]], **positio
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-def _is_held_out(text: str) -> bool:
-    return _hash(text) % 5 == 0
 
 
 def _apart(shapes: list[Shape]) -> bool:

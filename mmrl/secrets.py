@@ -175,11 +175,7 @@ def _without_forms(text: str) -> str:
 
 def masks(settings: Json) -> list[tuple[str | int, ...]]:
     """Where settings hold a mask in place of a secret: the keys that lead there."""
-    return [path for path, _, value in _leaves(settings) if isinstance(value, str) and _masked(value)]
-
-
-def _masked(value: str) -> bool:
-    return MASK in value
+    return [path for path, _, value in _leaves(settings) if isinstance(value, str) and MASK in value]
 
 
 def remember(settings: Json) -> None:

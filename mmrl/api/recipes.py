@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from mmrl._load import Kind
 from mmrl.api.data import AnyData, Data
 from mmrl.checkpoint.continuing import Choice, continued
 from mmrl.config.loader import LoadedRecipe, load_recipe
@@ -147,24 +146,24 @@ def _environment(given: AnyEnvironment) -> dict[str, Json]:
     named = section.get("name")
     taken: dict[str, None] = {}
     if isinstance(named, Sequence) and not isinstance(named, str):
-        tools = [_callable(tool, "environments", "environment", taken) for tool in named]
+        tools = [_acted_in(tool, taken) for tool in named]
         options = section.get("options") or {}
         section = {**section, "name": "tools", "options": {**cast("dict[str, object]", options), "tools": tools}}
     else:
-        section["name"] = _callable(named, "environments", "environment", taken)
+        section["name"] = _acted_in(named, taken)
     section.setdefault("options", {})
     return {f"environment.{key}": cast("Json", value) for key, value in section.items()}
 
 
-def _callable(value: object, kind: Kind, key: str, taken: dict[str, None]) -> str:
+def _acted_in(value: object, taken: dict[str, None]) -> str:
     if isinstance(value, str):
         return value
     if not callable(value):
         raise UserError(
-            f"{key}: {value!r} is neither a name, a class nor a function; give environment=MyClass, a function with "
-            "types and a docstring, or a list of such functions"
+            f"environment: {value!r} is neither a name, a class nor a function; give environment=MyClass, a function "
+            "with types and a docstring, or a list of such functions"
         )
-    name = name_of(kind, value, taken)
+    name = name_of("environments", value, taken)
     taken[name] = None
     return name
 

@@ -182,7 +182,7 @@ def load(folder: Path, step: int) -> Saved:
 def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
     """The newest complete checkpoint, if there is one, and a line for each newer one that was skipped."""
     skipped: list[str] = []
-    for entry in _newest_first(folder):
+    for entry in sorted(entries(folder), key=lambda entry: (-entry.step, entry.renamed)):
         try:
             return _load_entry(entry), skipped
         except UserError as error:
@@ -226,10 +226,6 @@ def best_step(state: JsonObject) -> int | None:
     with blamed(Path(STATE), BEST):
         found = as_object(state.get(BEST, {})).get("step")
         return None if found is None else as_integer(found)
-
-
-def _newest_first(folder: Path) -> list[Entry]:
-    return sorted(entries(folder), key=lambda entry: (-entry.step, entry.renamed))
 
 
 def _load_entry(entry: Entry) -> Saved:

@@ -8,19 +8,10 @@ with interleaved stages, ``CP``: context parallelism, ``EP``: expert parallelism
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-
-class Asked(Protocol):
-    """The fields of ``mmrl.config.schema.Train`` that are read here. (Importing it would be a circular import.)"""
-
-    tensor_parallel: int
-    sequence_parallel: bool
-    pipeline_parallel: int
-    pipeline_chunks: int
-    context_parallel: int
-    expert_parallel: int
-    distributed_optimizer: bool
+if TYPE_CHECKING:  # it would be a circular import
+    from mmrl.config.schema import Train
 
 
 Kind = Literal["dense", "mixture", "sees", "critic"]
@@ -72,7 +63,7 @@ _FORMS = {
 """Edits that turn one form of parallelism into the other."""
 
 
-def combination(train: Asked) -> frozenset[str]:
+def combination(train: Train) -> frozenset[str]:
     """The parallelisms that ``train`` sets."""
     asked = {
         "SP" if train.sequence_parallel else "TP": train.tensor_parallel > 1,
@@ -84,7 +75,7 @@ def combination(train: Asked) -> frozenset[str]:
     return frozenset(cut for cut, is_it in asked.items() if is_it)
 
 
-def untested(kind: Kind, train: Asked) -> Iterator[str]:
+def untested(kind: Kind, train: Train) -> Iterator[str]:
     """An error, with its edits, if no test compares a model of this ``kind`` and the layout of ``train`` with one
     process."""
     cuts = combination(train)

@@ -215,7 +215,10 @@ def fitted(
     _calibrate(students, table.part(check), lines, device)
     part = table.part(test)
     logits: dict[Student, torch.Tensor] = dict(zip(STUDENTS, scores(students, part, device), strict=True))
-    found: dict[Student, Agreement] = {name: _agreement(record.verdicts(logits[name], name), part) for name in STUDENTS}
+    found: dict[Student, Agreement] = {
+        name: agreement(record.verdicts(logits[name], name), part.verdicts, _numbers(part), part.of_prompt.tolist())
+        for name in STUDENTS
+    }
     _refuse_chance(found, lines)
     student = max(STUDENTS, key=lambda name: (lines[name][0] > 0, found[name].order[0], found[name].spearman))
     chosen = record.verdicts(logits[student], student)
@@ -254,10 +257,6 @@ def _places(table: Table) -> tuple[int, int]:
     if isinstance(prompts, Inputs) and isinstance(answers, Inputs):
         return prompts.pictures.shape[1], answers.pictures.shape[1]
     return 0, 0
-
-
-def _agreement(said: torch.Tensor, part: Table) -> Agreement:
-    return agreement(said, part.verdicts, _numbers(part), part.of_prompt.tolist())
 
 
 def _numbers(part: Table) -> list[int]:

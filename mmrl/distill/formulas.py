@@ -60,7 +60,7 @@ def losses(dual: Tensor, interaction: Tensor, verdicts: Tensor, mask: Tensor, te
     """
     there = mask.bool()
     judge = torch.logit(verdicts.clamp(CERTAIN, 1 - CERTAIN))
-    lists = [_log_shares(logits / temperature, there) for logits in (judge, interaction, dual)]
+    lists = [log_softmax((x / temperature).masked_fill(~there, -1e9), dim=1) for x in (judge, interaction, dual)]
     of_judge, of_interaction, of_dual = lists
     counted = mask.sum(1) > 1
     return Losses(
@@ -70,10 +70,6 @@ def losses(dual: Tensor, interaction: Tensor, verdicts: Tensor, mask: Tensor, te
         binary_cross_entropy_with_logits(interaction[there], verdicts[there]),
         binary_cross_entropy_with_logits(dual[there], verdicts[there]),
     )
-
-
-def _log_shares(logits: Tensor, there: Tensor) -> Tensor:
-    return log_softmax(logits.masked_fill(~there, -1e9), dim=1)
 
 
 def _divergence(teacher: Tensor, student: Tensor, there: Tensor, counted: Tensor) -> Tensor:

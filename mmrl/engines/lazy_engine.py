@@ -78,11 +78,6 @@ class LazyEngine:
         engine = self.ready()
         return first and (engine.sleeps or not self._to_sleep)
 
-    def restart(self) -> None:
-        """End it and start it, with the weights that it first had."""
-        self.close()
-        self.ready()
-
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
@@ -168,5 +163,6 @@ def _again(engine: RolloutEngine, give: Callable[[], None]) -> None:
     assert isinstance(engine, LazyEngine)
     tell("the rollout engine is started again, and asked again for what it had not answered")
     with starting():
-        engine.restart()
+        engine.close()
+        engine.ready()  # with the weights that it first had
         give()

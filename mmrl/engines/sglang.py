@@ -27,7 +27,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -163,7 +162,8 @@ class SglangServer(OneByOne[str]):
         """
         self._refuse("new weights come")
         check_rank(rank, self._lora_rank)
-        folder, old = self._next("adapter"), self._adapter
+        self._versions += 1
+        folder, old = self._private / f"adapter-{self._versions}", self._adapter
         write_adapter(folder, tensors, rank, alpha, targets)
         self._succeed("/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
         self._adapter = folder.name
@@ -190,10 +190,6 @@ class SglangServer(OneByOne[str]):
             self._process.close()
         self._remove()
         self._room.close()
-
-    def _next(self, kind: str) -> Path:
-        self._versions += 1
-        return self._private / f"{kind}-{self._versions}"
 
     def _succeed(self, path: str, body: JsonObject) -> None:
         answer = self._client.post(path, dict(body))

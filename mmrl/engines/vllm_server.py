@@ -306,7 +306,8 @@ class VllmServer(OneByOne[str]):
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
         self._refuse("new weights come")
         check_rank(rank, self._lora_rank)
-        folder = self._next("adapter")
+        self._versions += 1
+        folder = self._private / f"adapter-{self._versions}"
         write_adapter(folder, tensors, rank, alpha, targets)
         current = self._private / "adapter"
         shutil.rmtree(current, ignore_errors=True)
@@ -332,10 +333,6 @@ class VllmServer(OneByOne[str]):
         self._process.close()
         self._remove()
         self._room.close()
-
-    def _next(self, kind: str) -> Path:
-        self._versions += 1
-        return self._private / f"{kind}-{self._versions}"
 
     def _load_adapter(self) -> None:
         body = {"lora_name": ADAPTER, "lora_path": str(self._private / "adapter"), "load_inplace": self._adapter}

@@ -127,7 +127,7 @@ class WeightGroup:
         """
         while (length := self._number(0)) >= 0:
             entries = [as_list(one) for one in as_list(json.loads(self._heard(length)))]
-            sizes = [_bytes(_dtype(one[1]), _shape(one[2])) for one in entries]
+            sizes = [prod(_shape(one[2])) * _dtype(one[1]).itemsize for one in entries]
             bucket = self._receive_bytes(sum(map(_padded, sizes)))
             at = 0
             for (name, dtype, shape), n in zip(entries, sizes, strict=True):
@@ -270,10 +270,6 @@ def _packed(
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return prod(shape) * dtype.itemsize
 
 
 def _dtype(name: Any) -> torch.dtype:

@@ -140,14 +140,12 @@ def _kept(step: int, rows: Iterable[JsonObject]) -> dict[_Key, Kept]:
 
 
 def _row(one: Observation) -> JsonObject:
-    shown: list[Json] = [part if isinstance(part, str) else {"image": _base64(part)} for part in one.parts]
+    shown: list[Json] = [
+        part if isinstance(part, str) else {"image": base64.b64encode(part.data or b"").decode()} for part in one.parts
+    ]
     content = one.content if isinstance(one.content, str) else shown
     row: dict[str, Json] = {"content": content, "reward": one.reward, "done": one.done, "truncated": one.truncated}
     return row | {"call_id": one.call_id, "info": dict(one.info)}
-
-
-def _base64(picture: Media) -> str:
-    return base64.b64encode(picture.data or b"").decode()
 
 
 def _content(kept: object) -> str | tuple[str | Media, ...]:

@@ -237,7 +237,8 @@ def too_slow(facts: Facts) -> Advice | None:
     rise = facts.trained_more
     if facts.outcome != "unclear" or (rise is not None and rise >= 3):
         return None
-    if facts.above("advantage/zero_std_groups", NO_SPREAD) is not None or _large_updates(facts):
+    limits = {"advantage/zero_std_groups": NO_SPREAD, "policy/clip_fraction": CLIPPED, "policy/ratio_max_dev": RATIO}
+    if any(facts.above(key, limit) is not None for key, limit in limits.items()):
         return None
     if len(facts.run.metrics) < 2 * RECENT:
         if facts.run.ended is not None and facts.run.ended.how != "finished":
@@ -321,11 +322,6 @@ def _longer(facts: Facts, why: str) -> Advice | None:
     if limit and spent and spent >= limit:
         return Advice(facts.times("train.max_cpu_seconds", 2), f"{why} The limit of CPU seconds ended the run.")
     return Advice(facts.times("train.steps", 2), why) if steps else None
-
-
-def _large_updates(facts: Facts) -> bool:
-    large = {"policy/clip_fraction": CLIPPED, "policy/ratio_max_dev": RATIO}
-    return any(facts.above(key, limit) is not None for key, limit in large.items())
 
 
 def _is_success(facts: Facts) -> bool:

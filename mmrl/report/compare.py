@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -252,7 +252,7 @@ def _group_json(found: Comparison, group: Group) -> JsonObject:
         "runs": [str(run.path) for run in group.runs],
         "seeds": group.seeds,
         "steps": [run.heldout[-1]["step"] for run in group.runs],
-        "cpu_seconds": list(_cpu_seconds(group)),
+        "cpu_seconds": [run.metrics[-1].get("perf/cpu_seconds") if run.metrics else None for run in group.runs],
         "over_plan": [run.over_plan() for run in group.runs],
         "peak_over_plan": [run.over_plan("perf/peak_memory_mib", "plan/peak") for run in group.runs],
         "before": statistics.fmean(group.at(0, found.measure)),
@@ -260,8 +260,3 @@ def _group_json(found: Comparison, group: Group) -> JsonObject:
         "difference": None if differs is None else {**vars(differs), "verdict": differs.verdict},
         "curve": [list(point) for point in group.curve(found.measure)],
     }
-
-
-def _cpu_seconds(group: Group) -> Iterator[float | None]:
-    for run in group.runs:
-        yield run.metrics[-1].get("perf/cpu_seconds") if run.metrics else None

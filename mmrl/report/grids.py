@@ -113,7 +113,8 @@ def write_samples(
         if clip:
             (partial / file).write_bytes(moving(clip))
         else:
-            _storable(image).save(partial / file)
+            storable = image if image.mode in ("RGB", "RGBA", "L") else rgb(image)
+            storable.save(partial / file)
         samples.append({"prompt": prompt, "file": f"{name}/{file}", "scores": _finite(row)})
     remove(run.samples / name)
     partial.rename(run.samples / name)
@@ -243,10 +244,6 @@ def _flat(text: str) -> str:
 
 def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
     return {key: float(value) if math.isfinite(value) else None for key, value in row.items()}
-
-
-def _storable(image: Image.Image) -> Image.Image:
-    return image if image.mode in ("RGB", "RGBA", "L") else rgb(image)
 
 
 def _png(image: Image.Image) -> bytes:

@@ -82,7 +82,7 @@ def _comparison() -> Callable[[str, str], bool | None]:
 
     def same(found: str, wanted: str) -> bool | None:
         values = read(found), read(wanted)
-        if None in values or any(_says_nothing(value, sympy) for value in values):
+        if None in values or any(hasattr(value, "has") and value.has(sympy.nan, sympy.zoo) for value in values):
             return None
         equal = verify(values[1], values[0], allow_set_relation_comp=True, timeout_seconds=None)
         equal = equal or _same_solutions(*values)
@@ -125,10 +125,6 @@ def _same_solutions(one: Any, other: Any) -> bool:
     if len(one.free_symbols) != 1 or one.free_symbols != other.free_symbols:
         return False
     return one.as_set() == other.as_set()
-
-
-def _says_nothing(value: Any, sympy: ModuleType) -> bool:
-    return hasattr(value, "has") and bool(value.has(sympy.nan, sympy.zoo))
 
 
 def _without_solutions(wanted: Any, found: Any, sympy: ModuleType) -> bool:

@@ -34,10 +34,6 @@ class Cluster:
     def total(self) -> int:
         return self.controllers * self.devices
 
-    def slows(self) -> list[float]:
-        """Of each controller, how many times as long it takes."""
-        return [self.slow] + [1.0] * (self.controllers - 1)
-
 
 @dataclass
 class Outcome:
@@ -114,7 +110,8 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, pr
     """
     out, time = Outcome(name, cluster.total), SimulatedTime()
     state = starting(settings, cluster.devices)
-    controllers = [SimulatedDevices(cluster.devices, trace.price, time, slow=slow) for slow in cluster.slows()]
+    slows = [cluster.slow] + [1.0] * (cluster.controllers - 1)
+    controllers = [SimulatedDevices(cluster.devices, trace.price, time, slow=slow) for slow in slows]
     for devices in controllers:
         devices.scheduler.judges.alone = settings.one_judge
     for work in trace.steps:
