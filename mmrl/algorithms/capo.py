@@ -16,11 +16,10 @@ from typing import ClassVar
 
 import torch
 from pydantic import PositiveFloat
-from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, token_group_advantages
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import ClippedObjective
 from mmrl.algorithms.settings import AggregationMode, ClippedSettings
 from mmrl.config.section import NonNegative
 
@@ -38,12 +37,11 @@ class CAPOSettings(ClippedSettings):
     uses_token_rewards: ClassVar[bool] = True
 
 
-class CAPO(TokenObjective):
+class CAPO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: CAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = settings.clip
         self.outcome_weight, self.step_weight = settings.outcome_weight, settings.step_weight
 
     def advantages(self, scored: Scored) -> Advantages:
@@ -56,6 +54,3 @@ class CAPO(TokenObjective):
         values, groups, flat = token_group_advantages(rewards, counted, scored.groups)
         wrong = (counted * (steps < 0)).sum() / counted.sum().clamp(min=1)
         return Advantages(values, valid, groups, flat, metrics={"advantage/wrong_step_fraction": wrong.item()})
-
-    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        return clipped_surrogate(log_ratio, advantages, *self.clip)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import ClippedObjective
 from mmrl.algorithms.settings import AggregationMode, ClippedSettings, Spread, TurnSettings, length_limit
 from mmrl.config.section import Fraction, NonNegative
 
@@ -35,12 +35,11 @@ class DAPOSettings(ClippedSettings, TurnSettings):
     dynamic_sampling: bool = True
 
 
-class DAPO(TokenObjective):
+class DAPO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: DAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = settings.clip
         self.advantage_std: Spread = settings.advantage_std
         self.overlong_penalty = settings.overlong_penalty
         self.limit = length_limit(settings) if settings.overlong_buffer and settings.overlong_penalty else 0
@@ -54,9 +53,6 @@ class DAPO(TokenObjective):
             rewards = rewards + self.overlong_penalty * punishment
             metrics = {"advantage/overlong_fraction": (punishment < 0).double().mean().item()}
         return replace(group_advantages(rewards, scored.groups, self.advantage_std, scored.all_sum), metrics=metrics)
-
-    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        return clipped_surrogate(log_ratio, advantages, *self.clip)
 
 
 def overlong_punishment(lengths: Tensor, limit: int, buffer: int) -> Tensor:

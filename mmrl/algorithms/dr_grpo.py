@@ -8,11 +8,9 @@ The limit is the same for all responses. The paper leaves this constant open; TR
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import ClippedObjective
 from mmrl.algorithms.settings import AggregationMode, ClippedSettings, TurnSettings
 
 
@@ -22,15 +20,11 @@ class DrGRPOSettings(ClippedSettings, TurnSettings):
     aggregation: AggregationMode = "seq_mean_token_sum_norm"
 
 
-class DrGRPO(TokenObjective):
+class DrGRPO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: DrGRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = settings.clip
 
     def advantages(self, scored: Scored) -> Advantages:
         return group_advantages(scored.rewards, scored.groups, "none")
-
-    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        return clipped_surrogate(log_ratio, advantages, *self.clip)

@@ -10,11 +10,9 @@ averaged as the loss is, so by default over each response.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import ClippedObjective
 from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, ClippedSettings, Spread, TurnSettings
 from mmrl.config.section import NonNegative
 
@@ -31,16 +29,12 @@ class GRPOSettings(ClippedSettings, TurnSettings):
     kl_coef: NonNegative = 0.04
 
 
-class GRPO(TokenObjective):
+class GRPO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: GRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = settings.clip
         self.advantage_std: Spread = settings.advantage_std
 
     def advantages(self, scored: Scored) -> Advantages:
         return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
-
-    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        return clipped_surrogate(log_ratio, advantages, *self.clip)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import ClippedObjective, Surrogate, clipped_surrogate
 from mmrl.algorithms.settings import AdvantageAggregation, ClippedSettings, Spread
 
 
@@ -31,12 +31,11 @@ class GSPOSettings(ClippedSettings):
     advantage_aggregation: AdvantageAggregation = "sum"
 
 
-class GSPO(TokenObjective):
+class GSPO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: GSPOSettings) -> None:
         super().__init__(settings)
-        self.clip = settings.clip
         self.advantage_std: Spread = settings.advantage_std
 
     def advantages(self, scored: Scored) -> Advantages:

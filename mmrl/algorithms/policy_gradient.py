@@ -31,7 +31,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.objective import Loss, Scored
-from mmrl.algorithms.settings import AggregationMode, KLEstimator, TokenSettings, length_limit
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings, KLEstimator, TokenSettings, length_limit
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to it: exp would overflow, and infinity times a clipped gradient of 0 is NaN."""
@@ -135,6 +135,23 @@ class TokenObjective(ABC):
         if "entropy" in new:
             out["policy/entropy"] = (-self.entropy_coef, torch.where(inside, new["entropy"], 0.0))
         return out
+
+
+class ClippedObjective(TokenObjective):
+    """Abstract: the surrogate is PPO's, clipped to the ranges of the settings. A subclass has ``advantages``."""
+
+    def __init__(
+        self,
+        settings: ClippedSettings,
+        aggregation: AggregationMode = "seq_mean_token_mean",
+        *,
+        kl_in_loss: bool = True,
+    ) -> None:
+        super().__init__(settings, aggregation, kl_in_loss=kl_in_loss)
+        self.clip = settings.clip
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        return clipped_surrogate(log_ratio, advantages, *self.clip)
 
 
 def clipped_surrogate(

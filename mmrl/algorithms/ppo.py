@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, flat_groups
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import ClippedObjective
 from mmrl.algorithms.returns import gae, token_rewards, whiten
 from mmrl.algorithms.settings import AggregationMode, ClippedSettings, CriticSettings
 from mmrl.config.section import Fraction, NonNegative
@@ -38,22 +38,18 @@ class PPOSettings(ClippedSettings, CriticSettings):
     """Clip range of a new value around the value before the step's updates."""
 
     uses_token_rewards: ClassVar[bool] = True
+    divergence_in_loss: ClassVar[bool] = False
 
     @property
     def compares_group(self) -> bool:
         return False
 
-    @property
-    def divergence_in_loss(self) -> bool:
-        return False
 
-
-class PPO(TokenObjective):
+class PPO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``. ``old`` has values and returns ``[B, T]`` too."""
 
     def __init__(self, settings: PPOSettings) -> None:
         super().__init__(settings, settings.aggregation, kl_in_loss=False)
-        self.clip = settings.clip
         self.gamma, self.gae_lambda = settings.gamma, settings.gae_lambda
         self.value_clip = settings.value_clip
         self.reward_kl_coef = settings.kl_coef
@@ -72,9 +68,6 @@ class PPO(TokenObjective):
         metrics |= {"value/explained_variance": explained_variance(returns, scored.values, counted)}
         values = whiten(estimate, counted, scored.all_sum)
         return Advantages(values.float(), valid, len(flat), int(flat.sum()), returns.float(), metrics)
-
-    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        return clipped_surrogate(log_ratio, advantages, *self.clip)
 
     def terms(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], inside: Tensor

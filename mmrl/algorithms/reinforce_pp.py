@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, flat_groups, group_advantages
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, ClippedObjective
 from mmrl.algorithms.returns import reward_to_go, token_rewards, whiten
 from mmrl.algorithms.settings import AggregationMode, ClippedSettings
 from mmrl.config.section import Fraction, NonNegative
@@ -39,23 +39,19 @@ class ReinforcePPSettings(ClippedSettings):
     """Discount of a reward for each token that lies before it."""
 
     uses_token_rewards: ClassVar[bool] = True
+    divergence_in_loss: ClassVar[bool] = False
 
     @property
     def compares_group(self) -> bool:
         return self.variant == "baseline"
 
-    @property
-    def divergence_in_loss(self) -> bool:
-        return False
 
-
-class ReinforcePP(TokenObjective):
+class ReinforcePP(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: ReinforcePPSettings) -> None:
         self.baseline = settings.variant == "baseline"
         super().__init__(settings, settings.aggregation, kl_in_loss=self.baseline)
-        self.clip = settings.clip
         self.gamma = settings.gamma
         self.reward_kl_coef = 0.0 if self.baseline else settings.kl_coef
         if self.reward_kl_coef:
@@ -71,9 +67,6 @@ class ReinforcePP(TokenObjective):
         returns = reward_to_go(rewards, mask, self.gamma)
         values = whiten(returns, mask * valid.unsqueeze(1), scored.all_sum)
         return Advantages(values.float(), valid, len(flat), int(flat.sum()), metrics=metrics)
-
-    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        return clipped_surrogate(log_ratio, advantages, *self.clip)
 
     def terms(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], inside: Tensor

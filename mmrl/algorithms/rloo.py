@@ -10,12 +10,13 @@ over its tokens, is clipped as in TRL's RLOOTrainer.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, leave_one_out
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, ClippedObjective, Surrogate, clipped_surrogate
 from mmrl.algorithms.returns import penalised_rewards
 from mmrl.algorithms.settings import ClippedSettings
 from mmrl.config.section import NonNegative
@@ -24,20 +25,16 @@ from mmrl.config.section import NonNegative
 class RLOOSettings(ClippedSettings):
     """REINFORCE with a leave-one-out baseline, a response as one action (Ahmadian et al. 2024, arXiv 2402.14740)."""
 
+    divergence_in_loss: ClassVar[bool] = False
     kl_coef: NonNegative = 0.05
     """Weight of the response's divergence, which is subtracted from its reward (TRL's default)."""
 
-    @property
-    def divergence_in_loss(self) -> bool:
-        return False
 
-
-class RLOO(TokenObjective):
+class RLOO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: RLOOSettings) -> None:
         super().__init__(settings, kl_in_loss=False)
-        self.clip = settings.clip
         self.reward_kl_coef = settings.kl_coef
         if self.reward_kl_coef:
             self.prepares = frozenset({"log_probs", "reference_log_probs"})

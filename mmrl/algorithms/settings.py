@@ -100,6 +100,8 @@ class TokenSettings(AlgorithmSettings):
     """What the policy gradients over tokens share (abstract)."""
 
     trains_on: ClassVar[TrainsOn] = "tokens"
+    divergence_in_loss: ClassVar[bool] = True
+    """Whether the divergence is a term of the loss, with the recipe's estimator."""
     kl_coef: NonNegative = 0.0
     """Weight of the divergence from the reference model; 0 needs no reference."""
     kl_estimator: KLEstimator = "k3"
@@ -128,11 +130,6 @@ class TokenSettings(AlgorithmSettings):
     @property
     def attempts(self) -> int | None:
         return self.max_attempts if self.dynamic_sampling else None
-
-    @property
-    def divergence_in_loss(self) -> bool:
-        """Whether the divergence is a term of the loss, with the recipe's estimator."""
-        return True
 
     def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
         yield from super().conflicts(sampling)
