@@ -7,12 +7,12 @@ here, so that it ends up in no shell history.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from mmrl.errors import UserError
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 
 class Upload:
@@ -23,18 +23,15 @@ class Upload:
     """
 
     def __init__(self, name: str, *, public: bool = False) -> None:
-        from huggingface_hub import HfApi, get_token
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
-
         try:
             validate_repo_id(name)
         except HFValidationError as error:
             raise UserError(f"--push-to-hub {name}: {error}; write ORG/NAME") from error
         if name.count("/") != 1:
             raise UserError(f"--push-to-hub {name}: write ORG/NAME, with your user name or an organisation before it")
-        if get_token() is None:
+        if huggingface_hub.get_token() is None:
             raise UserError("--push-to-hub: there is no token; set HF_TOKEN, or run hf auth login, and try again")
-        self.name, self.public, self._api = name, public, HfApi()
+        self.name, self.public, self._api = name, public, huggingface_hub.HfApi()
         try:
             self._api.whoami()
         except Exception as error:
@@ -55,8 +52,6 @@ class Upload:
 
     def _create(self) -> str:
         """Make the repository, or find it as it is asked for. Raises ``UserError`` for one that others can read."""
-        from huggingface_hub.errors import HfHubHTTPError
-
         try:
             return str(self._api.create_repo(self.name, private=not self.public))
         except HfHubHTTPError as error:
@@ -70,10 +65,8 @@ class Upload:
         return f"{self._api.endpoint}/{self.name}"
 
 
-def _explained(error: Exception, api: HfApi, then: str) -> UserError:
+def _explained(error: Exception, api: huggingface_hub.HfApi, then: str) -> UserError:
     """What the user can do about ``error``."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
-
     if isinstance(error, OfflineModeIsEnabled):
         return UserError(f"--push-to-hub: HF_HUB_OFFLINE is set, so the hub is not asked; unset it. {then}")
     if isinstance(error, HfHubHTTPError):

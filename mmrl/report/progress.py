@@ -6,15 +6,17 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from mmrl.report import notices
 from mmrl.report.durations import duration
 from mmrl.report.metrics import of_pairs
 from mmrl.secrets import hidden
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
 
 PLAIN_EVERY = 5.0
 """Seconds between plain lines, at least."""
@@ -141,11 +143,6 @@ class Progress:
         print("  ".join(p for p in [*parts, self.text] if p), file=self._file, flush=True)
 
     def _open_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, ProgressColumn, TextColumn
-        from rich.progress import Progress as RichProgress
-        from rich.table import Column
-
         global _live
         if _live is None:
             console = Console(file=self._file)
