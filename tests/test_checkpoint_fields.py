@@ -1,6 +1,7 @@
 """Fields of a checkpoint that change its pictures: what is accepted draws diffusers' own picture, the rest is refused
 before a weight is read."""
 
+import inspect
 import itertools
 import json
 import os
@@ -295,6 +296,24 @@ def test_what_is_accepted_draws_diffusers_picture(folders, tmp_path, sweep):  # 
             print(family, str(change)[:400], found or "ok", flush=True)
         shutil.rmtree(tmp_path / str(n))
     sweep.done()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SOLVED)
+def test_a_solver_that_knows_no_flow_is_refused_for_one(folders, tmp_path, family):  # noqa: F811
+    import diffusers
+
+    said = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
+    for kind in SOLVERS:
+        folder = changed(folders[family], tmp_path / kind, {"scheduler": said | {"_class_name": kind}})
+        knows = "use_flow_sigmas" in inspect.signature(getattr(diffusers, kind)).parameters
+        asked = recipe(family, {family: folder}, lora=False)
+        describe = mmrl.load("pipelines", f"diffusion/{family}").describe
+        if knows or kind == "FlowMatchEulerDiscreteScheduler":
+            describe(asked, str(folder), None)
+            continue
+        with pytest.raises(UserError, match=f"a {kind}, is of no flow.*give it a FlowMatchEulerDiscreteScheduler"):
+            describe(asked, str(folder), None)
 
 
 @pytest.mark.slow

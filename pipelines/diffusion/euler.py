@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC
 from typing import Any
 
@@ -39,9 +40,15 @@ class EulerAdapter(Adapter, ABC):
             raise says(own, "use_dynamic_shifting", f"{self.pipeline} has no shift that grows with the picture", False)
         if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
             return super()._check_scheduler()
+        kind = type(own).__name__
+        if "use_flow_sigmas" not in inspect.signature(type(own)).parameters:
+            raise UserError(
+                f"model.path: the scheduler of this checkpoint, a {kind}, is of no flow, whatever its file says; give "
+                "it a FlowMatchEulerDiscreteScheduler"
+            )
         if not (own.config.get("use_flow_sigmas") and own.config.get("prediction_type") == "flow_prediction"):
             raise UserError(
-                f"model.path: the scheduler of this checkpoint, a {type(own).__name__}, is not said to be of a flow; "
+                f"model.path: the scheduler of this checkpoint, a {kind}, is not said to be of a flow; "
                 "write use_flow_sigmas: true and prediction_type: flow_prediction into scheduler/scheduler_config.json "
                 "if it is, or give it a FlowMatchEulerDiscreteScheduler"
             )
