@@ -92,7 +92,15 @@ def test_pauses_grow_until_the_patience_is_over_and_the_last_try_is_at_its_end(c
     assert said[0].startswith(
         "step 3: 24 of 24 samples failed (reward 'far': connection refused); asked again in 1.0 s"
     )
-    assert "scoring.max_failed" in str(stopped.value)
+    assert str(stopped.value).endswith("Have the reward answer again"), "no share of failures would train on none"
+
+
+def test_a_larger_share_is_named_where_other_samples_have_a_score(clock):
+    with pytest.raises(
+        UnscoredError, match=r"or set scoring\.max_failed above 0\.25 to train on the samples that have"
+    ):
+        Patience(Scoring(patience=200)).wait(Step(24, 23), 2, together=True)
+    Patience(Scoring(patience=200, max_failed=1)).wait(Step(24, 23), 2, together=True)
 
 
 def test_it_ends_as_soon_as_enough_samples_have_a_score(clock):

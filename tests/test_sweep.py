@@ -188,6 +188,8 @@ def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(root, tmp_p
         for one in tried:
             said = refused("--try", one)
             assert f": {key} says another held-out figure" in said, said
+    large = refused("--try", "optim.lr=0.1,0.2", f"seed={2**63 - 2}", "--seeds", "3")
+    assert "seed: " in large, "the last of the seeds is one too"
     no_gpu = refused("--try", "device=cpu,cuda:99")
     assert "cuda:99" in no_gpu
 

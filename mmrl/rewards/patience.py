@@ -74,10 +74,10 @@ class Patience:
             if not too_many(bad, n, self.settings.max_failed):
                 return
             if too_many(gone, n, self.settings.max_failed):
+                others = f", or set scoring.max_failed above {self.settings.max_failed:g} to train on the other samples"
                 raise UnscoredError(
                     f"step {step + 1} was not trained: {summary([(REWARD, why) for why in lost], gone, n)}. Mend the "
-                    f"environment, or set scoring.max_failed above {self.settings.max_failed:g} to train on the other "
-                    "samples",
+                    f"environment{'' if gone == n else others}",
                     everywhere=together,
                 )
             if any(one[4] for one in everyone):
@@ -106,10 +106,11 @@ class Patience:
             time.sleep(min(left, SLICE_S))
 
     def _refusal(self, mine: Sequence[tuple[str, str]], bad: int, n: int, step: int, together: bool) -> UnscoredError:
+        others = f", or set scoring.max_failed above {self.settings.max_failed:g} to train on the samples that have one"
         return UnscoredError(
             f"step {step + 1} was not trained: {summary(mine, bad, n)}, and still after "
-            f"{duration(self.settings.patience)} (scoring.patience). Have the reward answer again, or set "
-            f"scoring.max_failed above {self.settings.max_failed:g} to train on the samples that have a score",
+            f"{duration(self.settings.patience)} (scoring.patience). Have the reward answer again"
+            f"{'' if bad == n else others}",
             everywhere=together,
         )
 

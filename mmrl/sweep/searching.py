@@ -110,6 +110,7 @@ class Search:
         hide = loaded.tree.values
         shown = [tuple(masked_override(text, hide) for text in one) for one in [loaded.overrides, *trials]]
         chosen = tuple(range(loaded.recipe.seed, loaded.recipe.seed + seeds))
+        changed(loaded, [f"seed={chosen[-1]}"])  # the others are smaller
         sweep = Sweep(out, tuple(map(str, loaded.paths)), shown[0], tuple(shown[1:]), factor, chosen)
         self.sweep = _begun(sweep, resume=resume)
         self.recipes = [self._checked(one) for one in trials]
@@ -271,8 +272,10 @@ def _value(path: Path) -> float | None:
     run = read_run(path)
     key = measure_of(run)
     values = [row[key] for row in run.heldout if key is not None and row.get(key) is not None]
-    if key is None or not values:
+    if key is None:
         raise UserError(f"{path} has no held-out figure to compare; set eval.rewards, or a reward with a weight")
+    if not values:
+        raise UserError(f"{path} has no held-out figure to compare: no sample got a {key}; have that reward answer")
     return -values[-1] if run.trained.get(label_in(key) or "", 1.0) < 0 else values[-1]
 
 
