@@ -184,3 +184,23 @@ def test_a_model_that_scores_sleeps_while_the_policy_trains_on_its_device(folder
     for row, other in zip(rows, expected, strict=True):
         assert row.pop("placement/wake") > 0
         assert row == other
+
+
+def test_what_the_plan_chose_for_the_device_is_stored_and_kept(folder, tmp_path, capfd):
+    from mmrl.cli import app
+
+    words = [
+        "train",
+        str(folder / "recipe.yaml"),
+        "train.steps=1",
+        "train.micro_batch_size=auto",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    app(words, standalone_mode=False)
+    assert "the plan chooses train.micro_batch_size" in capfd.readouterr().err
+    stored = json.loads((tmp_path / "run" / "resolved.json").read_text())
+    chosen = stored["train"]["micro_batch_size"], stored["sampling"]["batch_size"]
+    assert chosen == (8, 8), "all samples of a step"
+    app([*words, "--resume"], standalone_mode=False)
+    assert "the plan chooses" not in capfd.readouterr().err

@@ -109,7 +109,7 @@ def _trained(
     loaded: LoadedRecipe, path: Path, callbacks: Sequence[AnyCallback], *, resume: bool, overwrite: bool = False
 ) -> Run:
     """Plan the recipe and train it to its end. Raises ``UserError``."""
-    planned = make_plan(loaded)
+    planned = make_plan(loaded.for_resume(path) if resume else loaded)
     render(planned, Console(file=sys.stderr, highlight=False), short=True)
     if planned.problems:
         raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))

@@ -134,7 +134,7 @@ def _train(loaded: LoadedRecipe, out: Path, found: Launched | None, *, resume: b
         from mmrl.runtime.start import train as train_alone
 
         loaded = loaded if found is None else with_processes(loaded, found)
-        planned = plan(loaded)
+        planned = plan(loaded.for_resume(out) if resume else loaded)
         if found is None or found.leads:
             render(planned, console(), short=True)
         if planned.problems:

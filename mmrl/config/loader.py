@@ -15,6 +15,7 @@ from mmrl.config.dtype import chosen_by, is_auto
 from mmrl.config.error_messages import contradictions, explain, implicit_booleans
 from mmrl.config.errors import Finding, RecipeError, recipe_error
 from mmrl.config.layers import Tree, parse_key, read_layers
+from mmrl.config.left_to_plan import chosen_before, with_values
 from mmrl.config.names import (
     find_recipe,
     located,
@@ -77,12 +78,11 @@ class LoadedRecipe:
         return is_auto(self.tree.values)
 
     def for_resume(self, run: Path) -> LoadedRecipe:
-        """The recipe to resume the run in the directory ``run`` with: its choice for ``auto`` stays."""
-        dtype = chosen_by(run)
-        if not self.chose_dtype or dtype in (None, self.recipe.model.dtype):
-            return self
-        model = self.recipe.model.model_copy(update={"dtype": dtype})
-        return replace(self, recipe=self.recipe.model_copy(update={"model": model}))
+        """The recipe to resume the run in the directory ``run`` with: its choices for ``auto`` stay."""
+        values = chosen_before(self.recipe, run)
+        if self.chose_dtype and (dtype := chosen_by(run)) is not None:
+            values["model.dtype"] = dtype
+        return replace(self, recipe=with_values(self.recipe, values)) if values else self
 
     def source(self, key: str) -> str:
         """Where ``key`` (``rewards[0].weight``) was written: file and line, ``command line``, or ``default``."""

@@ -35,6 +35,8 @@ class Lora(Section):
 
 
 class Model(Section):
+    left_to_plan = ("gradient_checkpointing",)
+
     path: str
     """A local directory (relative to the recipe's folder), a hub name, or ``package:NAME`` of ``mmrl fetch``."""
     dtype: Dtype = "float32"
@@ -44,7 +46,8 @@ class Model(Section):
     lora: Lora | None = None
     """None trains all weights of the policy."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
+    """Compute activations again in the backward pass: less memory, more time. ``auto``, or no value: on a GPU where the
+    plan is faster with it, or does not fit without it."""
     freeze: list[str] = Field(default_factory=list)
     """Names of modules (``visual``) to freeze; with LoRA all base weights are frozen."""
     chat_template: Annotated[str, AfterValidator(checked)] | None = None

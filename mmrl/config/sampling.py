@@ -55,6 +55,8 @@ MOST_BUCKETS = 64
 class Sampling(Section):
     """Denoising steps of a diffusion model."""
 
+    left_to_plan = ("batch_size",)
+
     type: Literal["diffusion"] = "diffusion"
     """The pipeline chooses it."""
     steps: Annotated[int, Field(ge=2, le=10_000)] = 10
@@ -92,7 +94,7 @@ class Sampling(Section):
     window: Window | None = None
     """None records every step except the last."""
     batch_size: Many | None = None
-    """None takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
+    """None, or ``auto``, takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
     same_initial_noise: bool = False
     """Start all samples of a group from the same noise (DanceGRPO). The denoising steps before ``window`` are then
     computed once for a group."""
@@ -132,6 +134,8 @@ def _listed(value: object) -> object:
 class TextSampling(Section):
     """Tokens of a language or vision-language model. The key ``max_new_tokens`` marks this kind of section."""
 
+    left_to_plan = ("batch_size",)
+
     type: Literal["text"] = "text"
     """The pipeline chooses it."""
     max_new_tokens: Count
@@ -153,7 +157,8 @@ class TextSampling(Section):
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] = Field(default_factory=list)
     """Texts that end a response. The response keeps them; text after them in the same token is cut."""
     batch_size: Many | None = None
-    """Samples generated at once; None takes train.micro_batch_size."""
+    """Samples generated at once; None, or ``auto``, takes train.micro_batch_size. Where the plan chooses that, it
+    chooses this one by the memory of sampling, too."""
     system: str | None = None
     """A system message for prompts without one."""
     chat_template_kwargs: Options = Field(default_factory=dict)

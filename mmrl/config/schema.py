@@ -111,14 +111,17 @@ def _number_or_auto(value: object) -> object:
 
 
 class Train(Section):
+    left_to_plan = ("micro_batch_size",)
+
     steps: Count
     """Training steps: each samples, scores and updates."""
     prompts_per_step: Many
     """Different prompts of a step."""
     group_size: Many
     """Samples of each prompt, which are compared with one another."""
-    micro_batch_size: Many
-    """Samples per micro-batch of the update; for text at most so many, with the limit of ``micro_batch_tokens``."""
+    micro_batch_size: Many = 8
+    """Samples per micro-batch of the update; for text at most so many, with the limit of ``micro_batch_tokens``.
+    ``auto``, or no value: on a GPU as many as its memory holds and as still save time, by the plan (docs/gpus.md)."""
     micro_batch_tokens: Count | None = None
     """Text: most tokens per micro-batch, padding included: its rows times its longest prompt plus response."""
     packing: bool | Literal["auto"] = "auto"

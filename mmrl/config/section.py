@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _DURATION = re.compile(r"(?:([\d.]+) *h)? *(?:([\d.]+) *m(?:in)?)? *(?:([\d.]+) *s)?")
 
@@ -47,6 +47,21 @@ class Section(BaseModel):
     """A part of a recipe: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    left_to_plan: ClassVar[tuple[str, ...]] = ()
+    """Keys that may be ``auto``, which is to leave them out: then the plan chooses them for a GPU."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_auto(cls, given: Any) -> Any:
+        if not cls.left_to_plan or not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if key not in cls.left_to_plan or value != "auto"}
+
+    @property
+    def open_keys(self) -> list[str]:
+        """Those of ``left_to_plan`` that nothing has set."""
+        return [key for key in self.left_to_plan if key not in self.model_fields_set]
 
     def contradictions(self) -> Iterator[str]:
         """What cannot work in this section alone, as ``key: why; the edit that fixes it``."""

@@ -22,6 +22,7 @@ from PIL import Image
 import mmrl
 from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
+from mmrl.config.left_to_plan import left_open
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.objectives import load_objective
 from mmrl.config.replicas import has_replicas
@@ -39,6 +40,7 @@ from mmrl.pipelines.description import Description
 from mmrl.pipelines.protocol import Pipeline, recorded_steps
 from mmrl.planner import buckets, calibration_file
 from mmrl.planner.calibration_file import key_of
+from mmrl.planner.choices import chosen
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, servers_of, sleeps
 from mmrl.planner.estimate import Episodes, Estimate, Step, estimated
@@ -67,13 +69,20 @@ def plan(
     gpus: int | None = None,
     episodes: Episodes | None = None,
 ) -> Plan:
-    """Resolve a recipe on the meta device. Loads no weight; all errors are collected in ``problems``.
+    """Resolve a recipe on the meta device, with what it leaves to the plan chosen. Loads no weight; all errors are
+    collected in ``problems``.
 
     ``device_memory`` in bytes replaces that of the device, to plan for a different machine; ``gpu`` replaces the whole
     device (it is then cuda), ``gpus``: how many such GPUs; ``episodes``: what a run measured of its environment.
     """
     if gpu is not None:
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
+    return chosen(loaded, lambda one: _planned(one, device_memory, gpu, gpus, episodes))
+
+
+def _planned(
+    loaded: LoadedRecipe, device_memory: int | None, gpu: Gpu | None, gpus: int | None, episodes: Episodes | None
+) -> Plan:
     recipe = loaded.recipe
     device, memory = ("cuda", gpu.memory) if gpu else _device(recipe.device)
     made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus, episodes=episodes)
@@ -124,9 +133,9 @@ def plan(
 
 def resolved(loaded: LoadedRecipe) -> LoadedRecipe:
     """The recipe with the values that the plan chose for ``auto``."""
-    if loaded.recipe.train.steps_per_forward != "auto":
-        return loaded
-    return replace(loaded, recipe=plan(loaded).recipe)
+    recipe = loaded.recipe
+    on_gpu = _device(recipe.device)[0].startswith("cuda") and left_open(recipe)
+    return replace(loaded, recipe=plan(loaded).recipe) if on_gpu or recipe.train.steps_per_forward == "auto" else loaded
 
 
 def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:

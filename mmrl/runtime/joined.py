@@ -21,6 +21,7 @@ import torch
 from mmrl.checkpoint.manifest import entries
 from mmrl.checkpoint.resume import flatten
 from mmrl.config.checks import impossibilities
+from mmrl.config.left_to_plan import KEYS, with_values
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller.preflight import UnreachedError
 from mmrl.errors import UserError
@@ -45,7 +46,7 @@ _SEEN = 5.0
 """Seconds for a file written on one host to become visible on the others."""
 _SETTLE = 5.0
 """Seconds at most for what has begun, when the run ends: a save, or the others reading why it does not begin."""
-_MADE_HERE = ("model.dtype", "train.steps_per_forward")
+_MADE_HERE = ("model.dtype", "train.steps_per_forward", *KEYS)
 """Keys whose ``auto`` process 0 chooses for all."""
 
 
@@ -189,9 +190,10 @@ def _begin(run: OpenRun, board: Board, others: dict[int, JsonObject], *, resume:
     mark = path / f".seen-{uuid.uuid4().hex}"
     mark.touch()
     recipe = run.recipe
-    choices: JsonObject = {"dtype": recipe.model.dtype, "steps_per_forward": recipe.train.steps_per_forward}
+    settings = recipe.model_dump(mode="json", include={"model", "train", "sampling"})
+    choices: JsonObject = {key: settings[key.partition(".")[0]].get(key.partition(".")[2]) for key in _MADE_HERE}
     try:
-        board.write("begin", {"path": str(path), "mark": str(mark), "resume": resume, **choices})
+        board.write("begin", {"path": str(path), "mark": str(mark), "resume": resume, "choices": choices})
         waiting = [f"sees/{rank}" for rank in others if rank]
         missing = board.lacking(waiting, recipe.runtime.patience)
         if missing:
@@ -220,10 +222,7 @@ def _follow(loaded: LoadedRecipe, found: Launched, board: Board) -> bool:
         time.sleep(0.2)
     board.write(f"sees/{found.rank}", seen)
     others = {int(rank): as_object(its) for rank, its in as_object(_told(board, found, "go", patience)).items()}
-    recipe = loaded.recipe
-    model = recipe.model.model_copy(update={"dtype": begin["dtype"]})
-    steps = recipe.train.model_copy(update={"steps_per_forward": begin["steps_per_forward"]})
-    loaded = replace(loaded, recipe=recipe.model_copy(update={"model": model, "train": steps}))
+    loaded = replace(loaded, recipe=with_values(loaded.recipe, as_object(begin["choices"])))
     whole, resume = RunDir(str(begin["path"])), bool(begin["resume"])
     with _into_log(whole, found.rank, keep=resume) as terminal, stop_on_signal() as stop:
         work = _Work(loaded, whole, found, board, others, terminal=terminal)

@@ -1,0 +1,44 @@
+"""The keys that a recipe may leave to the plan (``auto``, or no value), which chooses them for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
+from mmrl.stored import read_object
+
+KEYS = ("train.micro_batch_size", "sampling.batch_size", "model.gradient_checkpointing")
+
+
+def left_open(recipe: Recipe) -> list[str]:
+    """Those of ``KEYS`` that nothing has set."""
+    sections = {"train": recipe.train, "sampling": recipe.sampling, "model": recipe.model}
+    split = [(key, *key.split(".")) for key in KEYS]
+    return [key for key, section, name in split if name in sections[section].open_keys]
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Json]) -> Recipe:
+    """``recipe`` with ``values`` by key, such as ``train.micro_batch_size``; they are then no longer open."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        changed = getattr(recipe, section).model_copy(update={name: value})
+        recipe = recipe.model_copy(update={section: changed})
+    return recipe
+
+
+def chosen_before(recipe: Recipe, run: Path) -> dict[str, Json]:
+    """What the run in the directory ``run`` chose for the keys that ``recipe`` leaves open; nothing where there is no
+    run, or a damaged one."""
+    try:
+        stored = read_object(run / "resolved.json")
+    except (OSError, ValueError):
+        return {}
+    found = dict[str, Json]()
+    for key in left_open(recipe):
+        section, _, name = key.partition(".")
+        of = stored.get(section)
+        if isinstance(of, Mapping) and name in of:
+            found[key] = of[name]
+    return found

@@ -1,0 +1,179 @@
+"""Choose what a recipe leaves to the plan (``auto``, or no value) for a GPU: the samples of a micro-batch, those that
+are drawn at once, and whether activations are checkpointed.
+
+The choice is a function of the recipe and the device's memory alone. The memory of a phase grows by the same bytes with
+each sample, so that plans at two sizes tell that of all. A plan at the chosen size checks it. ``mmrl train`` stores the
+choice with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mmrl.config.left_to_plan import left_open, with_values
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
+from mmrl.planner.gpus import GPUS, Gpu
+from mmrl.planner.plan_data import PHASES, Plan
+from mmrl.planner.steps_per_forward import ROWS, SHARE
+from mmrl.report.notices import tell
+
+TOKENS = 16_384
+"""The most tokens of a slice of text: more gain next to nothing."""
+_UPDATE, _SAMPLING = ("train", "optimizer"), ("encode", "sample", "decode")
+
+
+def _with(loaded: LoadedRecipe, values: Mapping[str, Json]) -> LoadedRecipe:
+    return replace(loaded, recipe=with_values(loaded.recipe, values))
+
+
+def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+    """The plan of the recipe with what it leaves open chosen, and a note on each choice. As the recipe stands where
+    nothing is open, the device is no GPU, or its memory or that of a step is not known."""
+    first = planned(loaded)
+    keys = left_open(loaded.recipe)
+    if not keys or not first.device.startswith("cuda") or first.device_memory is None or first.measured is None:
+        return first
+    checkpointed = (
+        [False, True] if "model.gradient_checkpointing" in keys else [loaded.recipe.model.gradient_checkpointing]
+    )
+    if "train.micro_batch_size" not in keys or loaded.recipe.algorithm.whole:
+        return _fitting(loaded, first, planned) if len(checkpointed) > 1 and _over(first) else first
+    tell(f"the plan chooses {' and '.join(keys)} for {first.where}, which can take a minute")
+    found: list[_Choice] = []
+    for way in checkpointed:
+        one = _with(loaded, {"model.gradient_checkpointing": way})
+        found.append(_largest(one, planned, "sampling.batch_size" in keys))
+        if found[-1].enough:
+            break
+    best = min(found, key=lambda one: one.cost)
+    if len(checkpointed) > 1:
+        best.plan.notes.append(_why_checkpointed(best, found))
+    return best.plan
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """``enough``: memory does not limit the micro-batches."""
+
+    plan: Plan
+    enough: bool
+
+    @property
+    def cost(self) -> tuple[bool, bool, float]:
+        """Less is better: whether it does not fit, or has no margin, and the seconds of a step (its slices where they
+        are not known)."""
+        counts, _ = self.plan.known
+        seconds = counts.slices if self.plan.time is None else self.plan.time.step
+        return _over(self.plan), _over(self.plan, SHARE), seconds
+
+
+def _why_checkpointed(best: _Choice, found: list[_Choice]) -> str:
+    if len(found) == 1:
+        why = "false, because memory does not limit micro-batches without it"
+    elif best.plan.recipe.model.gradient_checkpointing:
+        why = "true, because smaller micro-batches without it take longer, or do not fit"
+    else:
+        why = "false, because larger micro-batches with it take longer"
+    return f"model.gradient_checkpointing: auto is {why}"
+
+
+def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_sampling: bool) -> _Choice:
+    """The largest micro-batch that fits with a margin and still saves time. ``of_sampling``: a batch that is sampled is
+    chosen, too; of pictures it is the micro-batch, so that first ratios stay 1."""
+    recipe, probe = loaded.recipe, _probed(loaded, planned)
+    text, most = recipe.sampling.type == "text", probe.most
+    by_tokens = recipe.train.micro_batch_tokens is not None  # what limits a slice whatever the number of rows
+    n = most if by_tokens else probe.largest(_UPDATE if text else PHASES, most)
+    apart = text and of_sampling and recipe.rollout.engine == "transformers"
+    batch = probe.largest(_SAMPLING, probe.plan.known[0].samples) if apart else 0
+    while True:
+        n, batch = _even(probe.samples, n), batch and _even(probe.plan.known[0].samples, batch)
+        made = planned(_with(loaded, {"train.micro_batch_size": n} | ({"sampling.batch_size": batch} if batch else {})))
+        over = _over(made, SHARE)
+        if over and batch > 1 and made.peak is not None and made.peak.name in _SAMPLING:
+            batch = batch * 3 // 4
+        elif over and n > 1 and not by_tokens:
+            n = max(1, n * 3 // 4)
+        else:
+            break
+    enough = not over and n >= _even(probe.samples, most)
+    why = f"more than {most} save no time" if enough else f"{SHARE:.0%} of {made.where}'s memory"
+    why = "train.micro_batch_tokens limits them" if by_tokens else "all of an update" if n == probe.samples else why
+    made.notes.append(f"train.micro_batch_size: auto is {n} ({why}){'' if enough else probe.on_larger(n, text)}")
+    if batch:
+        made.notes.append(f"sampling.batch_size: auto is {batch}, of {made.known[0].samples} samples that a step draws")
+    return _Choice(made, enough)
+
+
+def _even(samples: int, most: int) -> int:
+    """At most ``most`` samples at once, so that all batches of ``samples`` are equal or nearly."""
+    return -(-samples // -(-samples // most))
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """``samples``: those of an update. ``phases``: of each the bytes without a sample, and those of a sample."""
+
+    plan: Plan
+    samples: int
+    phases: Mapping[str, tuple[float, float]]
+
+    @property
+    def most(self) -> int:
+        """The most samples of a micro-batch that still save time."""
+        (counts, measured), recipe = self.plan.known, self.plan.recipe
+        if recipe.sampling.type != "text":
+            return min(self.samples, ROWS // (2 if measured.guided_loss else 1))
+        if recipe.train.micro_batch_tokens is not None:
+            return self.samples
+        return min(self.samples, -(-TOKENS // max(1, counts.row_tokens)))
+
+    def largest(self, phases: Sequence[str], most: int, memory: float | None = None) -> int:
+        """The samples that fit in each of ``phases``, from 1 to ``most``; ``memory`` of another device, in bytes."""
+        limit = SHARE * (memory or self.plan.device_memory or 0)
+        room = [(limit - fixed) / each for name, (fixed, each) in self.phases.items() if name in phases and each > 0]
+        return max(1, min(most, *map(int, room))) if room else most
+
+    def on_larger(self, n: int, text: bool) -> str:
+        """What the next GPU with more memory would change."""
+        more = sorted((one for one in GPUS.values() if one.memory > 1.1 * (self.plan.device_memory or 0)), key=_memory)
+        found = self.largest(_UPDATE if text else PHASES, self.most, more[0].memory) if more else n
+        return f"; on {more[0].name} it would be {found}" if found > n else ""
+
+
+def _memory(gpu: Gpu) -> int:
+    return gpu.memory
+
+
+def _probed(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> _Probe:
+    made = [planned(_with(loaded, _alike(loaded.recipe, n))) for n in (8, 4)]
+    counts, _ = made[0].known
+    sizes = [min(n, counts.samples // counts.optimizer_steps) for n in (8, 4)]
+    large, small = ({phase.name: phase.total for phase in one.phases} for one in made)
+    each = {name: (large[name] - small[name]) / max(1, sizes[0] - sizes[1]) for name in large}
+    phases = {name: (large[name] - sizes[0] * each[name], each[name]) for name in large}
+    return _Probe(made[0], counts.samples // counts.optimizer_steps, phases)
+
+
+def _alike(recipe: Recipe, n: int) -> Mapping[str, Json]:
+    """``n`` samples in every batch."""
+    return {"train.micro_batch_size": n} | (
+        {"sampling.batch_size": n} if "batch_size" in recipe.sampling.open_keys else {}
+    )
+
+
+def _over(made: Plan, share: float = 1.0) -> bool:
+    """Whether it needs more than ``share`` of the device's memory."""
+    return made.peak is not None and made.device_memory is not None and made.peak.total > share * made.device_memory
+
+
+def _fitting(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+    """With checkpointing, where the recipe fits with it alone."""
+    made = planned(_with(loaded, {"model.gradient_checkpointing": True}))
+    if _over(made):
+        return first
+    made.notes.append("model.gradient_checkpointing: auto is true, because the recipe does not fit without it")
+    return made
