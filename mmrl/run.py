@@ -84,12 +84,8 @@ def build(
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)
-    if scored and objective.kind == "pathwise" and not rewards.differentiable:
-        raise UserError(
-            f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
-            "@mmrl.reward(differentiable=True) for a sample; take one that does (colour:target), or "
-            "algorithm={type: flow_grpo} with groups of two or more"
-        )
+    if scored and objective.kind == "pathwise":
+        _require_gradients(recipe, rewards)
     family = mmrl.load("pipelines", recipe.pipeline)
     ranks = _sharded_over(recipe, controller)
     check_files(path)
@@ -133,6 +129,16 @@ def _settled_device(recipe: Recipe) -> torch.device:
         torch.set_num_threads(recipe.threads)
     check_features(recipe)
     return device
+
+
+def _require_gradients(recipe: Recipe, rewards: RewardSet) -> None:
+    """Raises ``UserError`` where a reward has no gradient."""
+    if not rewards.differentiable:
+        raise UserError(
+            f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
+            "@mmrl.reward(differentiable=True) for a sample; take one that does (colour:target), or "
+            "algorithm={type: flow_grpo} with groups of two or more"
+        )
 
 
 def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
