@@ -25,9 +25,9 @@ class Performance(Section):
     """CUDA: ``true`` computes float32 matrix products and convolutions in TensorFloat-32 (10 bits of mantissa),
     ``false`` neither. None is ``true`` beside ``model.dtype: bfloat16``, where the GPU has it; else it keeps torch's
     default: convolutions only. Log-probs and SDE steps stay float32: they have no matrix products."""
-    optimizer: Literal["adamw", "adamw_fused", "adamw_8bit"] = "adamw"
-    """``adamw_fused``: torch's fused kernel. ``adamw_8bit``: moments in 8 bits (bitsandbytes), a quarter of the memory;
-    the trained weights differ from those of ``adamw``."""
+    optimizer: Literal["auto", "adamw", "adamw_fused", "adamw_8bit"] = "auto"
+    """``adamw_fused``: torch's fused kernel; ``auto`` takes it on CUDA, else ``adamw``. ``adamw_8bit``: moments in 8
+    bits (bitsandbytes), a quarter of the memory; the trained weights differ from those of ``adamw``."""
     attention: str | None = None
     """The attention kernel of the trained model. Text, by transformers' names: ``eager``, ``sdpa``,
     ``flash_attention_2``. Pictures and clips, by diffusers' names: ``native``, ``_native_flash``, ``_native_cudnn``,

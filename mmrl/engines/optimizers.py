@@ -26,7 +26,8 @@ LEAST = 4096
 
 
 def optimizer_of(parameters: Iterable[Tensor], settings: Optim, performance: Performance) -> torch.optim.Optimizer:
-    """AdamW on ``parameters``."""
+    """AdamW on ``parameters``, which are on one device."""
+    parameters = list(parameters)
     given: dict[str, Any] = {
         "lr": settings.lr,
         "betas": settings.betas,
@@ -36,8 +37,14 @@ def optimizer_of(parameters: Iterable[Tensor], settings: Optim, performance: Per
     if performance.optimizer == "adamw_8bit":
         made: torch.optim.Optimizer = _library().optim.AdamW8bit(parameters, min_8bit_size=LEAST, **given)
         return made
-    fused = True if performance.optimizer == "adamw_fused" else None  # None: torch chooses among the others
-    return torch.optim.AdamW(parameters, fused=fused, **given)
+    fused = _is_fused(performance, *parameters[:1])
+    return torch.optim.AdamW(parameters, fused=fused or None, **given)  # None: torch chooses among the others
+
+
+def _is_fused(performance: Performance, *of: Tensor) -> bool:
+    """Whether the kernel that updates ``of`` is the fused one."""
+    on_gpu = any(p.device.type == "cuda" for p in of)
+    return performance.optimizer == "adamw_fused" or (performance.optimizer == "auto" and on_gpu)
 
 
 def bytes_in_8_bits(parameters: Iterable[Tensor]) -> int:
@@ -63,7 +70,7 @@ def as_saved(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def as_kept(saved: Mapping[str, Tensor], p: Tensor, performance: Performance) -> dict[str, Any]:
     """``as_saved`` of any optimizer, copied, as the one that ``performance`` names keeps it. Raises ``UserError``."""
     if performance.optimizer != "adamw_8bit":
-        counts = p.device if performance.optimizer == "adamw_fused" else "cpu"
+        counts = p.device if _is_fused(performance, p) else "cpu"
         moments = {moment: _whole(saved, moment, p) for moment in MOMENTS}
         return {"step": saved["step"].to(counts, copy=True), **moments}
     out: dict[str, Any] = {"step": int(saved["step"])}

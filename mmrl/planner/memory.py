@@ -163,6 +163,8 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
     how = recipe.performance
     if how.optimizer == "adamw_8bit":  # its kernels do not support fake tensors
         how = how.model_copy(update={"optimizer": "adamw"})
+    elif how.optimizer == "auto" and foreach:
+        how = how.model_copy(update={"optimizer": "adamw_fused"})
     continues = recipe.model.continues_adapter
     policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how, continues=continues)
     for name in kept_copies(objective):
