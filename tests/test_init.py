@@ -14,6 +14,7 @@ import mmrl
 from mmrl import cli
 from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import init
+from mmrl.config.left_to_plan import left_open
 from mmrl.config.loader import load_recipe
 from mmrl.episodes.tools import Toolbox, schemas_of
 from mmrl.errors import UserError
@@ -66,6 +67,14 @@ def mmrl_init(*arguments):
     finally:
         sys.argv = before
     return 0
+
+
+def test_a_recipe_for_a_gpu_leaves_the_micro_batch_to_the_plan(models, folder):
+    assert mmrl_init("mine.yaml", "--model", models["text"], "--data", "questions.csv", "--device", "auto") == 0
+    made = load_recipe(["mine.yaml"]).recipe
+    assert "micro_batch_size: auto # " in Path("mine.yaml").read_text()
+    assert "train.micro_batch_size" in left_open(made)
+    assert made.train.micro_batch_size == 8
 
 
 USES = {

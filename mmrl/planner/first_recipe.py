@@ -187,7 +187,10 @@ def _training(wanted: Wanted) -> Iterator[str]:
         if not wanted.offline
         else f"  group_size: 1 # {compared}"
     )
-    yield f"  micro_batch_size: {sizes.micro} # samples at once: as many as memory holds; fewer change no result"
+    if wanted.device == "cpu":
+        yield f"  micro_batch_size: {sizes.micro} # samples at once: as many as memory holds; fewer change no result"
+    else:
+        yield "  micro_batch_size: auto # samples at once: what a GPU's memory holds, by the plan; 8 on a CPU"
     yield "optim:"
     yield f"  lr: {rate:.1e} # {why}"
     yield "eval:"
