@@ -29,13 +29,12 @@ from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import device_tasks
 from mmrl.planner.shortage import explained
 from mmrl.report.clock import Clock, memory
-from mmrl.report.ended import Ended
 from mmrl.report.expected import Pace, expected
 from mmrl.report.metrics import MetricsLog, Tracker, read_numbers
 from mmrl.report.notices import tell
 from mmrl.report.profile import Traces, named
 from mmrl.report.progress import Progress, status_line
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import Ended, RunDir
 from mmrl.report.trackers import open_trackers
 from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure

@@ -12,9 +12,9 @@ import mmrl
 from mmrl.checkpoint.continuing import continued
 from mmrl.config.learning_rate import learning_rate
 from mmrl.config.loader import load_recipe
-from mmrl.report.ended import read_ended
 from mmrl.report.html import write_report
 from mmrl.report.metrics import read
+from mmrl.report.rundir import read_ended
 from tests import recipes, tiny
 from tests.ranks import Command, free_port
 from tests.ray_runs import alike, ended

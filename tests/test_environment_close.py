@@ -12,8 +12,7 @@ from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
 from mmrl.contracts import environments
 from mmrl.contracts.running import results
-from mmrl.episodes.closing import closed, closer_of
-from mmrl.episodes.loading import opened
+from mmrl.episodes.loading import closed, closer_of, opened
 from mmrl.errors import UserError
 from tests.test_episode_journal import play
 from tests.test_episodes import SMALL, call, figures, played

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmrl.cli.json_output import json_alone, plain
+from mmrl.cli.arguments import json_alone, plain
 from mmrl.planner.plan_json import as_json
 from mmrl.secrets import remember
 from tests.planning import LEFT_OUT, planned, without_the_step

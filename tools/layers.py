@@ -48,7 +48,7 @@ LAYERS = {
     "config": "config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms",
     "recipe": "config",
-    "records": "report.card report.ended report.environment report.grids report.metrics report.pictures "
+    "records": "report.card report.environment report.grids report.metrics report.pictures "
     "report.progress report.rundir report.texts report.trackers",
     "datasets": "datasets",
     "controllers": "controller",

@@ -18,12 +18,11 @@ from mmrl.errors import UserError
 from mmrl.export import export
 from mmrl.quiet import as_before
 from mmrl.report.curve import curve_picture
-from mmrl.report.ended import read_ended
 from mmrl.report.html import write_report
 from mmrl.report.metrics import read_numbers as read_rows
 from mmrl.report.pictures import Listing
 from mmrl.report.recorded import read_run
-from mmrl.report.rundir import refuse_directory
+from mmrl.report.rundir import read_ended, refuse_directory
 from mmrl.run import evaluate, open_run
 from mmrl.runtime.start import OpenRun, opened
 from mmrl.session import Session

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, CheckpointOption, read_recipe, use_threads_of
-from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.cli.arguments import ChangesArgument, CheckpointOption, JsonOption, json_alone, read_recipe, use_threads_of
 from mmrl.errors import UserError
 from mmrl.garbage import rarely_collected
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import OptionsOption, console, read_recipe, reward_options
-from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.cli.arguments import JsonOption, OptionsOption, console, json_alone, read_recipe, reward_options
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import read_recipe
-from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.cli.arguments import JsonOption, json_alone, read_recipe
 from mmrl.garbage import rarely_collected
 
 if TYPE_CHECKING:

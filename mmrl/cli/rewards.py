@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmrl.cli.arguments import OptionsOption, console, reward_options
-from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.cli.arguments import JsonOption, OptionsOption, console, json_alone, reward_options
 from mmrl.errors import UserError
 
 RewardArgument = Annotated[

@@ -13,15 +13,16 @@ import typer
 from mmrl.cli.arguments import (
     ChangesArgument,
     CheckpointOption,
+    JsonOption,
     RecipeArgument,
     RunArgument,
     console,
+    json_alone,
     layers_of,
     preparing,
     read_recipe,
     use_threads_of,
 )
-from mmrl.cli.json_output import JsonOption, json_alone
 from mmrl.errors import UserError
 from mmrl.garbage import rarely_collected
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
-from mmrl.cli.json_output import json_alone
+from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, json_alone, read_recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 

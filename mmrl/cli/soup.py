@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe, use_threads_of
-from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.cli.arguments import (
+    ChangesArgument,
+    JsonOption,
+    RecipeArgument,
+    console,
+    json_alone,
+    read_recipe,
+    use_threads_of,
+)
 from mmrl.cli.runs import Exported
 from mmrl.errors import UserError
 from mmrl.garbage import rarely_collected

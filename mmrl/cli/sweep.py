@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
-from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.cli.arguments import ChangesArgument, JsonOption, RecipeArgument, console, json_alone, read_recipe
 from mmrl.garbage import rarely_collected
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from typing import Any
 
 from mmrl.config.environment import Environment as Section
 from mmrl.contracts.running import CannotRun, Check, expect
-from mmrl.episodes.closing import closed
 from mmrl.episodes.contract import Action, Call, Observation
 from mmrl.episodes.environment import Environment, observations
 from mmrl.episodes.isolated import Isolated
-from mmrl.episodes.loading import Factory, opened
+from mmrl.episodes.loading import Factory, closed, opened
 from mmrl.episodes.pool import Pool
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject

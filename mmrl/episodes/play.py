@@ -20,12 +20,11 @@ from mmrl.config import environment
 from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, Settings
 from mmrl.episodes.calls import BEFORE, Reader
-from mmrl.episodes.closing import close
 from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import Answer, Environment, told_of
 from mmrl.episodes.isolated import end
 from mmrl.episodes.journal import Journal, digest
-from mmrl.episodes.loading import Factory
+from mmrl.episodes.loading import Factory, close
 from mmrl.episodes.pool import Pool, Returned
 from mmrl.text.chat import Conditioner
 from mmrl.text.features import with_told

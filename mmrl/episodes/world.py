@@ -12,11 +12,10 @@ from PIL import Image
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
 from mmrl.episodes.calls import reader_of
-from mmrl.episodes.closing import closed
 from mmrl.episodes.contract import Observation
 from mmrl.episodes.environment import told_of
 from mmrl.episodes.journal import GROUP, Journal
-from mmrl.episodes.loading import opened
+from mmrl.episodes.loading import closed, opened
 from mmrl.episodes.play import How, Played, Role, play, reset_seed
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.shown import content_of

@@ -18,11 +18,10 @@ from mmrl.config.older_keys import renamed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
-from mmrl.report.ended import Ended, read_ended
 from mmrl.report.environment import read_environment
 from mmrl.report.metrics import of_pairs, of_repeated, of_source, read, read_numbers
 from mmrl.report.pictures import Evaluation, read_evaluations
-from mmrl.report.rundir import RunDir, looks_like_run
+from mmrl.report.rundir import Ended, RunDir, looks_like_run, read_ended
 from mmrl.stored import BadFileError, read_object, read_text
 
 _RESERVED = ("mean", "std", "dropped")

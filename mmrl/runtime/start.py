@@ -19,10 +19,8 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.files import remove
 from mmrl.planner.plan import resolved
-from mmrl.report import ended
-from mmrl.report.ended import Ended
 from mmrl.report.html import write_report
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import ENDED, Ended, RunDir
 from mmrl.report.trackers import check_trackers
 from mmrl.report.verdict import judge_run
 from mmrl.rewards.last_words import left_by_last
@@ -149,7 +147,7 @@ def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) ->
         if resume and loaded.continues is None and directory.resolved.exists():  # one killed at once has no recipe yet
             same_run(directory, loaded)
         found = reader.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
-        remove(directory.path / ended.NAME)
+        remove(directory.path / ENDED)
         if loaded.continues is None:
             directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         else:
