@@ -18,11 +18,10 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import READING, Words, parse_kind
-from mmrl.judge.asking import Ask, Outcome, Settings
+from mmrl.judge.asking import Ask, Outcome, Settings, seed_of_samples, seeded
 from mmrl.judge.modes import Job, Mode
 from mmrl.judge.replay import recorded_here
 from mmrl.judge.rubric import Rubric
-from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, thumbnail
 from mmrl.judge.usage import note, parse_budget
 from mmrl.lines import lines_of

@@ -1,4 +1,5 @@
-"""A question to a judge and its outcome: the data that back ends and modes exchange. Imports no torch."""
+"""A question to a judge and its outcome: the data that back ends and modes exchange; and the seeds of questions, from
+the sample or from the content, never from process state. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import TypeAlias
 from PIL.Image import Image
 
 from mmrl.json_types import Json
+from mmrl.trajectory import SampleId
 
 Verdict: TypeAlias = float | list[int]
 """A number in [0, 1], a ranking (numbers of the candidates, best first) or the numbers of the wrong steps."""
@@ -96,3 +98,15 @@ def unread(why: str, raw: Sequence[str]) -> str:
 
 Keep: TypeAlias = Callable[[int, Outcome], None]
 """Called with the number of a question and its outcome, as soon as there is one."""
+
+
+def seeded(*parts: int | str) -> int:
+    """A 31-bit seed that is a function of its arguments alone. Endpoints take no longer one."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def seed_of_samples(seed: int, samples: Sequence[SampleId], vote: int) -> int:
+    """The seed of a question about some samples, for judges without a cache."""
+    parts = [part for s in samples for part in (s.step, s.slot, s.attempt, s.sample)]
+    return seeded(seed, *parts, "judge", vote)

@@ -24,9 +24,8 @@ from mmrl.hub_files import check_files
 from mmrl.installing import install
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
-from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
+from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, seeded, unread
 from mmrl.judge.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
-from mmrl.judge.sampling import seeded
 from mmrl.library_loading import check_size, check_tokens, refused, try_processor, try_tokenizer
 from mmrl.rewards.contract import before_loading
 from mmrl.rewards.sleeping import Sleeping

@@ -22,9 +22,8 @@ from typing import Literal, cast, get_args
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json
-from mmrl.judge.asking import Ask, Outcome
+from mmrl.judge.asking import Ask, Outcome, seeded
 from mmrl.judge.rubric import Rubric, RubricError, steps_of
-from mmrl.judge.sampling import seeded
 from mmrl.rewards.contract import Failed, Parts, Spans, Value
 from mmrl.trajectory import Sample
 

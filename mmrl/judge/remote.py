@@ -29,9 +29,8 @@ from mmrl.engines.server_process import png_url
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read, schema_of
-from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, unread
+from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, seeded, unread
 from mmrl.judge.replay import recorded_here
-from mmrl.judge.sampling import seeded
 from mmrl.judge.usage import request, used
 from mmrl.reply_bytes import ASK, ReplyBytes, ReplyError
 from mmrl.rewards.contract import before_loading

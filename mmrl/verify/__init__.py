@@ -20,8 +20,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Verified
 from mmrl.run import open_run
 from mmrl.verify.notes import hints, of_environment, of_episodes, of_judges, of_servers, of_weights
-from mmrl.verify.replay import Replay
-from mmrl.verify.span import span_of
+from mmrl.verify.replay import Replay, span_of
 
 
 def verify(path: Path, step: int | None = None) -> Verified:

@@ -19,7 +19,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Part
 from mmrl.secrets import hidden
 from mmrl.stored import BadFileError
-from mmrl.verify.span import Rows
+from mmrl.verify.replay import Rows
 
 
 def of_judges(recorded: Recorded) -> list[str]:
