@@ -174,7 +174,7 @@ class Lifted:
             owner.__dict__.pop(_ROWS, None)
 
     def shape(self, p: nn.Parameter) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self._rows[id(p)][1] if id(p) in self._rows else p.shape
 
     def whole(self, p: nn.Parameter) -> Tensor:

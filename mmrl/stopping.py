@@ -34,8 +34,8 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """Of the process, where the stop came before the end of training: as a shell shows a process that a signal
-        ended."""
+        """The exit code of the process where the stop came before the end of training: as a shell shows a process that
+        a signal ended."""
         return 0 if self.signal is None or self.signal not in ENDING else 128 + self.signal
 
 

@@ -244,7 +244,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def freeze(base: str | None, only: Sequence[str], out: Path | None, folder: Path) -> int:
-    """As ``main``; works in ``folder``."""
+    """Do what ``main`` does, in ``folder``."""
     if out is not None and not out.absolute().parent.is_dir():
         raise RefusedError(f"--out: there is no folder {out.absolute().parent}; make it, or name another file")
     renames = Renames.read(ROOT / RENAMES)

@@ -108,7 +108,7 @@ def renamed(name: str, old: str, new: str) -> str | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one value; ``base`` or ``new`` is None where that record lacks it."""
+    """The difference of one value; ``base`` or ``new`` is None where that record lacks it."""
 
     section: str
     name: str

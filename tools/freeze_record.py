@@ -134,7 +134,7 @@ def tensors(directory: Path) -> dict[str, str]:
 
 
 def digest(tensor: Any) -> str:
-    """Of a tensor, with its type and shape."""
+    """The digest of a tensor, with its type and shape."""
     import torch
 
     content = tensor.contiguous().flatten().view(torch.uint8).numpy()

@@ -42,7 +42,7 @@ class _Asker:
         return default
 
     def one_of(self, flag: str, question: str, names: Sequence[str], default: str | None = None) -> str:
-        """As ``text``, one of ``names``."""
+        """The answer to ``question``, which is one of ``names``; otherwise like ``text``."""
         asked = f"{question} ({', '.join(names)})"
         while (said := self.text(flag, asked, default)) not in names:
             if not self.on:

@@ -157,7 +157,7 @@ def _asked(recipe: Recipe, latency: float | None, concurrency: int | None, *, tr
 
 
 def _concurrency(recipe: Recipe) -> int:
-    """Of the first judge behind HTTP in the recipe, else a judge's default."""
+    """The concurrency of the first judge behind HTTP in the recipe, else a judge's default."""
     for label, options in _behind_http(recipe).items():
         found = options.get("concurrency", CONCURRENCY)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:

@@ -82,7 +82,8 @@ def resolve(root: Path, text: str) -> str:
 
 
 def resolve_drop_in(root: Path, text: str) -> str:
-    """As ``resolve``, for a drop-in or an algorithm: ``my.py`` and ``my.py:name`` are files, all other texts are names.
+    """The path of a drop-in or an algorithm, as ``resolve`` has it: ``my.py`` and ``my.py:name`` are files, all other
+    texts are names.
 
     So a folder ``judge`` with a model does not hide the reward ``judge``.
     """

@@ -102,7 +102,7 @@ class Sampling(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_size(cls, given: object) -> object:
-        """Of buckets the first is the size, where neither height nor width is given."""
+        """Take the first bucket as the size where neither height nor width is given."""
         if not isinstance(given, Mapping) or given.get("height") is not None or given.get("width") is not None:
             return given
         match given.get("buckets"):
@@ -113,12 +113,12 @@ class Sampling(Section):
 
     @property
     def size(self) -> Size:
-        """Of prompts whose records say nothing of theirs."""
+        """The size of prompts whose records name none."""
         return Size(self.height, self.width)
 
     @property
     def sizes(self) -> list[Size]:
-        """Of everything that may be sampled."""
+        """All sizes that may be sampled."""
         return [self.size] if self.buckets is None else [Size(*bucket) for bucket in self.buckets]
 
 

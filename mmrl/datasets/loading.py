@@ -36,8 +36,8 @@ def load_prompts(recipe: Recipe, split: str) -> Sequence[Prompt]:
 
 
 def load_data(data: Data, split: str, recipe: Recipe | None = None) -> Sequence[Prompt]:
-    """As ``load_prompts``, of a section ``data``. Of ``recipe``: prompts without a system message get its own, and
-    pairs are split up where its algorithm trains on responses with labels."""
+    """The prompts of a section ``data``, as ``load_prompts`` reads them. ``recipe``: prompts without a system message
+    get its own, and pairs are split up where its algorithm trains on responses with labels."""
     if data.mixture:
         return _mixed(data, split, recipe)
     both = {"train": data.train, "heldout": data.heldout}

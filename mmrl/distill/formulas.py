@@ -96,7 +96,7 @@ def platt(logits: Tensor, verdicts: Tensor) -> tuple[float, float]:
 
 
 def rising(logits: Tensor, verdicts: Tensor) -> tuple[float, float]:
-    """As ``platt``, but the slope is not below 0. Where it would be, the logits say nothing of the verdicts: the slope
+    """``platt`` with a slope that is not below 0. Where it would be, the logits say nothing of the verdicts: the slope
     is 0, and the shift is the logit of the mean verdict."""
     slope, shift = platt(logits, verdicts)
     if slope > 0:

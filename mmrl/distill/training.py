@@ -185,8 +185,8 @@ def _loss(
     device: torch.device | str,
     draw: torch.Generator | None = None,
 ) -> Tensor:
-    """Of the lists of these groups, and of these lists with the answers to the other prompts added to each. ``draw``:
-    what moves the pictures."""
+    """The loss of the lists of these groups, and of these lists with the answers to the other prompts added to each.
+    ``draw``: what moves the pictures."""
     of = [table.groups[n] for n in groups]
     rows = torch.tensor([row for group in of for row in group])
     firsts = torch.tensor([group[0] for group in of])

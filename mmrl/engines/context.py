@@ -213,7 +213,7 @@ class SplitRows:
         return tokens.gather(1, (own + left) % tokens.shape[1]), own
 
     def own(self, tokens: Tensor) -> Tensor:
-        """Of ``[B, T]``, those that this rank had logits of in the last forward, ``[B, m]``."""
+        """The part ``[B, m]`` of ``[B, T]`` that this rank had logits of in the last forward."""
         return tokens.gather(1, self._index)
 
     def whole(self, values: Tensor) -> Tensor:

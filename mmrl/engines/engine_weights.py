@@ -109,7 +109,7 @@ def check_prompt(request: Request, seen: Sequence[int], engine: str) -> None:
 
 
 def check_count(request: Request, seen: int, engine: str) -> None:
-    """As ``check_prompt``, for an engine that tells only the number of tokens, with ``partial``."""
+    """``check_prompt`` for an engine that tells only the number of tokens, ``partial`` included."""
     if seen == len(request.prompt_ids) + len(request.partial):
         return
     raise UserError(

@@ -28,7 +28,8 @@ class Ability:
 
 
 def ability(device: str) -> Ability:
-    """Of a device as the recipe names it. One that is not on this machine is taken for one that has everything."""
+    """The ability of a device as the recipe names it. One that is not on this machine is taken for one that has
+    everything."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
     if kind != "cuda" or torch.version.hip is not None:
         return Ability(device, kind, ampere=False)

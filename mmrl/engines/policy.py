@@ -43,7 +43,7 @@ class Version:
 
     @property
     def tag(self) -> tuple[int, str]:
-        """As ``Policy.tag`` of a policy that has become it."""
+        """The ``Policy.tag`` of a policy that has these weights."""
         return self.updates, self.name
 
 

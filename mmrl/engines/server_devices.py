@@ -23,7 +23,7 @@ _here = ServerDevices()
 
 
 def settle(devices: ServerDevices) -> None:
-    """From now on servers of this process start on ``devices``."""
+    """Have servers of this process start on ``devices``."""
     global _here
     _here = devices
 

@@ -77,7 +77,8 @@ def transport_for(
 
 
 def checkpoint_dtypes(model: Path, dtype: str) -> dict[str, torch.dtype]:
-    """Of the weights in the folder ``model`` those that an engine with ``dtype`` keeps as they are stored, by name.
+    """The dtypes of the weights in the folder ``model`` that an engine with ``dtype`` keeps as they are stored, by
+    name.
 
     ``dtype``: ``auto`` or torch's name of one. Sending these in the stored dtype changes no bit of the engine's
     weights: it would round them itself.

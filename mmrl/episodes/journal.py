@@ -112,7 +112,7 @@ def outcome_of(row: JsonObject) -> Kept:
 
 
 def digest(tokens: Iterable[int]) -> str:
-    """Of what the policy wrote in an episode so far."""
+    """The digest of what the policy wrote in an episode so far."""
     return hashlib.blake2b(b"".join(token.to_bytes(4, "little") for token in tokens), digest_size=12).hexdigest()
 
 

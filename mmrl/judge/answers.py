@@ -66,7 +66,7 @@ class Words:
     floor: float = FLOOR
 
     def tokens(self, texts: Iterable[tuple[Key, str]]) -> tuple[list[Key], list[Key]]:
-        """Of the tokens ``(key, text)`` those that stand for yes and those for no.
+        """The tokens of ``(key, text)`` that stand for yes, and those for no.
 
         A token stands for a word it equals. Where no token equals either word (a vocabulary of characters), those that
         begin a word stand for it, unless they begin both.

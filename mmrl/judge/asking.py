@@ -75,7 +75,7 @@ class Outcome:
 
 
 def picture_digest(image: Image) -> str:
-    """Of the pixels, whatever file they came from."""
+    """A digest of the pixels, whatever file they came from."""
     head = f"{image.mode} {image.width} {image.height} ".encode()
     return hashlib.blake2b(head + image.tobytes(), digest_size=16).hexdigest()
 

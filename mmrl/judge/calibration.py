@@ -52,7 +52,7 @@ class Calibration:
 
 
 def calibration(scores: Sequence[float], truth: Sequence[bool] | Sequence[float], bins: int = BINS) -> Calibration:
-    """Of ``scores`` and true values, both in [0, 1], of the same cases, one or more."""
+    """Calibration of ``scores`` against true values, both in [0, 1], of the same cases, one or more."""
     said, so = np.asarray(scores, dtype=np.float64), np.asarray(truth, dtype=np.float64)
     place = np.minimum((said * bins).astype(np.int64), bins - 1)
     binary = bool(np.isin(so, (0.0, 1.0)).all())

@@ -68,7 +68,7 @@ class _RefusedError(EndpointError):
 
 
 class _ClientOptions(TypedDict):
-    """Of the clients of httpx, with and without ``async``."""
+    """The options of httpx's clients, with and without ``async``."""
 
     headers: dict[str, str]
     trust_env: bool

@@ -154,7 +154,7 @@ class Rubric:
         return without_control(text.replace(_OPEN, "").replace(_SHUT, ""), self.control)
 
     def clean_response(self, text: str) -> str:
-        """As ``clean``, and with nothing in it that the template frames a response with."""
+        """``clean`` text, with nothing in it that the template frames a response with."""
         return self._frame.kept_out_of(self.clean(text))
 
     def _variables(self, samples: list[Sample], page: _Page) -> dict[str, _Shown]:

@@ -154,7 +154,7 @@ class ServedJudge:
         sent: Counter[str] | None = None,
         keep: Keep | None = None,
     ) -> list[Outcome]:
-        """As ``Endpoint.ask``. Raises ``UserError`` where the server does not start."""
+        """Ask the server, as ``Endpoint.ask`` does. Raises ``UserError`` where the server does not start."""
         outcomes: dict[int, Outcome] = {}
         left = list(range(len(asks)))
         for _ in range(RESTARTS + 1):

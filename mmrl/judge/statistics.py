@@ -79,7 +79,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def concordance(scores: Sequence[float], truth: Sequence[float], groups: Sequence[object]) -> tuple[float, int]:
-    """Of the pairs of one group whose truths differ: how many are ordered alike, and how many there are.
+    """Pairs of one group whose truths differ: how many are ordered alike, and how many there are.
 
     Equal scores count half.
     """

@@ -34,7 +34,7 @@ class Agreement:
 
     @classmethod
     def of(cls, looks: Tensor, prompts: Tensor) -> Agreement:
-        """Of the samples to keep."""
+        """The agreement on the samples to keep."""
         found = votes(looks, prompts, looks, prompts, same=True)
         mean, spread = found.mean(0), found.std(0).clamp(min=1e-6)
         return cls(looks, prompts, mean, spread, (found - mean) / spread)

@@ -69,8 +69,8 @@ def head_logits(features: Tensor, weights: Tensor) -> Tensor:
 
 
 def head_weights(features: Tensor, labels: Tensor, given: Tensor, decay: float) -> Tensor:
-    """Of logistic regression, ``[D + 1]`` float64, pulled to 0 by ``decay``; the bias, the last one, is as good as
-    free."""
+    """The weights of logistic regression, ``[D + 1]`` float64, pulled to 0 by ``decay``; the bias, the last one, is as
+    good as free."""
     x = features[given].double()
     pull = torch.full((x.shape[1] + 1,), decay, dtype=torch.float64)
     pull[-1] = _FREE

@@ -23,7 +23,7 @@ class Graph:
 
 
 def nearest(queries: Tensor, vectors: Tensor, count: int, *, same: bool = False) -> tuple[Tensor, Tensor]:
-    """Of each of ``queries`` ``[Q, D]`` the ``count`` most alike rows of ``vectors``: cosines and numbers, ``[Q,
+    """The ``count`` rows of ``vectors`` most alike to each of ``queries`` ``[Q, D]``: cosines and numbers, ``[Q,
     count]``, the most alike first. ``same``: the queries are ``vectors``, and none is its own neighbour."""
     asked, of = normalize(queries.float(), dim=1), normalize(vectors.float(), dim=1)
     count = min(count, len(of) - same)

@@ -36,7 +36,7 @@ def of_pictures(pictures: Sequence[Image.Image]) -> Tensor:
 
 
 def _edges(pixels: Tensor) -> Tensor:
-    """Of each field how strong the edges of each direction are, ``[B, 128]``; that of the strongest colour counts."""
+    """How strong the edges of each direction are in each field, ``[B, 128]``; that of the strongest colour counts."""
     across = torch.zeros_like(pixels)
     down = torch.zeros_like(pixels)
     across[:, :, 1:-1] = pixels[:, :, 2:] - pixels[:, :, :-2]

@@ -40,7 +40,7 @@ def package_of(text: str) -> Package | None:
 
 
 def network_of(text: str) -> Package | None:
-    """As ``package_of``, for a network that a recipe may name as a directory. Raises ``UserError`` for a library."""
+    """``package_of`` for a network that a recipe may name as a directory. Raises ``UserError`` for a library."""
     package = package_of(text)
     if package is not None and package.kind == "library":
         raise UserError(f"{text} is a library and no directory of a model; a reward that needs it imports it")

@@ -203,8 +203,8 @@ class Next(NamedTuple):
 
 
 def next_placement(settings: Placement, state: State, tried: Sequence[float], devices: int) -> Next:
-    """As ``decide``. Where its decision cannot be, the run goes on with ``settings.where_refused``. ``devices``: of a
-    controller."""
+    """``decide`` the next placement. Where its decision cannot be, the run goes on with ``settings.where_refused``.
+    ``devices``: of a controller."""
     state, decision = decide(state, tried)
     problem = impossible(state)
     if problem is None:

@@ -84,7 +84,7 @@ class Scheduler(Generic[T]):
         self._round = -1
 
     def apart(self, split: Split, moves: Moves = "never") -> None:
-        """From now on the first devices train, and of the others ``split.judge`` judge: those that have a judge, then
+        """Have the first devices train, and of the others ``split.judge`` judge: those that have a judge, then
         the last ones. ``moves``: never, or where that is worth it; without judges the roles then stay as they are."""
         n, trainers = len(self.roles), len(self.roles) - split.rollout - split.judge
         if not (self.ahead and moves == "worth" and not split.judge):
@@ -101,7 +101,7 @@ class Scheduler(Generic[T]):
         return found
 
     def lend(self, step: int) -> None:
-        """From now on an idle device that trains may do what ``step`` waits for, if that saves time."""
+        """Let an idle device that trains do what ``step`` waits for, if that saves time."""
         self._lent_to = step
 
     def recall(self) -> None:
@@ -127,7 +127,7 @@ class Scheduler(Generic[T]):
             self._to_come -= 1
 
     def comes(self, count: int) -> None:
-        """So many micro-batches of this phase are still to come."""
+        """Say how many micro-batches of this phase are still to come."""
         self._to_come = count
 
     def idle(self, device: int) -> None:

@@ -132,7 +132,7 @@ class SimulatedDevices:
             self.scheduler.idle(device)
 
     def times(self, device: int, task: SimulatedTask, turn: float) -> Times:
-        """Of a task, for which the device switches its role in ``turn`` seconds (0: it has the role)."""
+        """The times of a task, for which the device switches its role in ``turn`` seconds (0: it has the role)."""
         return Times(0.0, turn, task.seconds * self._slow, 0.0, 0.0)
 
     def waits(self, task: SimulatedTask) -> float:
@@ -181,7 +181,7 @@ class SimulatedDevices:
         self.scheduler.judges.know(judge for one in rounds for batch in one for judge, _ in batch.judges)
 
     def apart(self, split: Split, moves: Moves = "never") -> None:
-        """As ``Scheduler.apart``; the first time every device has its role."""
+        """``Scheduler.apart`` of the real scheduler; the first time every device has its role."""
         first = not self.scheduler.ahead
         self.scheduler.apart(split, moves)
         if first:
@@ -200,7 +200,7 @@ class SimulatedDevices:
         self._decide()
 
     def recall(self, then: Callable[[], None]) -> None:
-        """As ``Scheduler.recall``; ``then`` is called when all devices that train are back."""
+        """``Scheduler.recall`` of the real scheduler; ``then`` is called when all devices that train are back."""
         self.scheduler.recall()
         trainers = [device for device, role in enumerate(self.scheduler.roles) if role == "train"]
         back = _last_of(len(trainers), then)
@@ -249,7 +249,7 @@ class SimulatedDevices:
         then()
 
     def _claimed(self, coming: Coming, then: Callable[[], None]) -> None:
-        """As ``mmrl.placement.claimed.drawn``; ``then`` is called when all are judged."""
+        """Simulate ``mmrl.placement.claimed.drawn``; ``then`` is called when all are judged."""
         number, sampling, working = 0, 0, 0
 
         def refill() -> None:
@@ -321,7 +321,7 @@ class SimulatedDevices:
         return [task.judge] if task.judge else self.scheduler.judges.names or [""]
 
     def _moved(self, device: int, role: Role, needed: set[str], updates: int | None) -> float:
-        """As ``_turn``, of a device that samples ahead: it keeps the judges that it has had. New weights take time
+        """The ``_turn`` of a device that samples ahead: it keeps the judges that it has had. New weights take time
         only where it comes from judging."""
         last, self._last[device] = self._last[device], role
         if role == "judge":

@@ -248,7 +248,7 @@ def _sampled(
     slots: list[Slot],
     ids: list[SampleId],
 ) -> tuple[Rows, int, int, int, Drawn]:
-    """As ``_micro_batch``, with the weights that sample and with the rows of a slice of training, which may be of
+    """A ``_micro_batch`` with the weights that sample and with the rows of a slice of training, which may be of
     several micro-batches; where nothing is sampled before the update, its rows without samples."""
     n = counts.slice_rows
     if not counts.micro_batches:

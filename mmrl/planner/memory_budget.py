@@ -271,8 +271,8 @@ def phases_of(
 
 
 def _gathered_to_sample(made: Plan, description: Description, sizes: dict[int, Size]) -> dict[str, int]:
-    """Of weights in shards: all of them where the device itself samples; one tensor at a time where an engine gets
-    them, in a placement in which every device trains."""
+    """The bytes gathered of weights in shards: all of them where the device itself samples; one tensor at a time where
+    an engine gets them, in a placement in which every device trains."""
     whole, recipe = sum(size.gathered for size in sizes.values()), made.recipe
     if whole and recipe.rollout.engine != "transformers" and not recipe.placement.apart:
         return {"a tensor being gathered": _largest(description)}

@@ -37,9 +37,9 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class States:
-    """Of ``B`` answers: ``before`` ``[B, D]``, the states at the last token of the prompt, of several layers one behind
-    the other; ``answers`` ``[B, T, D]``, those at each token of the answer and at the one that ends it; ``log_probs``
-    ``[B, T]`` of these tokens; ``mask`` ``[B, T]``, 1 where there is a token."""
+    """The states of ``B`` answers: ``before`` ``[B, D]``, the states at the last token of the prompt, of several layers
+    one behind the other; ``answers`` ``[B, T, D]``, those at each token of the answer and at the one that ends it;
+    ``log_probs`` ``[B, T]`` of these tokens; ``mask`` ``[B, T]``, 1 where there is a token."""
 
     before: Tensor
     answers: Tensor

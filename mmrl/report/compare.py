@@ -61,7 +61,7 @@ class Group:
         return [(n, statistics.fmean(of), statistics.stdev(of) if len(of) > 1 else None) for n, of in values.items()]
 
     def sums(self, key: str) -> PromptSums:
-        """Of each prompt of the last evaluations the sum over all runs that have it; empty where one kept none."""
+        """The sum over all runs that have it, for each prompt of the last evaluations; empty where one kept none."""
         found: dict[str, tuple[float, float]] = {}
         for run, samples in zip(self.runs, self.samples, strict=True):
             last = [row["step"] for row in run.heldout if row.get(key) is not None][-1]

@@ -97,7 +97,7 @@ def measure_of(run: RecordedRun) -> str | None:
 
 
 def part_of(label: str, keys: Collection[str]) -> str:
-    """Of a reward the figure that says whether a sample is right, or the reward itself."""
+    """The figure of a reward that says whether a sample is right, or the reward itself."""
     parts = [f"reward/{label}/{part}" for part in SUCCESS]
     return next((key for key in parts if key in keys), f"reward/{label}")
 

@@ -164,7 +164,7 @@ made from this table (a test compares them)."""
 
 
 def of_pairs(keys: Iterable[str]) -> list[str]:
-    """Those that say how a model judges given texts (``dpo/accuracy``), which stand where others have rewards."""
+    """The metrics of how a model judges given texts (``dpo/accuracy``), which stand where others have rewards."""
     return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/", "sft/", "kto/"))]
 
 

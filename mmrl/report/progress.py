@@ -133,7 +133,7 @@ class Progress:
 
     @property
     def _share(self) -> float:
-        """Of the work, what is done."""
+        """The share of the work that is done."""
         return max(self.done / self.total if self.total else 1.0, self.spent)
 
     def _print(self, prefix: str = "") -> None:

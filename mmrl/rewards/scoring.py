@@ -201,7 +201,7 @@ class RewardSet:
         return [entry.label for entry in self._entries if entry.loaded.declaration.device]
 
     def call_by(self, on_device: Callable[[str], Calls], outside: Callable[[Calls], Calls]) -> None:
-        """From now on, call the rewards that compute on a device by ``on_device(label)``, and each of the others by
+        """Call the rewards that compute on a device by ``on_device(label)``, and each of the others by
         ``outside`` of what called it before."""
         there = set(self.on_device)
         self._entries = [

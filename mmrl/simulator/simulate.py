@@ -176,7 +176,7 @@ def disaggregated(
 def three_roles(
     trace: Trace, cluster: Cluster, train: int, staleness: int, how: Literal["greedy", "adaptive"], *, lend: bool = True
 ) -> Outcome:
-    """As ``disaggregated``, but the devices that do not train move between sampling and judging (``split``)."""
+    """``disaggregated``, but the devices that do not train move between sampling and judging (``split``)."""
     settings = Placement(type="disaggregated", trainers=train, split=how, lend=lend)
     name = f"three roles {cluster.devices - train}+{train}, {how}"
     return sampled_ahead(trace, cluster, settings, staleness, name if lend else f"{name}, not lent")

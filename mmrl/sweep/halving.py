@@ -23,7 +23,7 @@ class Round:
     share: Fraction
 
     def steps(self, whole: int) -> int:
-        """Of a recipe with ``whole`` steps."""
+        """The steps of a trial, of a recipe with ``whole`` steps."""
         return max(1, round(whole * self.share))
 
 

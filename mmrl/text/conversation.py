@@ -28,7 +28,7 @@ def messages_of(prompt: Prompt, tools: str = "") -> list[Message]:
 
 
 def messages_with_media(prompt: Prompt, tools: str = "") -> list[Message]:
-    """As ``messages_of``, with contents as lists of parts and a part for each picture and clip.
+    """The ``messages_of`` a prompt, with contents as lists of parts and a part for each picture and clip.
 
     Raises ``BadPromptError`` where placeholders and media do not match; of a prompt without media ``<image>`` is text.
     """

@@ -57,7 +57,8 @@ NAMED = 5
 def empty_model(
     auto: type[AutoModel], recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str
 ) -> PreTrainedModel:
-    """As ``mmrl.text.loading.load_model``, on the meta device, from ``config.json`` alone. Raises ``UserError``."""
+    """The model of ``mmrl.text.loading.load_model`` on the meta device, from ``config.json`` alone. Raises
+    ``UserError``."""
     from transformers import AutoConfig, GenerationConfig
 
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
@@ -74,7 +75,7 @@ def empty_model(
 
 
 def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
-    """As ``mmrl.text.scoring.open_policy``, on the meta device. Raises ``UserError``."""
+    """The model of ``mmrl.text.scoring.open_policy`` on the meta device. Raises ``UserError``."""
     from transformers import AutoConfig
 
     with refused(lambda reason: f"model.path: {path} cannot be made a reward model: {reason}"):

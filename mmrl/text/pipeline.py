@@ -173,7 +173,7 @@ class LanguagePipeline:
         return found
 
     def _told(self, role: Literal["user", "tool"], contents: Contents) -> Told:
-        """As ``Conditioner.told``; the features of pictures are on the device, and in the store."""
+        """What ``Conditioner.told`` makes; the features of pictures are on the device, and in the store."""
         told = self.conditioner.told(role, contents)
         if not told.features:
             return told

@@ -36,7 +36,7 @@ class Round:
     measured: Sums | None = None
 
     def places(self, first: int) -> list[tuple[int, int]]:
-        """Of each row the (micro-batch, row in it); the first of its micro-batches is number ``first``."""
+        """The (micro-batch, row in it) of each row; the first of its micro-batches is number ``first``."""
         found = [(first + m, i) for m, rows in enumerate(self.micro_batches) for i in range(len(rows))]
         if self.order is None:
             return found

@@ -116,7 +116,7 @@ def pixels(sample: Sample) -> Tensor:
 
 
 def _size(sample: Sample) -> tuple[int, int] | None:
-    """Of a picture or of a clip's frames; only those of one size are compared."""
+    """The size of a picture or of a clip's frames; only those of one size are compared."""
     shown = sample.video[0] if sample.video else sample.image
     return None if shown is None else shown.size
 

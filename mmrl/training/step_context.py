@@ -229,7 +229,7 @@ class StepPart:
         return PartState({})
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
-        """As ``Stateful.load_state_dict``, with the ``context`` of the run."""
+        """``Stateful.load_state_dict`` with the ``context`` of the run."""
 
 
 @dataclass

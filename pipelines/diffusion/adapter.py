@@ -161,11 +161,11 @@ class Adapter(ABC):
         return []
 
     def read_negative(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        """As ``read``, of a negative prompt that the user gives."""
+        """``read`` a negative prompt that the user gives."""
         return self.read(text, tokenizers)
 
     def encode_negative(self, text: str) -> dict[str, Tensor]:
-        """As ``encode``, of a negative prompt that the user gives, as the stock call does with ``negative_prompt``.
+        """``encode`` a negative prompt that the user gives, as the stock call does with ``negative_prompt``.
         Where nobody gives one, guidance moves away from ``encode(self.negative)``."""
         return self.encode(text)
 

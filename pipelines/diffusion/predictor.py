@@ -73,7 +73,7 @@ class Predictor:
         return self.adapter.guide(negative, positive, scale)
 
     def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """As ``velocity``, of the rows as they are."""
+        """The ``velocity`` of the rows as they are."""
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             return self.adapter.predict(self.policy, x, timestep, features).float()
 
@@ -140,7 +140,7 @@ class Renoising:
         return out
 
     def sigma(self, rows: DenoisingRows, level: int, seed: int) -> Tensor:
-        """Of each row the noise level, ``[B]``: the ``level``-th of an order that is the sample's own."""
+        """The noise level of each row, ``[B]``: the ``level``-th of an order that is the sample's own."""
         sigmas = self.sizes.adapted(rows.slots).schedule(self.steps).sigmas[self.levels]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "levels") for i in rows.ids]
         return sigmas[[int(torch.randperm(len(sigmas), generator=draw)[level]) for draw in draws]]

@@ -47,7 +47,7 @@ class Sizes:
         return self.adapter.at(self.of_batch(slots)) if self.several else self.adapter
 
     def shape(self, slots: Sequence[Slot]) -> tuple[int, ...]:
-        """Of one sample's latents."""
+        """The shape of one sample's latents."""
         return self.shapes[self.of_batch(slots) if self.several else self.adapter.sampling.size]
 
     def key(self, name: str, prompt: Prompt) -> str:

@@ -168,7 +168,7 @@ def replies(model: Any, tokenizer: Any, texts: Sequence[str], temperature: float
 def replies_to(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], temperature: float, most: int = MOST_TOKENS
 ) -> list[str]:
-    """As ``replies``, to prompts that are tokens."""
+    """``replies`` to prompts that are tokens."""
     found = []
     for start in range(0, len(prompts), 512):
         rows = prompts[start : start + 512]

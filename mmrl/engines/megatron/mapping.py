@@ -95,7 +95,8 @@ def apart(module: Any) -> tuple[str, ...]:
 
 
 def places(module: Any) -> list[Place]:
-    """Of the decoder ``module``, under their whole names. Those that it lacks (biases, norms of heads) are left out."""
+    """The weights of the decoder ``module``, under their whole names. Those that it lacks (biases, norms of heads) are
+    left out."""
     names, first = {name for name, _ in module.named_parameters()}, before(module)
     numbered = re.compile(re.escape(first) + r"layers\.(\d+)\.(.+)")
     layers = sorted({int(found[1]) for name in names if (found := numbered.fullmatch(name))})
@@ -225,7 +226,7 @@ def _of_experts(module: Any, train: Train) -> Iterator[str]:
 
 
 def _trained_apart(module: Any, train: Train) -> Iterator[str]:
-    """Of weights that are frozen, and of models that see."""
+    """What of frozen weights, and of models that see, is refused."""
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     sees = tower(module)
     if others := [name for name in frozen if not sees or not name.startswith(sees)]:

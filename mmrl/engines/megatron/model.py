@@ -45,10 +45,10 @@ vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class Groups(NamedTuple):
-    """Of this rank: who computes its layers with it, who has the stages before and behind, both together, and who has
-    the same weights, for other rows or other parts of these. ``rows``: who has other parts of its rows; None where they
-    are whole. ``ends``: the first and the last stage, of one of them; else None. ``experts``: who has other experts and
-    takes tokens for them; ``expert_copies``: who has the same."""
+    """The groups of this rank: who computes its layers with it, who has the stages before and behind, both together,
+    and who has the same weights, for other rows or other parts of these. ``rows``: who has other parts of its rows;
+    None where they are whole. ``ends``: the first and the last stage, of one of them; else None. ``experts``: who has
+    other experts and takes tokens for them; ``expert_copies``: who has the same."""
 
     layers: Any
     stages: Any

@@ -59,7 +59,7 @@ class Packed(PackedSeqParams):
 
 
 def packed(attention_mask: Tensor, multiple: int = 1, least: int = 0) -> Packed:
-    """Of rows whose tokens are where ``attention_mask`` ``[B, L]`` is not 0. ``total`` is a multiple of ``multiple``,
+    """Pack rows whose tokens are where ``attention_mask`` ``[B, L]`` is not 0. ``total`` is a multiple of ``multiple``,
     and ``least`` or more."""
     mask = attention_mask != 0
     lengths = mask.sum(1).tolist()

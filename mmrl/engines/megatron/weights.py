@@ -193,14 +193,14 @@ class ModelParallel:
             return model(tokens, None, None, packed_seq_params=them)
 
     def _hidden(self, attention_mask: Tensor, **rest: Any) -> Tensor:
-        """Of a critic, hidden states ``[B, L, H]`` float32 of rows ``[B, L]``, and 0 of their padding."""
+        """A critic's hidden states ``[B, L, H]`` float32 of rows ``[B, L]``, with 0 for their padding."""
         them = packed(attention_mask, self._by)
         hidden = self._packed(self._chunks[0], them, attention_mask=attention_mask, **rest)
         hidden = all_tokens(hidden) if self._by_tokens else hidden
         return them.unpack(hidden.squeeze(1).float())
 
     def _valued(self, **inputs: Any) -> Tensor:
-        """As ``Critic.forward``. Each rank has the head, and the gradient of all of it."""
+        """The values of ``Critic.forward``. Each rank has the head, and the gradient of all of it."""
         hidden = self._hidden(**inputs)
         with torch.autocast(hidden.device.type, enabled=False):
             return self._module.head(hidden).squeeze(-1)
@@ -433,7 +433,7 @@ class Gradients:
         return self._owners.get(place) in (None, self._copies_of(place).rank())
 
     def add_in_float32(self) -> None:
-        """From now, gradients of parameters that are rounded."""
+        """Have gradients of rounded parameters added in float32."""
         self._sums = sums = {}
 
         for place, p in self._ours.items():
@@ -446,8 +446,8 @@ class Gradients:
             p.register_post_accumulate_grad_hook(add)
 
     def gathered(self) -> dict[Place, Tensor]:
-        """Of what this rank steps on and any rank has a gradient of, the sum over all rows and parts. Parameters are
-        left without. All ranks call it together."""
+        """The gradients of what this rank steps on, summed over all rows and parts, where any rank has one. Parameters
+        are left without. All ranks call it together."""
         if (sums := self._sums) is None:
             sums = {place: p.grad for place, p in self._ours.items() if p.grad is not None}
         there = torch.tensor([float(place in sums) for place in self._ours], device=self._device)
