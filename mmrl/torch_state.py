@@ -98,17 +98,13 @@ def _handle(old: Any) -> None:
         signal.signal(signal.SIGALRM, old)
 
 
-def _rings() -> bool:
-    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
-
-
 def _put_alarm(old: bool) -> None:
     if not old:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 _OF_PYTHON = [
-    _Setting("the alarm (SIGALRM)", _rings, _put_alarm),
+    _Setting("the alarm (SIGALRM)", lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, _put_alarm),
     _Setting("the handler of SIGALRM", lambda: signal.getsignal(signal.SIGALRM), _handle),
     _Setting("the folders of imports (sys.path)", _path, _put_path),
     _Setting("the working folder", _folder, _go_back),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
@@ -97,8 +97,8 @@ class _Wandb:
     def __init__(self, run: RunDir, run_name: str, config: JsonObject) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self.wandb = wandb
-        self.run = wandb.init(
+        self._library: Any = wandb
+        self._to: Any = wandb.init(
             project="mmrl",
             name=run_name,
             id=_identity(run, "wandb"),
@@ -108,28 +108,21 @@ class _Wandb:
         )
 
     def scalars(self, step: int, row: Mapping[str, float]) -> None:
-        self.run.log(dict(row), step=step)
+        self._to.log(dict(row), step=step)
 
     def picture(self, step: int, name: str, image: Image) -> None:
-        self.run.log({name: self.wandb.Image(image)}, step=step)
+        self._to.log({name: self._library.Image(image)}, step=step)
 
     def close(self) -> None:
-        self.run.finish()
+        self._to.finish()
 
 
-class _Trackio:
+class _Trackio(_Wandb):
+    """trackio has the interface of wandb, as functions of the module."""
+
     def __init__(self, run: RunDir, run_name: str, config: JsonObject) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        self.trackio = trackio
+        self._library = self._to = trackio
         name = f"{run_name}-{_identity(run, 'trackio')[:6]}"
         trackio.init(project="mmrl", name=name, config=dict(config), resume="allow")
-
-    def scalars(self, step: int, row: Mapping[str, float]) -> None:
-        self.trackio.log(dict(row), step=step)
-
-    def picture(self, step: int, name: str, image: Image) -> None:
-        self.trackio.log({name: self.trackio.Image(image)}, step=step)
-
-    def close(self) -> None:
-        self.trackio.finish()
