@@ -130,3 +130,9 @@ def test_layers_of_a_commit_have_what_came_later_where_it_lies_now(tool):
     found = tool.with_later(old)
     assert list(found) == list(now)
     assert {name: {*words.split()} for name, words in found.items()} == {n: {*w.split()} for n, w in now.items()}
+
+
+def test_layers_of_a_commit_lose_the_modules_that_are_gone(tool):
+    old = {"low": "mmrl errors packages gone", "high": "report.gone report.rundir"}
+    there = ["mmrl", "mmrl.errors", "mmrl.packages.table", "mmrl.report.rundir"]
+    assert tool.still_there(old, there) == {"low": "mmrl errors packages", "high": "report.rundir"}

@@ -26,7 +26,7 @@ import argparse
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -505,6 +505,15 @@ def with_later(old: Mapping[str, str]) -> dict[str, str]:
     return {name: " ".join([old.get(name, ""), *later[name]]) for name in order}
 
 
+def still_there(layers: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
+    """``layers`` without the names that no module of ``there`` has or begins with any more."""
+
+    def known(word: str) -> bool:
+        return word in there or any(f"{name}.".startswith(f"mmrl.{word}.") for name in there)
+
+    return {name: " ".join(filter(known, words.split())) for name, words in layers.items()}
+
+
 def layers_of(commit: str) -> dict[str, str]:
     """``LAYERS`` as it stands at a commit. Raises ``ValueError`` for a commit that is not there."""
     shown = subprocess.run(["git", "show", f"{commit}:tools/layers.py"], cwd=ROOT, capture_output=True, text=True)
@@ -523,7 +532,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", metavar="COMMIT", help="take the layers as they were at this commit")
     options = parser.parse_args(arguments)
     house = house_of(ROOT)
-    layers = with_later(layers_of(options.layers)) if options.layers else LAYERS
+    layers = still_there(with_later(layers_of(options.layers)), house.trees) if options.layers else LAYERS
     levels, names = placed(house.trees, layers), list(layers)
     for start in options.starts:
         module, _, name = start.partition(":")
