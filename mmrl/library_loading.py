@@ -71,6 +71,8 @@ def try_tokenizer(tokenizer: Any, file: str = "tokenizer_config.json") -> None:
     if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 1 or math.isinf(most):
         raise ValueError(f"{file}: model_max_length is {most!r}, which is no number of tokens")
     tokenizer.model_max_length = int(most)
+    if not {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}:
+        raise ValueError(f"{file}: the files beside it have no vocabulary; download them again")
     tokenizer("a", truncation=True, max_length=min(int(most), 8))
     ids = tokenizer("a", add_special_tokens=False).input_ids  # last: its parser keeps the truncation of a call
     tokenizer.decode(ids, skip_special_tokens=True)

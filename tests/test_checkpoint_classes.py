@@ -128,6 +128,87 @@ def test_inputs_of_an_inpainting_model_are_refused_whatever_the_class_says(
             how(family, folder)
 
 
+def _config(name, kind):
+    def change(folder):
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").unlink()
+        (folder / name / "config.json").write_text(json.dumps(config | {"_class_name": kind}))
+
+    return change
+
+
+def _index(name, value):
+    def change(folder):
+        index = json.loads((folder / "model_index.json").read_text()) | {name: value}
+        (folder / "model_index.json").unlink()
+        (folder / "model_index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def _without(name):
+    def change(folder):
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+    return change
+
+
+def _emptied(name):
+    def change(folder):
+        for file in (folder / name).glob("*"):
+            if file.name != "tokenizer_config.json":
+                file.unlink()
+
+    return change
+
+
+COMPONENTS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+LISTED = [None, [None, None], "diffusers", ["diffusers", "a", "b"], ["diffusers", "NoSuchModel"], ["mine", "Own"]]
+FOLDERS = {
+    **{f"{name}: {value}": _index(name, value) for name in COMPONENTS for value in LISTED},
+    **{f"without {name}": _without(name) for name in (*COMPONENTS, "model_index.json", "vae/config.json")},
+    **{
+        f"{name}/config.json: {kind}": _config(name, kind)
+        for name in ("unet", "transformer", "vae")
+        for kind in ("AutoencoderKL", "ControlNetModel", "UNetMotionModel", "VQModel", None)
+    },
+    "another component": _index("controlnet", ["diffusers", "ControlNetModel"]),
+}
+"""What a folder may have lost, or say of its parts."""
+
+
+@pytest.mark.sweep("folders of checkpoints with other parts than their index says")
+def test_plan_takes_the_folders_that_train_takes(folders, tmp_path, sweep):  # noqa: F811
+    cases = [(family, name) for family in ("sd", "flux", "wan", "sana", "z_image") for name in FOLDERS]
+    random.Random(0).shuffle(cases)
+    for n, (family, name) in enumerate(cases[: sweep.size(20, len(cases))]):
+        made = of_class(folders[family], tmp_path / str(n))
+        try:
+            FOLDERS[name](made)
+        except FileNotFoundError:  # the other kind of model
+            continue
+        said = []
+        for how in (described, built):
+            try:
+                said.append(how(family, made) and "")
+            except UserError as error:
+                said.append(str(error))
+        sweep.check(bool(said[0]) == bool(said[1]), f"{family} {name}: plan {said[0]!r}, train {said[1]!r}")
+    sweep.done()
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(folders, tmp_path):  # noqa: F811
+    """transformers makes one that knows no word, and says nothing."""
+    gone, emptied = (of_class(folders["sd"], tmp_path / name) for name in ("gone", "emptied"))
+    _without("tokenizer")(gone)
+    for how in (described, built):
+        with pytest.raises(UserError, match=r"has no files in tokenizer, .*download it again"):
+            how("sd", gone)
+    _emptied("tokenizer")(emptied)
+    with pytest.raises(UserError, match="the files beside it have no vocabulary; download them again"):
+        built("sd", emptied)
+
+
 @pytest.mark.parametrize("named", [None, ["pipeline", "MyPipeline"], 3])
 def test_an_index_without_a_class_is_refused_with_the_line_to_write(folders, tmp_path, named):  # noqa: F811
     folder = of_class(folders["sd"], tmp_path / "made", "x")

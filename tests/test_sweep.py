@@ -257,6 +257,10 @@ def test_a_search_from_python_says_whether_a_setting_is_ahead(root, tmp_path):
     assert found.best == ()
     assert found.left == ("runtime.patience=60",)
     assert "no setting is ahead" in str(found)
+    assert "try seeds=3" in str(found)
+    for seeds in ("2", 2.0, True):
+        with pytest.raises(python.UserError, match="give a number from 1 to 64"):
+            python.search(root / "recipe.yaml", {"optim.lr": [0.1, 0.2]}, seeds=seeds, out=tmp_path / "other")
     assert "paired over held-out prompts" in str(found)
     assert found.run.finished
     assert found.table["seed"] == [0, 0, 0]

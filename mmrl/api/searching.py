@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.api.data import AnyData
-from mmrl.api.entry import entry_point
+from mmrl.api.entry import entry_point, in_python_words
 from mmrl.api.recipes import AnyAlgorithm, AnyEnvironment, AnyRecipe, AnyReward, Changes, Objects, read
 from mmrl.api.run import Run, load_run
 from mmrl.errors import UserError
@@ -33,7 +33,7 @@ class Found:
     sentences: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join(self.sentences)
+        return "\n".join(map(in_python_words, self.sentences))
 
     __repr__ = __str__
 

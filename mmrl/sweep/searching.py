@@ -102,7 +102,7 @@ class Search:
         *,
         resume: bool = False,
     ) -> None:
-        if not 1 <= seeds <= MOST_SEEDS:
+        if type(seeds) is not int or not 1 <= seeds <= MOST_SEEDS:
             raise UserError(f"--seeds {seeds}: give a number from 1 to {MOST_SEEDS}")
         trials = combinations(tried)
         self.rounds = rounds(len(trials), factor)

@@ -153,9 +153,13 @@ def _of_checkpoint(family: type[Adapter], path: str) -> Configs:
     """Raises ``OSError`` or ``ValueError`` where a configuration is not to be had."""
     index = _read(path, "model_index.json")
     check_classes(family, path, index)
-    found = {name: index.get(name, [None, None])[1] for name in _files(family)}
+    found = {name: (index.get(name) or [None, None])[1] for name in _files(family)}
     configs = {name: _read(path, file) for name, file in _files(family).items() if found[name] is not None}
-    return {_INDEX: index} | {name: config | {"architectures": [found[name]]} for name, config in configs.items()}
+    for name, config in configs.items():  # the class that the index names counts, as for diffusers
+        if not isinstance(config.get("_class_name", ""), str):
+            raise ValueError(f"{_files(family)[name]} says _class_name: {config['_class_name']}, which is no class")
+        config |= {"architectures": [found[name]]} if name in family.encoders else {"_class_name": found[name]}
+    return {_INDEX: index} | configs
 
 
 def _files(family: type[Adapter]) -> dict[str, str]:

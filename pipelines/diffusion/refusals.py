@@ -104,6 +104,18 @@ def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
         for name in family.encoders
         if _named(index.get(name)) != _NOTHING == _named(index.get(tokenizer_of(name)))
     ]
+    wrong += [
+        f"model.path: {path} has {json.dumps(index.get(name))[:60]} as its {name}, which is no class of diffusers or "
+        "transformers; give a checkpoint that has one"
+        for name in ("scheduler", *map(tokenizer_of, family.encoders))
+        if _class(index.get(name)) is None and (name == "scheduler" or _named(index.get(name)) != _NOTHING)
+    ]
+    wrong += [  # of which transformers would make one that knows no word
+        f"model.path: {path} has no files in {tokenizer_of(name)}, which its model_index.json names; download it again"
+        for name in family.encoders
+        if Path(path).is_dir() and _named(index.get(tokenizer_of(name))) != _NOTHING
+        if not any(Path(path, tokenizer_of(name)).glob("*"))
+    ]
     if wrong:
         raise UserError("\n".join(wrong))
 
@@ -150,9 +162,15 @@ def _fits(listed: Json, allowed: Collection[type], *, absent: bool) -> bool:
     """Whether a component of ``model_index.json``, ``[library, class]``, is one of ``allowed``."""
     if not isinstance(listed, list) or len(listed) != 2 or listed[1] is None:
         return absent
-    library, name = listed
+    kind = _class(listed)
+    return kind is not None and issubclass(kind, tuple(allowed))
+
+
+def _class(listed: Json) -> type | None:
+    """The class that a component of ``model_index.json`` names; None where there is none."""
+    library, name = listed if isinstance(listed, list) and len(listed) == 2 else (None, None)
     kind = getattr(import_module(str(library)), str(name), None) if library in ("diffusers", "transformers") else None
-    return isinstance(kind, type) and issubclass(kind, tuple(allowed))
+    return kind if isinstance(kind, type) else None
 
 
 _NOTHING = "nothing"
