@@ -116,6 +116,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with open_file(path) as file:
             for number, (line, _) in enumerate(split_lines(file, LIMITS.record), start=1):
+                if number > LIMITS.records:
+                    raise UserError(f"path: {path} has more than {LIMITS.records:,} lines; take a part of it")
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if line.strip():
                     yield number, line

@@ -76,6 +76,23 @@ def test_lines_are_split_alike_however_they_lie_in_the_pieces_that_are_read(tmp_
     ).encode().split(b"\n")[:-1]
 
 
+def test_lines_that_hold_nothing_are_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmrl.datasets.limits.LIMITS.blank", 100)
+    monkeypatch.setattr("mmrl.datasets.limits.LIMITS.records", 200)
+    row = '{"prompt": "a"}\n{"prompt": "b"}'
+    for name, first, rows in (("a.jsonl", "", row), ("a.csv", "prompt\n", "a\nb"), ("a.txt", "", "a\nb")):
+        read, options = prompts if name.endswith("txt") else jsonl, {"path": str(tmp_path / name), "heldout": 0}
+        (tmp_path / name).write_text(first + "\n" * 100 + rows)
+        assert len(read("train", **options)) == 2
+        for blank in ("\n", " \r\n", "\t\n"):
+            (tmp_path / name).write_bytes((first + blank * 101 + rows).encode())
+            with pytest.raises(UserError, match="more than 100 blank lines behind one another; take them out"):
+                read("train", **options)
+    (tmp_path / "b.txt").write_text("a\n" * 201)
+    with pytest.raises(UserError, match="more than 200 lines; take a part of it"):
+        prompts("train", path=str(tmp_path / "b.txt"), heldout=0)
+
+
 def test_captions_are_read_from_files_and_columns(tmp_path: Path) -> None:
     for n, name in enumerate(("a.txt", "b.caption", "c.json", "d.TXT", "e.JSON")):
         Image.new("RGB", (4, 4), (n, 0, 0)).save((tmp_path / name).with_suffix(".png"))

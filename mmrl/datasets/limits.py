@@ -26,6 +26,8 @@ class TableLimits:
     """Records of a source."""
     prompts: Final = 1_000_000
     """Prompts of a file that is kept in memory (the data set ``prompts``)."""
+    blank: Final = 1_000_000
+    """Blank lines behind one another."""
     bad: Final = 100_000
     """Records of a source that are left out and named."""
     unpacked: Final = 256 * MIB

@@ -6,14 +6,19 @@ import re
 from collections.abc import Iterator
 from typing import IO
 
+from mmrl.datasets.limits import LIMITS
+from mmrl.errors import UserError
+from mmrl.untrusted import printable
+
 _CHUNK = 1 << 20
 _END = re.compile(rb"\r\n|\n|\r")
 
 
 def split_lines(file: IO[bytes], most: int) -> Iterator[tuple[bytes, int]]:
-    """Each line with its end, and its bytes. Of a line of more than ``most`` bytes only about as many are given."""
+    """Each line with its end, and its bytes. Of a line of more than ``most`` bytes only about as many are given. Raises
+    ``UserError`` where more than ``LIMITS.blank`` lines without a word follow one another."""
     parts: list[bytes] = []
-    size = held = 0
+    size = held = blank = 0
     kept = b""  # a \r whose \n may follow
     while True:
         read = file.read(_CHUNK)
@@ -24,6 +29,12 @@ def split_lines(file: IO[bytes], most: int) -> Iterator[tuple[bytes, int]]:
         for end in _END.finditer(data):
             piece = data[start : end.end()]
             start = end.end()
+            blank = blank + 1 if piece.isspace() and not parts else 0
+            if blank > LIMITS.blank:
+                raise UserError(
+                    f"path: {printable(str(file.name))} has more than {LIMITS.blank:,} blank lines behind one another; "
+                    "take them out"
+                )
             yield (b"".join([*parts, piece]) if parts else piece, size + len(piece))
             parts, size, held = [], 0, 0
         rest = data[start:]
