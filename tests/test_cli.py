@@ -90,7 +90,8 @@ def test_a_users_mistakes_exit_with_2_and_no_traceback(folder: Path) -> None:
         "command line  optim.lrr: unknown key; did you mean 'lr'?  (keys: lr, betas, eps, weight_decay, max_grad_norm, "
         "warmup_steps, schedule, min_lr_ratio, held, earlier, ema_decay, ema_every)",
         "command line  train.stepz: unknown key; did you mean 'steps'?  (keys: steps, prompts_per_step, group_size, "
-        "micro_batch_size, micro_batch_tokens, steps_per_forward, updates_per_step, balance, backend, shard_size, "
+        "micro_batch_size, micro_batch_tokens, packing, steps_per_forward, updates_per_step, balance, backend, "
+        "shard_size, "
         "tensor_parallel, sequence_parallel, pipeline_parallel, pipeline_chunks, distributed_optimizer, "
         "context_parallel, expert_parallel, max_cpu_seconds)",
     ]

@@ -83,7 +83,9 @@ def _tokenizer(tokens: Mapping[str, int], media: Mapping[str, str]) -> PreTraine
     from transformers import PreTrainedTokenizerFast
 
     unknown = "<unknown>"
-    made = Tokenizer(WordLevel({unknown: 0, **tokens}, unk_token=unknown))
+    free = min({*range(1, len(tokens) + 2)} - {*tokens.values()})
+    words = {unknown: 0, "word": free, **tokens}  # a tokenizer of special tokens alone counts as one without its files
+    made = Tokenizer(WordLevel(words, unk_token=unknown))
     made.pre_tokenizer = Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")  # type: ignore[attr-defined]
     made.add_special_tokens(list(tokens))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=unknown, eos_token=next(iter(tokens)))
