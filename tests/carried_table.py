@@ -43,7 +43,7 @@ BY_HAND: dict[str, str] = {
     "mmrl/algorithms/settings.py: algorithm.…: only the credit of turns has it; set algorithm.credit to ": "tests/test_turn_credit.py::test_the_edits_that_refusals_name_are_taken",
     "mmrl/api/recipes.py: algorithm: …; write algorithm=MyClass, algorithm='grpo', or algorithm=": "tests/test_edits_by_hand.py::test_an_algorithm_is_given_as_the_message_writes_it",
     "mmrl/api/recipes.py: heldout: give data too, or set data.heldout of the recipe": "tests/test_edits_by_hand.py::test_heldout_data_come_with_data",
-    "mmrl/api/recipes.py: …: … is neither a name, a class nor a function; give environment=MyCla": "tests/test_edits_by_hand.py::test_an_environment_is_a_function_or_several",
+    "mmrl/api/recipes.py: environment: … is neither a name, a class nor a function; give environ": "tests/test_edits_by_hand.py::test_an_environment_is_a_function_or_several",
     "mmrl/api/run.py: set eval.every, or wait for one": "tests/test_edits_by_hand.py::test_a_run_that_evaluates_has_samples_a_curve_and_figures",
     "mmrl/api/run.py: the run has ended after step …; raise train.steps with mmrl.continue_r": "tests/test_edits_by_hand.py::test_a_run_that_has_ended_goes_on_with_more_steps",
     "mmrl/cli/data.py: --options: a recipe has its own; write settings such as data.train.pat": "tests/test_edits_by_hand.py::test_settings_of_a_recipe_are_written_behind_it",
