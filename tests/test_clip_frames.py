@@ -68,7 +68,8 @@ def by_transformers(family, data, tmp_path, **values):
 
 @pytest.fixture
 def by_pyav(monkeypatch):
-    """transformers decodes with PyAV in place of torchcodec. Once decord is loaded, PyAV writes no VP9 there."""
+    """transformers decodes with PyAV in place of torchcodec. Once decord is loaded, PyAV writes no VP9 there. Where a
+    processor asks for a frame twice, torchcodec gives it twice, and PyAV once."""
     pytest.importorskip("av")
     from transformers import video_processing_utils as utils
     from transformers.video_utils import load_video
@@ -76,7 +77,9 @@ def by_pyav(monkeypatch):
     def fetch(self, urls, sample_indices_fn=None):
         if isinstance(urls, list):
             return list(zip(*[fetch(self, url, sample_indices_fn) for url in urls], strict=True))
-        return load_video(urls, backend="pyav", sample_indices_fn=sample_indices_fn)
+        video, metadata = load_video(urls, backend="pyav", sample_indices_fn=sample_indices_fn)
+        asked = [int(i) for i in metadata.frames_indices]
+        return video[[sorted({*asked}).index(i) for i in asked]], metadata
 
     monkeypatch.setattr(utils.BaseVideoProcessor, "fetch_videos", fetch)
 
