@@ -46,9 +46,11 @@ def test_a_prompt_is_too_long_exactly_where_its_end_is_not_read(folders, family,
             first, second = (pipeline.adapter.encode(text + end) for end in (" q", " j"))
         unread = all(torch.equal(first[name], second[name]) for name in first)
         longer = lengths.of(Prompt("p", text + " q"))
-        # where the cut falls into the last word, or into what a template writes after it, either may hold
+        # where the cut falls into the last word, or into what a template writes after it, either may hold; and where
+        # an encoder of fewer tokens reads the end, which in the tiny models has longer ones
+        each = pipeline.adapter.read(text + " q", lengths._tokenizers)
         right = (
-            unread
+            unread or any(one.tokens <= one.most for one in each)
             if read.tokens > read.most + AFTER.get(family, 0)
             else not unread
             if longer.tokens <= longer.most
