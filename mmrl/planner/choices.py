@@ -15,7 +15,7 @@ from mmrl.config.left_to_plan import left_open, with_values
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json
-from mmrl.planner.gpus import GPUS, Gpu
+from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.steps_per_forward import ROWS, SHARE
 from mmrl.report.notices import tell
@@ -36,11 +36,17 @@ def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Pla
     keys = left_open(loaded.recipe)
     if not keys or not first.device.startswith("cuda") or first.device_memory is None or first.measured is None:
         return first
-    checkpointed = (
-        [False, True] if "model.gradient_checkpointing" in keys else [loaded.recipe.model.gradient_checkpointing]
-    )
+    made = _best(loaded, first, planned, keys)
+    open_values = {key: _value(made.recipe, key) for key in left_open(made.recipe)}
+    made.recipe = with_values(made.recipe, open_values)  # else the start of the run would choose once more
+    return made
+
+
+def _best(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], Plan], keys: list[str]) -> Plan:
+    known = "model.gradient_checkpointing" not in keys
+    checkpointed = [loaded.recipe.model.gradient_checkpointing] if known else [False, True]
     if "train.micro_batch_size" not in keys or loaded.recipe.algorithm.whole:
-        return _fitting(loaded, first, planned) if len(checkpointed) > 1 and _over(first) else first
+        return first if known or not _over(first) else _fitting(loaded, first, planned)
     tell(f"the plan chooses {' and '.join(keys)} for {first.where}, which can take a minute")
     found: list[_Choice] = []
     for way in checkpointed:
@@ -49,9 +55,14 @@ def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Pla
         if found[-1].enough:
             break
     best = min(found, key=lambda one: one.cost)
-    if len(checkpointed) > 1:
+    if not known:
         best.plan.notes.append(_why_checkpointed(best, found))
     return best.plan
+
+
+def _value(recipe: Recipe, key: str) -> Json:
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
 
 
 @dataclass(frozen=True)
@@ -139,13 +150,10 @@ class _Probe:
 
     def on_larger(self, n: int, text: bool) -> str:
         """What the next GPU with more memory would change."""
-        more = sorted((one for one in GPUS.values() if one.memory > 1.1 * (self.plan.device_memory or 0)), key=_memory)
-        found = self.largest(_UPDATE if text else PHASES, self.most, more[0].memory) if more else n
-        return f"; on {more[0].name} it would be {found}" if found > n else ""
-
-
-def _memory(gpu: Gpu) -> int:
-    return gpu.memory
+        more = [one for one in GPUS.values() if one.memory > 1.1 * (self.plan.device_memory or 0)]
+        next_one = min(more, key=lambda gpu: gpu.memory, default=None)
+        found = self.largest(_UPDATE if text else PHASES, self.most, next_one.memory) if next_one else n
+        return f"; on {next_one.name} it would be {found}" if next_one and found > n else ""
 
 
 def _probed(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> _Probe:
