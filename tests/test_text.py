@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.text import likelihood
 from mmrl.text.features import key_of
-from mmrl.text.likelihood import entropy, token_log_probs
+from mmrl.text.likelihood import entropy, head_log_probs, token_log_probs
 from mmrl.text.token_sampling import Draw, choose, uniforms, without
 from mmrl.training.micro_batches import packed
 from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows
@@ -265,6 +265,44 @@ def test_of_many_logits_their_gradient_alone_is_kept_beside_them(temperature, mo
         logits.grad, peaks[chunk] = None, live.peak / size
     assert peaks[10 * 3000] < 1.3
     assert peaks[1 << 25] > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [likelihood.CHUNK, 700, 1])
+@pytest.mark.parametrize("trained", ["both", "states", "layer"])
+def test_log_probs_behind_the_output_layer_are_those_of_float64(dtype, temperature, chunk, trained, monkeypatch):
+    monkeypatch.setattr(likelihood, "CHUNK", chunk)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(10, 32).to(dtype), torch.randn(300, 32)
+    hidden.requires_grad_(trained != "layer")
+    weight.requires_grad_(trained != "states")
+    tokens, weights = torch.randint(300, (10,)), torch.randn(10)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        found = head_log_probs(hidden, weight, tokens, temperature)
+    found.backward(weights)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    log_probs = (exact[0] @ exact[1].T / temperature).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    log_probs.backward(weights.double())
+    assert found.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert (found - log_probs).abs().max() < tolerance * log_probs.abs().max()
+    for one, reference in zip((hidden, weight), exact, strict=True):
+        if one.requires_grad:
+            assert one.grad.dtype == one.dtype
+            assert (one.grad.double() - reference.grad).norm() < tolerance * reference.grad.norm()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_logits_behind_the_output_layer_are_never_there_at_once(trained, monkeypatch):
+    """Counted in the sizes of all logits in bfloat16, less the gradients that are asked for."""
+    hidden = torch.randn(400, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3000, 16, dtype=torch.bfloat16, requires_grad=trained)
+    tokens, size = torch.randint(3000, (400,)), 400 * 3000 * 2
+    monkeypatch.setattr(likelihood, "CHUNK", 10 * 3000)
+    with LiveBytes() as live:
+        head_log_probs(hidden, weight, tokens, 0.7).sum().backward()
+    assert live.peak < 0.3 * size
 
 
 @pytest.mark.parametrize("vocabulary", [3, 128, 129, 1000])

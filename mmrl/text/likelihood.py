@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -84,6 +85,66 @@ class _Picked(torch.autograd.Function):
         for logits, into, index, of in zip(*each, strict=True):
             into.copy_(_slope(_softmax(logits, temperature).exp_(), index, of, temperature))
         return out, None, None
+
+
+def head_log_probs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probs ``[K]`` float32 of ``tokens`` ``[K]`` under the logits of ``hidden`` ``[K, H]`` by the output layer
+    ``weight`` ``[V, H]``, of which there is never more than a ``CHUNK``.
+
+    Products are in the dtype of autocast where that is on, else in the weight's. There is no second derivative.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return _OfHead.apply(hidden, weight, tokens, temperature, dtype)  # type: ignore[no-any-return]
+
+
+class _SavedHead(Saved, Protocol):
+    temperature: float
+    dtype: torch.dtype
+    needs_input_grad: tuple[bool, ...]
+
+
+class _OfHead(torch.autograd.Function):
+    """``_Picked`` behind a product with the output layer.
+
+    The gradient of a log-prob by its hidden state, ``(weight[token] - softmax weight) / temperature``, is made on the
+    way forward, where its softmax is: what comes back only scales it. That by the weight needs the softmax of every
+    place with what comes back. So it is computed again where the layer trains, as in Cut Cross-Entropy (arXiv
+    2411.09009)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _SavedHead, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.temperature, ctx.dtype = temperature, dtype
+        layer, found, slopes = weight.to(dtype), list[Tensor](), list[Tensor]()
+        for states, index in _places(hidden, weight, tokens):
+            log_probs = _softmax(states.to(dtype) @ layer.T, temperature)
+            found.append(log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1))
+            if ctx.needs_input_grad[0]:
+                away = log_probs.exp_().to(dtype) @ layer
+                slopes.append(((layer[index] - away) / temperature).to(hidden.dtype))
+        ctx.save_for_backward(hidden, weight, tokens, *([torch.cat(slopes)] if slopes else []))
+        return torch.cat(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _SavedHead, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+        hidden, weight, tokens, *slopes = ctx.saved_tensors
+        of_states = slopes[0] * grad.unsqueeze(-1).to(hidden.dtype) if slopes else None
+        if not ctx.needs_input_grad[1]:
+            return of_states, None, None, None, None
+        layer, out = weight.to(ctx.dtype), torch.zeros_like(weight, dtype=torch.float32)
+        for states, index, of in _places(hidden, weight, tokens, grad):
+            probs = _softmax(states.to(ctx.dtype) @ layer.T, ctx.temperature).exp_()
+            out += (_slope(probs, index, of, ctx.temperature).to(ctx.dtype).T @ states.to(ctx.dtype)).float()
+        return of_states, out.to(weight.dtype), None, None, None
+
+
+def _places(hidden: Tensor, weight: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of ``hidden`` and of ``columns`` whose logits are at most ``CHUNK``; at least one place."""
+    n = max(1, CHUNK // len(weight))
+    return zip(hidden.split(n), *(column.split(n) for column in columns), strict=True)
 
 
 def _slope(probs: Tensor, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mmrl.config.schema import Recipe
 from mmrl.controller.workload_balance import lines
@@ -47,6 +48,25 @@ def way(recipe: Recipe, policy: nn.Module, device: torch.device, *, sees: bool) 
     if why and asked is True:
         raise UserError(f"train.packing: {why}; remove it, or set it to false")
     return None if why or device.type == "meta" else Packing("flash" in str(recipe.performance.attention))
+
+
+_SCALED = ("gemma2", "granite")
+"""Of those, the ones that do more to logits than their output layer."""
+
+
+def plain_head(policy: nn.Module) -> nn.Linear | None:
+    """The output layer, where logits are its product and nothing else, and this process has all of it."""
+    model = base_model(policy)
+    layer, config = model.get_output_embeddings(), model.config
+    scaled = config.model_type in _SCALED or getattr(config, "final_logit_softcapping", None) is not None
+    if (
+        scaled
+        or type(layer) is not nn.Linear
+        or getattr(layer, "bias", None) is not None
+        or "forward" in layer.__dict__
+    ):
+        return None
+    return None if isinstance(layer.weight, DTensor) else layer
 
 
 @dataclass(frozen=True)
@@ -88,18 +108,27 @@ class Lines:
     rows: TextRows
 
     @contextmanager
-    def head(self, policy: nn.Module) -> Generator[None]:
-        """``policy`` computes logits ``[1, K, V]``, those of ``tokens`` alone: no others are ever made."""
+    def head(self, policy: nn.Module, *, apart: bool = False) -> Generator[None]:
+        """``policy`` computes logits ``[1, K, V]``, those of ``tokens`` alone: no others are ever made. ``apart``: in
+        place of them the hidden states ``[1, K, H]`` that its output layer would get."""
         layer = base_model(policy).get_output_embeddings()
         assert layer is not None
         chosen = layer.register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[self.before].unsqueeze(0),))
+        if apart:
+            layer.forward = _same
         try:
             yield
         finally:
             chosen.remove()
+            if apart:
+                del layer.forward
 
     def padded(self, values: Tensor) -> Tensor:
         """``[R, T]``: values ``[K]`` in the layout of ``TextRows.padded``, with 0 behind each row."""
         step, n = torch.arange(self.rows.width), torch.tensor(self.rows.responses).unsqueeze(1)
         place = torch.where(step < n, step + n.cumsum(0) - n, len(values))
         return torch.cat([values, values.new_zeros(1)])[to_device(place, values.device)]
+
+
+def _same(states: Tensor) -> Tensor:
+    return states

@@ -40,7 +40,7 @@ from mmrl.text.chat import Conditioner
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN, as_weights, features_of, joined, key_of, with_told
 from mmrl.text.given import GivenTexts, Pairs, Responses
-from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
+from mmrl.text.likelihood import Vocabulary, entropy, head_log_probs, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.packing import Packing
 from mmrl.text.shared_pictures import Shared
@@ -487,7 +487,11 @@ class LanguagePipeline:
     def _of_lines(
         self, way: Packing, rows: TextRows, temperature: float, with_entropy: bool, every_token: bool
     ) -> dict[str, Tensor]:
-        made = way.of(rows, self.conditioner.pad_token)
+        made, layer = way.of(rows, self.conditioner.pad_token), packing.plain_head(self.policy)
+        if layer is not None and not with_entropy and not self.conditioner.forbidden:
+            with self._autocast(), made.head(self.policy, apart=True):
+                states = self.policy(**made.inputs, use_cache=False).logits[0]
+                return {"log_probs": made.padded(head_log_probs(states, layer.weight, made.tokens, temperature))}
         with self._autocast(), made.head(self.policy):
             logits = self.policy(**made.inputs, use_cache=False).logits
         logits = logits if every_token else without(logits, self.conditioner.forbidden, None)
