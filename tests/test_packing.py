@@ -1,6 +1,7 @@
 """Rows behind one another in lines: the same log-probs, entropies and gradients as padded, and less padding."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,8 @@ def test_lengths_like_those_of_word_problems_leave_two_in_a_hundred_tokens_padde
     ],
 )
 def test_where_rows_cannot_be_packed_it_is_said(name, more, why):
+    if name == "scenes":
+        pytest.importorskip("torchvision")
     with pytest.raises(UserError, match=why):
         build(load_recipe([name], ["train.packing=true", *more]).recipe)
 
@@ -143,7 +146,7 @@ def test_auto_packs_on_a_gpu_what_was_tested_and_nothing_else(tmp_path):
 
     def taken(device=gpu, sees=False, kind="llama", **changes):
         made.policy.config.model_type = kind
-        return way(recipe(path, **changes), made.policy, device, sees=sees)
+        return way(recipe(path, **changes), made.policy, device, SimpleNamespace(forbidden=[5] if sees else []))
 
     assert made.packing is None
     assert taken() == Packing(flat=False)

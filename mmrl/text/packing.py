@@ -20,6 +20,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.workload_balance import lines
 from mmrl.errors import UserError
 from mmrl.text.base_model import base_model
+from mmrl.text.chat import Conditioner
 from mmrl.trajectory import TextRows
 from mmrl.transfer import to_device
 
@@ -30,7 +31,7 @@ FAMILIES = (
 """The types of models that a test compares with rows alone."""
 
 
-def way(recipe: Recipe, policy: nn.Module, device: torch.device, *, sees: bool) -> Packing | None:
+def way(recipe: Recipe, policy: nn.Module, device: torch.device, conditioner: Conditioner) -> Packing | None:
     """How ``train.packing`` has the rows of an update computed; None: padded. Raises ``UserError`` where it is true and
     not possible."""
     asked, model = recipe.train.packing, base_model(policy)
@@ -39,7 +40,7 @@ def way(recipe: Recipe, policy: nn.Module, device: torch.device, *, sees: bool) 
     why = ""
     if recipe.algorithm.trains_scores:
         why = "a model that scores whole texts reads each in a row of its own"
-    elif sees:
+    elif conditioner.forbidden:  # such a model has tokens that stand for pictures
         why = "this model sees pictures, whose places in a line are not known"
     elif model.config.model_type not in FAMILIES:
         why = f"models of type {model.config.model_type} are not among those tested ({', '.join(FAMILIES)})"

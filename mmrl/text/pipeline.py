@@ -81,7 +81,7 @@ class LanguagePipeline:
         self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.overlong)
         self.shared = Shared(policy)
-        self.packing = packing.way(recipe, policy, device, sees=self.reads_media)
+        self.packing = packing.way(recipe, policy, device, conditioner)
         self.stops = stops_of(self.settings.stop, self.settings.min_new_tokens, conditioner)
         self.world = None if recipe.environment is None else World(recipe, conditioner)
         self.pairs: GivenTexts | None = None
