@@ -262,7 +262,7 @@ def _can(oldest: int, every: int, last: int) -> str:
 
 
 def fault(entry: Entry) -> str | None:
-    """As ``fault_of``; a run in progress may remove the checkpoint meanwhile."""
+    """The ``fault_of`` a checkpoint; a run in progress may remove it meanwhile."""
     with Progress(1, "check", "checkpoint") as progress:
         try:
             return fault_of(entry)

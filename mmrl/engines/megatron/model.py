@@ -115,8 +115,8 @@ class Attention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed | None = None, **__: Any
     ) -> Tensor:
-        """As ``Packed.attend``; or of rows that ranks share, ``query`` ``[S, B, heads, D]``, ``key`` and ``value``
-        ``[S, B, groups, D]``: ``[S, B, heads * D]``."""
+        """Attend as ``Packed.attend`` does; or, of rows that ranks share, ``query`` ``[S, B, heads, D]``, ``key`` and
+        ``value`` ``[S, B, groups, D]``: ``[S, B, heads * D]``."""
         if packed_seq_params is not None:
             return packed_seq_params.attend(query, key, value, self._scale)
         assert self._rows is not None
