@@ -89,7 +89,8 @@ class Packing:
         ids = torch.full((len(found) * width,), pad_token, device=device)
         ids[to_device(places, device)] = rows.tokens
         inputs = {"input_ids": ids.view(-1, width), "position_ids": to_device(positions, device)}
-        behind = torch.cat([torch.arange(n) >= asked for n, asked in zip(rows.lengths, rows.prompts, strict=True)])
+        spans = zip(rows.offsets, rows.prompts, rows.offsets[1:], strict=False)
+        behind = torch.cat([torch.arange(at + asked, end) for at, asked, end in spans])  # no mask: a device would wait
         return Lines(inputs, to_device(places[behind] - 1, device), rows.tokens[to_device(behind, device)], rows)
 
 
