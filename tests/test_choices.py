@@ -42,7 +42,10 @@ def test_auto_is_no_value_and_on_a_cpu_today_s(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [("sums", (24, 20000)), ("shapes-lora", (24, 32, 20000))])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("sums", (24, 20000)), pytest.param("shapes-lora", (24, 32, 20000), marks=pytest.mark.long)],
+)
 def test_more_memory_is_never_fewer_samples_and_the_plan_fits(name, sizes):
     found = [planned(name, mib) for mib in sizes]
     chosen = [size(made) for made in found]
