@@ -187,7 +187,8 @@ class DenoisingRows(Rows):
 
 
 class Segment(NamedTuple):
-    """``tokens[start:stop]`` of a row. The policy wrote them, or was told them: in the prompt, or later."""
+    """``tokens[start:stop]`` of a row. The policy wrote them, or was told them: in the prompt, or later. A further
+    ``prompt`` in a row begins a text of its own: nothing before it is read there."""
 
     start: int
     stop: int
@@ -241,7 +242,11 @@ class TextRows(Rows):
             for (key, asked), row in zip(prompts, tokens, strict=True)
         ]
         if behind is not None:
-            segments = [(of[0], *more) for of, more in zip(segments, behind, strict=True)]
+            again = [
+                [s._replace(features=of[0].features) if s.kind == "prompt" else s for s in more]
+                for of, more in zip(segments, behind, strict=True)
+            ]
+            segments = [(of[0], *more) for of, more in zip(segments, again, strict=True)]
         made = cls(list(slots), list(ids), segments, _behind([p for _, p in prompts], tokens), truncated, truncated)
         made.action_mask = to_device(made._marked("written"), made.tokens.device)
         made.log_probs, made.drawn_at = made._column(log_probs), made._column(drawn_at)
@@ -322,6 +327,45 @@ class TextRows(Rows):
         step, n = torch.arange(self.width), torch.tensor(self.responses).unsqueeze(1)
         first = torch.tensor([at + p for at, p in zip(self.offsets, self.prompts, strict=False)]).unsqueeze(1)
         return to_device(torch.where(step < n, first + step, self.offsets[-1]), self.tokens.device)
+
+    @cached_property
+    def sequences(self) -> Self:
+        """The rows as a model reads them, of the same tokens: a row with further prompts is several. These rows where
+        none has any."""
+        begins = [[n for n, s in enumerate(of) if s.kind == "prompt"] for of in self.segments]
+        if all(len(of) == 1 for of in begins):
+            return self
+        segments, index = list[tuple[Segment, ...]](), list[int]()
+        for row, (of, at) in enumerate(zip(self.segments, begins, strict=True)):
+            for first, last in zip(at, [*at[1:], len(of)], strict=True):
+                shift = of[first].start
+                segments.append(tuple(s._replace(start=s.start - shift, stop=s.stop - shift) for s in of[first:last]))
+                index.append(row)
+        columns = {name: picked(column, index) for name, column, per_token in self._columns() if not per_token}
+        played = None if self.episodes is None else [self.episodes[i] for i in index]
+        slots, ids = [self.slots[i] for i in index], [self.ids[i] for i in index]
+        return replace(self, slots=slots, ids=ids, segments=segments, episodes=played, **columns)
+
+    def repeated(self, times: int) -> Self:
+        """Each row so often in a row of its own: as many ``sequences``, all equal."""
+        index = [i for i in range(len(self)) for _ in range(times)]
+        whole, segments = self.rows(index), list[tuple[Segment, ...]]()
+        for of in self.segments:
+            shifts = range(0, times * of[-1].stop, of[-1].stop)
+            segments.append(tuple(s._replace(start=s.start + at, stop=s.stop + at) for at in shifts for s in of))
+        columns = {name: getattr(self, name) for name, _, per_token in self._columns() if not per_token}
+        named = {"slots": self.slots, "ids": self.ids, "episodes": self.episodes}
+        return replace(whole, segments=segments, **named, **columns)
+
+    def rejoined(self, values: torch.Tensor) -> torch.Tensor:
+        """``[R, T]``: ``values`` of the ``sequences``, in the layout of their ``padded``, in that of these rows."""
+        import torch
+
+        apart = self.sequences
+        spans = zip(range(0, values.numel(), apart.width), apart.prompts, apart.responses, strict=True)
+        parts = [torch.cat([torch.full((n,), values.numel()), torch.arange(at, at + m)]) for at, n, m in spans]
+        place = to_device(torch.cat([*parts, torch.tensor([values.numel()])]), values.device)
+        return torch.cat([values.flatten(), values.new_zeros(1)])[place[self._places]]
 
     def spoken(self) -> list[list[int]]:
         """The tokens behind each prompt. Waits for the device."""

@@ -217,14 +217,14 @@ def worlds(tmp_path_factory):
     return file
 
 
-def tiny_recipe(path, worlds, **environment):
+def tiny_recipe(path, worlds, template=None, new=10, **environment):
     return Recipe.model_validate(
         {
             "name": "tiny",
             "pipeline": "vlm/chat",
-            "model": {"path": str(path)},
+            "model": {"path": str(path), "chat_template": template},
             "data": {"name": "scenes"},
-            "sampling": {"max_new_tokens": 10},
+            "sampling": {"max_new_tokens": new},
             "environment": {"name": f"{worlds}:World", "max_turns": 4, "max_tokens": 400, **environment},
             "rewards": [{"name": "environment"}],
             "algorithm": {"type": "grpo", "kl_coef": 0.0},
@@ -285,6 +285,37 @@ def test_log_probs_are_those_of_the_whole_conversation(path, worlds):
         expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[n - 1 : len(row.tokens) - 1, 0]
         wrong = (found[number, : row.responses[0]] - expected)[row.action_mask[n:]].abs().max()
         assert wrong < 2e-5
+
+
+def test_pictures_are_shown_again_where_thoughts_are_left_out(path, worlds):
+    """Every text of an episode is what the processor makes of the conversation until its last turn, without the
+    thoughts before that one."""
+    plain = chat.build(tiny_recipe(path, worlds), str(path), torch.device("cpu"))
+    template = str(plain.conditioner.saved.chat_template)
+    assert "c['text']" in template
+    template = template.replace("c['text']", "c['text'].split('</think>')[-1]")
+    written = ["so </think>I look", "And on", "no </think>Once more", "It is red"]
+    pipeline, rows = rows_of(path, worlds, written, template=template, new=30, history="template")
+    texts = rows.sequences
+    assert len(texts) == 3 * len(rows)
+    pipeline.features.close()  # as on another device of the controller: made again of the episode
+    pipeline.encode(rows.slots)
+    found = replayed(pipeline, texts)
+    for number in range(len(texts)):
+        episode, row = texts.episodes[number], texts.rows([number])
+        *before, last = episode.turns[: (1, 3, 4)[number % 3]]
+        short = [replace(one, action=Action(one.action.text.split("</think>")[-1])) for one in before]
+        whole = inputs_of(plain, rows.slots[number // 3].prompt, replace(episode, turns=(*short, last)))
+        ids, n = whole["input_ids"][0], row.prompts[0]
+        assert torch.equal(ids[: len(row.tokens)], row.tokens)
+        with torch.no_grad():
+            logits = pipeline.policy(**whole).logits[0].float()
+        logits[:, pipeline.conditioner.forbidden] = -torch.inf
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[n - 1 : len(row.tokens) - 1, 0]
+        wrong = (found[number, : row.responses[0]] - expected)[row.action_mask[n:]].abs().max()
+        assert wrong < 2e-5
+    mask = rows.padded("action_mask")
+    assert torch.equal(replayed(pipeline, rows)[mask], rows.rejoined(found)[mask])
 
 
 def inputs_of(pipeline, prompt, episode):

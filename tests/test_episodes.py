@@ -597,10 +597,94 @@ def test_check_names_what_is_not_deterministic(tmp_path):
         assert not failed("Parent", isolate=isolate)
 
 
-def test_a_history_of_several_rows_is_refused():
-    with pytest.raises(UserError, match=r"environment\.history.*set environment\.history to keep"):
-        load_recipe(["sums"], [*SMALL, "environment={name: guess, max_tokens: 90, history: template}"])
-    load_recipe(["sums"], [*SMALL, "environment={name: guess, max_tokens: 90, history: keep}"])
+FORGETS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'].split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template that leaves out the thoughts of earlier turns."""
+LABELS = FORGETS.replace("}}<|im_end|>", "}}{{ ' ok' if message['role'] == 'assistant' }}<|im_end|>")
+"""One that writes something behind every earlier turn, so that each turn is read behind a beginning of its own."""
+COUNTS = FORGETS.replace("{{ message['content']", "{{ messages|length }}{{ message['content']")
+
+
+def told_anew(tmp_path, template, turns=3):
+    (tmp_path / "anew.jinja").write_text(template)
+    keys = f"name: guess, options: {{most: 9}}, max_turns: {turns}, max_tokens: 150, history: template, role: user"
+    return [*SMALL, f"environment={{{keys}}}", f"model.chat_template={tmp_path / 'anew.jinja'}"]
+
+
+def test_thoughts_of_earlier_turns_are_left_out_and_every_turn_trains_behind_what_it_read(tmp_path):
+    loaded = load_recipe(["sums"], told_anew(tmp_path, FORGETS))
+    turns = [("so </think>\n\n4", True, "stop"), ("5", True, "stop"), ("so </think>6", False, "length")]
+    pipeline, script, rows = played(loaded, turns)
+    saved, (segments,), (row,) = pipeline.conditioner.saved, rows.segments, rows.episodes
+    assert [s.kind for s in segments if s.kind != "told"] == ["prompt", "written", "prompt", "written", "written"]
+    apart = rows.sequences
+    assert len(apart) == 2
+    assert apart.tokens is rows.tokens
+    texts = [saved.decode(apart.tokens[a:b].tolist()) for a, b in zip(apart.offsets, apart.offsets[1:], strict=False)]
+    asked, heard = "<|im_start|>user\nCompute 1+2\n\nGuess a number from 1 to 9.<|im_end|>\n", row.turns[0].told[0].text
+    begin = "<|im_start|>assistant\n"
+    assert texts[0] == f"{asked}{begin}so </think>\n\n4<|im_end|>"
+    assert texts[1].startswith(f"{asked}{begin}4<|im_end|>\n<|im_start|>user\n{heard}<|im_end|>\n{begin}5<|im_end|>")
+    assert rows.tokens[rows.action_mask].tolist() == [t for one in row.turns for t in one.action.tokens]
+    written = [(n, s) for n, of in enumerate(apart.segments) for s in of if s.kind == "written"]
+    for request, (n, segment) in zip(script.requests, written, strict=True):
+        first = apart.offsets[n]
+        assert list(request.prompt_ids) == apart.tokens[first : first + segment.start].tolist()
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_log_probs_of_a_conversation_told_anew_are_those_of_each_text_alone(tmp_path, packing):
+    loaded = load_recipe(["sums"], [*told_anew(tmp_path, FORGETS), f"train.packing={packing}"])
+    turns = [("so </think>4", True, "stop"), ("x </think>5", True, "stop"), ("6", True, "stop")]
+    pipeline, _, rows = played(loaded, turns, count=3)
+    found = pipeline.replay(rows, [], frozenset({"log_probs", "entropy"}), None)
+    assert rows.rejoined(rows.sequences.padded("tokens")).tolist() == [
+        [t if s.kind != "prompt" else 0 for s in of[1:] for t in rows.tokens[first + s.start : first + s.stop].tolist()]
+        for first, of in zip(rows.offsets, rows.segments, strict=False)
+    ]
+    for n, values in enumerate(found["log_probs"]):
+        want = []
+        alone = rows.rows([n]).sequences
+        for first, last, of in zip(alone.offsets, alone.offsets[1:], alone.segments, strict=False):
+            tokens = alone.tokens[first:last]
+            logits = pipeline.policy(input_ids=tokens.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+            each = [0.0, *logits.gather(1, tokens[1:].unsqueeze(1)).flatten().tolist()]
+            want += [each[t] for s in of if s.kind == "written" for t in range(s.start, s.stop)]
+        mask = rows.padded("action_mask")[n]
+        assert values[mask].tolist() == pytest.approx(want, abs=2e-5)
+    gradient = torch.autograd.grad(found["entropy"].sum(), next(iter(pipeline.policy.parameters())))[0]
+    assert gradient.isfinite().all()
+
+
+def test_a_real_policy_trains_where_every_turn_is_read_anew(tmp_path):
+    changes = told_anew(tmp_path, LABELS)
+    mmrl.train("sums", changes=changes, rewards=["environment"], out=tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["policy/first_ratio_max_dev"] <= 1e-5
+        assert row["mismatch/log_prob_gap_max"] < 1e-4
+        assert row["episode/turns"] > 1
+    mmrl.train("sums", changes=[*changes, "train.packing=true"], rewards=["environment"], out=tmp_path / "packed")
+    for row, other in zip(rows, figures(tmp_path / "packed"), strict=True):
+        for name in ("reward/mean", "text/length", "policy/loss", "optim/grad_norm"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+def test_a_template_that_changes_what_was_told_is_refused(tmp_path):
+    (said,) = plan(load_recipe(["sums"], told_anew(tmp_path, COUNTS))).problems
+    assert said.startswith("environment.history: the chat template")
+    assert "set environment.history to keep" in said
+
+
+def test_the_plan_counts_a_text_for_each_turn_where_turns_are_told_anew(tmp_path):
+    kept = [change.replace("history: template", "history: keep") for change in told_anew(tmp_path, FORGETS)]
+    both = [plan(load_recipe(["sums"], changes)) for changes in (kept, told_anew(tmp_path, FORGETS))]
+    one, anew = (next(p.total for p in made.phases if p.name == "train") for made in both)
+    print(one, anew, [m.problems for m in both])
+    assert anew > 1.5 * one
 
 
 def figures(run):
@@ -611,10 +695,12 @@ def figures(run):
 
 
 @pytest.mark.slow
-def test_episodes_are_the_same_on_two_devices_and_after_a_resume(tmp_path):
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_episodes_are_the_same_on_two_devices_and_after_a_resume(tmp_path, history):
     pytest.importorskip("ray")
-    changes = [*SMALL, "environment={name: guess, max_turns: 3, max_tokens: 90}", "checkpoint.every=1"]
-    changes.append("optim.schedule=constant")
+    kept = [*SMALL, "environment={name: guess, max_turns: 3, max_tokens: 90}"]
+    changes = kept if history == "keep" else told_anew(tmp_path, LABELS)
+    changes += ["checkpoint.every=1", "optim.schedule=constant"]
     mmrl.train("sums", changes=changes, out=tmp_path / "whole")
     whole = figures(tmp_path / "whole")
     mmrl.train("sums", changes=[*changes, "devices_per_controller=2"], out=tmp_path / "two")

@@ -4,47 +4,12 @@ The oracle renders a whole conversation by the tokenizer's own ``apply_chat_temp
 """
 
 import random
-import re
-from pathlib import Path
 
 import pytest
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.text.template_probe import TemplateFaultError
-
-allow_cpu_only()  # before transformers imports torchvision
-
-from transformers import AddedToken, AutoTokenizer  # noqa: E402
-
-trl = pytest.importorskip("trl")
-TEMPLATES = sorted(
-    file for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja") if "_training" not in file.name
-)
-WORDS = [
-    "apple",
-    "two words",
-    "17",
-    "a\nb",
-    "x = {1: 'y'}",
-    "  led",
-    "end  ",
-    "é日本",
-    '{"error": "no"}',
-    "<b>bold</b>",
-]
-"""Contents of what is told; some have white space at their ends, which some templates trim."""
-
-
-def tokenizer_of(template):
-    """A tokenizer whose control tokens are those that the template writes."""
-    made = AutoTokenizer.from_pretrained(Path(mmrl.__file__).parents[1] / "pipelines/llm/models/sums-qwen3")
-    made.chat_template = template
-    made.bos_token = "<|endoftext|>"
-    spelled = {*re.findall(r"<\|[\w/ ]+\|>|<[a-z_/]+>|\[/?[A-Z_]+\]", template)}
-    added = [text for text in sorted(spelled) if text not in made.get_vocab()]
-    made.add_tokens([AddedToken(text, special=text.startswith("<|"), normalized=False) for text in added])
-    return made
+from tests.templates import TEMPLATES, WORDS, tokenizer_of, whole
 
 
 def conversation(draw, role, before):
@@ -54,16 +19,6 @@ def conversation(draw, role, before):
         said.append({"role": "assistant", "content": f"Z{draw.randrange(10**6)}Z"})
         said.append({"role": before, "content": draw.choice(WORDS)})
     return [*said[:-1], {**said[-1], "role": role}]
-
-
-def whole(saved, messages):
-    """The conversation as the template writes it, with contents as text or as lists, whichever it shows."""
-    answer = messages[-2]["content"]
-    shown = saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if answer in shown:
-        return shown
-    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
-    return saved.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
 
 
 @pytest.mark.sweep("what is told, in chat templates of others")
@@ -83,7 +38,7 @@ def test_it_is_what_the_template_writes_in_a_whole_conversation(sweep):
                     refused.add((file.stem, role))
                     break
                 try:
-                    shown = whole(saved, messages)
+                    shown = whole(saved, messages, answer)
                 except Exception:
                     continue  # it takes no such conversation, such as two messages of one role
                 told += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
@@ -23,11 +22,13 @@ class Environment(Section):
     ``arguments``. None: the tokenizer's ``response_template``, or Hermes' format."""
     history: Literal["keep", "template"] = "keep"
     """What a turn sees of the turns before. ``keep``: the tokens as they were sampled and told, thoughts too.
-    ``template``, the conversation as the chat template shows it anew, is refused: a sample is one row of tokens."""
+    ``template``: the conversation as the chat template shows it anew, without the thoughts of earlier turns for many
+    models; what is read anew trains behind its own beginning, at most ``max_turns`` texts of an episode."""
     max_turns: Few = 6
     """Turns of the policy in an episode at most."""
     max_tokens: Count = 2048
-    """Tokens of an episode behind its prompt at most, written and told; ``sampling.max_new_tokens`` limits a turn."""
+    """Tokens behind the prompt at most that a turn reads and writes: of the whole episode, where nothing is told anew;
+    ``sampling.max_new_tokens`` limits what a turn writes."""
     max_pictures: int = Field(default=16, ge=0, le=4096)
     """Pictures that the environment shows in an episode at most; one that shows more has failed."""
     timeout: Duration = 30.0
@@ -38,10 +39,3 @@ class Environment(Section):
     """Give each episode a process of its own, so that a call that hangs or dies ends nothing else. False: threads."""
     memory: Annotated[ByteSize, Field(ge=1 << 26)] = ByteSize(4 << 30)
     """Memory of such a process at most (``512 MiB``); one that wants more has failed."""
-
-    def contradictions(self) -> Iterator[str]:
-        if self.history == "template":
-            yield (
-                "environment.history: a chat template that leaves out thoughts of earlier turns makes several rows of "
-                "an episode, and a sample is one row; set environment.history to keep"
-            )

@@ -26,13 +26,12 @@ from mmrl.episodes.isolated import end
 from mmrl.episodes.journal import Journal, digest
 from mmrl.episodes.loading import Factory, close
 from mmrl.episodes.pool import Pool, Returned
-from mmrl.text.chat import Conditioner
 from mmrl.text.features import with_told
+from mmrl.text.retold import Past, Retold, Teller
 from mmrl.text.stop_strings import StopStrings
-from mmrl.text.told import Contents, Told, pictures_of
+from mmrl.text.told import Told, pictures_of
 from mmrl.trajectory import Prompt, SampleId, Segment
 
-Role = Literal["user", "tool"]
 _POLL = 0.005
 """Seconds that sampling may take between two looks at what environments answered."""
 
@@ -66,35 +65,40 @@ class InStep:
 class How:
     """What episodes are played with. ``seed``: the run's, for ``reset``; ``settings``: of a turn; ``room``: tokens of
     prompt and episode that the model and the engine take, None without a limit; ``calls``: reads the calls of
-    a turn; ``told``: as ``Conditioner.told``; ``journal``: keeps the answers."""
+    a turn; ``teller``: tells the policy; ``journal``: keeps the answers."""
 
     section: environment.Environment
     factory: Factory
-    conditioner: Conditioner
+    teller: Teller
     stops: StopStrings
     settings: Settings
     seed: int
     room: int | None
     calls: Reader
-    told: Callable[[Contents], Told]
     journal: Journal | None = None
 
 
 @dataclass(eq=False)
 class Played:
-    """An episode under way. ``tokens`` and ``log_probs`` are those behind the prompt, with 0 for what was told.
+    """An episode under way. ``prompt``: as the data has it; ``asked``: as the policy is shown it. ``tokens`` and
+    ``log_probs`` are those behind the prompt, with 0 for what was told. ``first``: the token of the row where what the
+    policy reads begins: another one once its conversation was told anew, whose prompt lacks its last tokens (``gone``).
     ``calling``: the turn of the call under way, 0 for ``reset``; ``seen``: the last one that ``world`` saw.
     ``unexpanded``, ``images`` and ``shown``: behind the prompt, tokens with a placeholder for each picture, the
-    pictures, and what the processor made of them, from a token of the row on each."""
+    pictures, and what the processor made of them, from a token of what it reads on each."""
 
     id: SampleId
     prompt: Prompt
+    asked: Prompt
     request: Request
     world: Environment
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Exchange] = field(default_factory=list)
+    past: list[Past] = field(default_factory=list, init=False)
+    first: int = field(default=0, init=False)
+    gone: int = field(default=0, init=False)
     unexpanded: list[int] = field(default_factory=list, init=False)
     images: list[Image] = field(default_factory=list, init=False)
     shown: list[tuple[int, Mapping[str, Tensor]]] = field(default_factory=list, init=False)
@@ -108,23 +112,44 @@ class Played:
 
     def wrote(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Append a turn of the policy."""
-        self._append("written", tokens, None)
+        self._append("written", tokens)
         self.log_probs += log_probs
         self.unexpanded += tokens
 
-    def heard(self, told: Told) -> None:
-        """Append what it was told."""
+    def heard(self, told: Told, turn: int) -> None:
+        """Append what it was told after ``turn``."""
         if told.features:
-            self.shown.append((len(self.request.prompt_ids) + len(self.tokens), told.features))
-        self._append("told", told.tokens, told.key)
+            self.shown.append((len(self) - self.first, told.features))
+        self._append("told", told.tokens, told.key, turn)
         self.log_probs += [0.0] * len(told.tokens)
         self.unexpanded += told.unexpanded
         self.images += told.images
 
-    def _append(self, kind: Literal["written", "told"], tokens: Sequence[int], key: str | None) -> None:
-        first = len(self.request.prompt_ids) + len(self.tokens)
-        self.segments.append(Segment(first, first + len(tokens), kind, key, turn=len(self.turns)))
+    def told_anew(self, said: Retold) -> None:
+        """Go on behind another conversation, which begins with the prompt."""
+        self.first, self.gone = len(self), said.gone
+        self.unexpanded, self.images, self.shown = [], [], []
+        asked = self.request.prompt_ids[: len(self.request.prompt_ids) - said.gone]
+        self._append("prompt", asked)
+        self.log_probs += [0.0] * len(asked)
+        for turn, told in said.parts:
+            self.heard(told, turn)
+
+    def _append(
+        self, kind: Literal["prompt", "written", "told"], tokens: Sequence[int], key: str | None = None, turn: int = -1
+    ) -> None:
+        first, turn = len(self), len(self.turns) if turn < 0 else turn
+        self.segments.append(Segment(first, first + len(tokens), kind, key, turn))
         self.tokens += tokens
+
+    def __len__(self) -> int:
+        """The tokens of its row."""
+        return len(self.request.prompt_ids) + len(self.tokens)
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens that the policy has before its next turn."""
+        return [*self.request.prompt_ids, *self.tokens][self.first :]
 
     @property
     def written(self) -> str:
@@ -148,14 +173,18 @@ def reset_seed(seed: int, id: SampleId) -> int:
 
 
 def play(
-    how: How, answers: AnswersAsItGoes, ids: Sequence[SampleId], prompts: Sequence[Prompt], requests: Sequence[Request]
+    how: How,
+    answers: AnswersAsItGoes,
+    ids: Sequence[SampleId],
+    prompts: Sequence[tuple[Prompt, Prompt]],
+    requests: Sequence[Request],
 ) -> list[Played]:
-    """Play an episode of each request, whose prompt has what ``reset`` showed; returns them in order. Raises
-    ``UserError`` from the engine."""
+    """Play an episode of each request, whose prompt has what ``reset`` showed; returns them in order. ``prompts``: each
+    as the data has it, and as the policy is shown it. Raises ``UserError`` from the engine."""
     played, stage = list[Played](), _Stage(how, answers)
     try:
-        for id, prompt, request in zip(ids, prompts, requests, strict=True):
-            played.append(Played(id, prompt, request, how.factory.make()))
+        for id, (prompt, asked), request in zip(ids, prompts, requests, strict=True):
+            played.append(Played(id, prompt, asked, request, how.factory.make()))
         for one in played:
             stage.call(one)
         stage.run()
@@ -279,32 +308,46 @@ class _Stage:
             before = len(one.images) + len(one.request.media) - len(one.prompt.media)
             if (n := before + len(pictures_of(contents))) > most:
                 raise ValueError(f"the environment showed {n} pictures, and environment.max_pictures is {most}")
-            shown = how.told(contents).behind(one.tokens, how.conditioner.stop_tokens)
+            said, action = how.teller.told(contents), one.turns[-1].action
+            one.past.append(Past(action.tokens, action.text, contents, said))
+            shown = said.behind(one.tokens, how.teller.chat.stop_tokens)
+            anew = self._anew(one, [*one.read, *shown.tokens])
         except ValueError as error:  # a picture that cannot be read, or that the model or its template cannot be shown
             one.end, one.failure = "failed", str(error)
             return
-        if self._left(one) - len(shown.tokens) < 1:
+        read = len(one.read) + len(shown.tokens) if anew is None else len(anew.behind(one.request.prompt_ids))
+        if self._left(one, read) < 1:
             one.end = "tokens"
+            return
+        if anew is None:
+            one.heard(shown, len(one.turns))
         else:
-            one.heard(shown)
-            self._ask(one)
+            one.told_anew(anew)
+        self._ask(one)
 
-    def _left(self, one: Played) -> int:
-        """Tokens that the episode may still have."""
-        left = self._how.section.max_tokens - len(one.tokens)
-        if self._how.room is None:
-            return left
-        return min(left, self._how.room - len(one.request.prompt_ids) - len(one.tokens))
+    def _anew(self, one: Played, read: list[int]) -> Retold | None:
+        """Its conversation as the chat template shows it now; None where that is what the policy would ``read``."""
+        teller = self._how.teller
+        if not teller.renews:
+            return None
+        said = teller.retold(one.asked, one.past)
+        return None if said.behind(one.request.prompt_ids) == read else said
+
+    def _left(self, one: Played, read: int) -> int:
+        """Tokens that the episode may still have where the policy has ``read`` so many, with the prompt."""
+        most, room = len(one.request.prompt_ids) + self._how.section.max_tokens, self._how.room
+        return (most if room is None else min(most, room)) - read
 
     def _ask(self, one: Played) -> None:
         how, turn = self._how, len(one.turns)
-        most = min(self._left(one), one.request.max_new_tokens or how.settings.max_new_tokens)
+        most = min(self._left(one, len(one.read)), one.request.max_new_tokens or how.settings.max_new_tokens)
         request = replace(one.request, max_new_tokens=most)
         if turn:
             seed = None if request.seed is None else seed_of(request.seed, "turn", turn)
             media = [*request.media, *one.images]
-            unexpanded = [*(request.unexpanded_ids or request.prompt_ids), *one.unexpanded] if media else ()
-            ids = [*request.prompt_ids, *one.tokens]
+            asked = request.unexpanded_ids or request.prompt_ids
+            unexpanded = [*asked[: len(asked) - one.gone], *one.unexpanded] if media else ()
+            ids = one.read
             features = with_told(request.features, one.shown) if one.shown else request.features
             request = replace(request, prompt_ids=ids, unexpanded_ids=unexpanded, text="", seed=seed)
             request = replace(request, media=media, features=features)
@@ -314,9 +357,9 @@ class _Stage:
         how = self._how
         made = how.stops.ended(completion, replace(one.request, partial=()))
         tokens = list(made.token_ids)
-        n = next((n for n, token in enumerate(tokens) if token in how.conditioner.forbidden), len(tokens))
+        n = next((n for n, token in enumerate(tokens) if token in how.teller.chat.forbidden), len(tokens))
         stopped = made.finish == "stop" and n == len(tokens)
-        text, before = how.stops.text(tokens[:n]), [*one.request.prompt_ids, *one.tokens][-BEFORE:]
+        text, before = how.stops.text(tokens[:n]), one.read[-BEFORE:]
         calls = how.calls(text, tokens[:n], before, len(one.turns))
         if not stopped and calls:  # a parser may take what was cut for a whole call
             calls = (*calls[:-1], replace(calls[-1], error=calls[-1].error or "the turn was cut before the call ended"))

@@ -16,15 +16,16 @@ from mmrl.episodes.contract import Observation
 from mmrl.episodes.environment import told_of
 from mmrl.episodes.journal import GROUP, Journal
 from mmrl.episodes.loading import closed, opened
-from mmrl.episodes.play import How, Played, Role, play, reset_seed
+from mmrl.episodes.play import How, Played, play, reset_seed
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.shown import content_of
 from mmrl.errors import BadPromptError, UserError
 from mmrl.text.chat import Conditioner
 from mmrl.text.conversation import PLACEHOLDER
+from mmrl.text.retold import Past, Teller
 from mmrl.text.stop_strings import StopStrings
 from mmrl.text.template_probe import TemplateFaultError
-from mmrl.text.told import Contents, Told
+from mmrl.text.told import Contents, Role, Told
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 _BLANK = Image.new("RGB", (64, 64))
@@ -34,7 +35,7 @@ _MOST_KEPT = 10_000
 
 class World:
     """Final class. Raises ``UserError`` where the recipe's environment cannot be made, or the chat template shows
-    neither results of tools nor a further message of the user."""
+    neither results of tools nor a further message of the user, or earlier turns otherwise (``history: template``)."""
 
     def __init__(self, recipe: Recipe, conditioner: Conditioner) -> None:
         assert recipe.environment is not None
@@ -46,8 +47,13 @@ class World:
                 "environment that shows text"
             )
         self.role: Role = role_of(conditioner, recipe)
+        if self._section.history == "template":
+            check_history(conditioner, self.role)
         self.plays = True
-        """Whether episodes are played; a plan takes the longest one as one turn, and one slot's beginning for all."""
+        """Whether episodes are played; a plan takes the longest one as one turn, ``texts`` times, and one slot's
+        beginning for all."""
+        self.texts = self._section.max_turns if self._section.history == "template" else 1
+        """The texts at most that an episode has in an update."""
         self.journal: Journal | None = None
         """Keeps what the environment answers, where a run has one."""
         self._calls = reader_of(recipe.environment.calls, conditioner.saved, self._factory.schemas)
@@ -96,6 +102,7 @@ class World:
         self,
         answers: AnswersAsItGoes,
         slots: Sequence[Slot],
+        asked: Sequence[Prompt],
         ids: Sequence[SampleId],
         requests: Sequence[Request],
         settings: Settings,
@@ -103,17 +110,19 @@ class World:
         room: int | None,
         told: Callable[[Role, Contents], Told],
     ) -> list[Played]:
-        """An episode of each sample, in their order; ``slots`` have begun. ``told``: as ``Conditioner.told``."""
-        seed, calls = self._recipe.seed, self._calls
-        shown, of = partial(told, self.role), self._conditioner
-        how = How(self._section, self._factory, of, stops, settings, seed, room, calls, shown, self.journal)
-        first = [self._asked(slot) for slot in slots]
-        played = play(how, answers, ids, first, requests)
+        """An episode of each sample, in their order; ``slots`` have begun, and their prompts are shown as ``asked``.
+        ``told``: as ``Conditioner.told``."""
+        renews = self._section.history == "template"
+        teller = Teller(self._conditioner, self.role, partial(told, self.role), renews=renews)
+        seed = self._recipe.seed
+        how = How(self._section, self._factory, teller, stops, settings, seed, room, self._calls, self.journal)
+        first = [self._first(slot) for slot in slots]
+        played = play(how, answers, ids, list(zip(first, asked, strict=True)), requests)
         for one in played:  # a group's beginning is named with its first sample
             one.unclosed = self._unclosed.pop(one.id, "") or one.unclosed
         return played
 
-    def _asked(self, slot: Slot) -> Prompt:
+    def _first(self, slot: Slot) -> Prompt:
         """The prompt as the data has it, which ``reset`` is given."""
         known = self._shown.get(SampleId(slot.step, slot.index, slot.attempt, 0))
         return slot.prompt if known is None else known[0]
@@ -163,3 +172,14 @@ def role_of(conditioner: Conditioner, recipe: Recipe) -> Role:
             why = str(error)
     edit = "set environment.role to auto" if len(roles) == 1 else "set model.chat_template to one that shows them"
     raise UserError(f"environment.role: {why}; {edit}")
+
+
+def check_history(conditioner: Conditioner, role: Role) -> None:
+    """Raise ``UserError`` where what the chat template shows of a conversation does not begin with what it shows of an
+    earlier part of it, but for what the policy wrote."""
+    told = partial(conditioner.told, role)
+    past = Past(conditioner.tokenizer("a", add_special_tokens=False).input_ids, "a", ["x"], told(["x"]))
+    try:
+        Teller(conditioner, role, told, renews=True).retold(Prompt("p", "q"), [past, past])
+    except TemplateFaultError as error:
+        raise UserError(f"environment.history: {error}; set environment.history to keep") from error

@@ -217,7 +217,9 @@ def _growth(
 
 
 def _shorter(rows: TextRows, less: int) -> TextRows:
-    """``rows`` with so many tokens less behind each prompt."""
+    """``rows`` with so many tokens less behind their prompts."""
+    if (times := len(rows.sequences) // len(rows)) > 1:  # of which all are equal
+        return _shorter(rows.sequences.rows(range(0, len(rows.sequences), times)), less // times).repeated(times)
     kept = [n - less for n in rows.lengths]
     tokens, log_probs = (rows.column(name).split(rows.lengths) for name in ("tokens", "log_probs"))
     prompts = [(key, row[:n]) for key, row, n in zip(rows.features, tokens, rows.prompts, strict=True)]

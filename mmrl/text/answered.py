@@ -35,7 +35,7 @@ def answer_tokens(
     for said in (content_of(answer), *(str(answer[key]) for key in REASONING if key in answer)):
         response_tokens(conditioner, said)
     asked, full = conditioner.render(prompt), conditioner.render(prompt, answer=answer)
-    kept = _same(asked, full)
+    kept = shared(asked, full)
     if kept < len(asked):
         bare = conditioner.render(prompt, asks=False)
         if not full.startswith(bare) or not asked.startswith(bare):
@@ -51,7 +51,7 @@ def answer_tokens(
         )
     tokenizer = tokenizer_of(conditioner.saved)
     before, every = ([*tokenizer(text, add_special_tokens=False).input_ids] for text in (asked, full))
-    same = _same(before, every)
+    same = shared(before, every)
     made = every[same:]
     if ends and not {*made} & {*conditioner.stop_tokens}:
         made.append(_end_of_text(conditioner))
@@ -96,7 +96,7 @@ def _lost(full: str, kept: int, answer: JsonObject) -> str:
     return ""
 
 
-def _same(one: Sequence[object], other: Sequence[object]) -> int:
+def shared(one: Sequence[object], other: Sequence[object]) -> int:
     """How many elements both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Generic, Literal, TypeAlias
+from typing import Generic, TypeAlias
 
 import torch
 from PIL.Image import Image
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
-from mmrl.json_types import JsonObject
-from mmrl.media import BadMediaError, Clip
-from mmrl.text.conditioner import Processor, Tokenizer, tokenizer_of
+from mmrl.json_types import Json, JsonObject
+from mmrl.media import BadMediaError, Clip, Media
+from mmrl.text.conditioner import Messages, Processor, Tokenizer, tokenizer_of
 from mmrl.text.conversation import MEND, messages_of, messages_with_media, rendered
 from mmrl.text.spelled import Saved, Spelled
 from mmrl.text.template_probe import TemplateFaultError
-from mmrl.text.told import Contents, Told, behind_an_answer, pictures_of
+from mmrl.text.told import Contents, Role, Told, behind_an_answer, pictures_of
 from mmrl.trajectory import Prompt
 
 
@@ -84,28 +84,51 @@ class Chat(Generic[Saved]):
         """The control tokens that the prompt's own text spells, and how often: they are read as text."""
         return self._spelled.found(prompt)
 
-    def _rendered(self, prompt: Prompt, answer: JsonObject | None = None, *, asks: bool = True) -> str:
+    def _rendered(
+        self, prompt: Prompt, answer: JsonObject | None = None, behind: Messages = (), *, asks: bool = True
+    ) -> str:
         messages = self._messages(prompt, self._tools)
-        return rendered(prompt, messages, self.saved, self.variables, answer=answer, asks=asks)
+        return rendered(prompt, messages, self.saved, self.variables, answer=answer, behind=behind, asks=asks)
 
-    def told(self, role: Literal["user", "tool"], contents: Contents) -> Told:
+    def conversation(
+        self, prompt: Prompt, role: Role, turns: Sequence[tuple[str, Contents]], *, asks: bool = True
+    ) -> str:
+        """The text of ``prompt`` and of ``turns`` behind it: what the assistant wrote in each, and what it was told
+        then. ``read`` makes its tokens. Raises ``BadPromptError`` as ``render``."""
+        said = [({"role": "assistant", "content": self._content([text])}, *self._told(role, of)) for text, of in turns]
+        behind = [message for turn in said for message in turn]
+        return self._spelled.seamed(prompt, partial(self._rendered, behind=behind, asks=asks))
+
+    def read(self, text: str) -> list[int]:
+        """The tokens of a text of ``conversation`` or ``behind``, with a placeholder for each medium."""
+        return self._spelled.ids(text)
+
+    def plain(self, text: str) -> str:
+        """``text`` as a part of such a text: what it spells of control tokens stays text."""
+        return self._spelled.plain(text)
+
+    def told(self, role: Role, contents: Contents) -> Told:
         """What is behind an answer: what ends it, a message for each of ``contents``, and what begins the next answer.
         Raises ``TemplateFaultError`` where the chat template does not show such messages, and ``BadMediaError``."""
         if self.no_pictures and pictures_of(contents):
             raise BadMediaError(f"a picture was shown, and {self.no_pictures}")
-        ids = self._spelled.ids(self._behind(role, contents))
+        ids = self.read(self.behind(role, contents))
         return Told(ids, ids)
 
-    def _behind(self, role: str, contents: Contents) -> str:
-        """The text of ``told``, a placeholder for each picture; ``Spelled.ids`` reads it."""
-        messages: list[JsonObject] = []
-        for content in contents:
-            parts = [content] if isinstance(content, str) else content
-            shown = [self._spelled.plain(part) if isinstance(part, str) else part for part in parts]
-            listed = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in shown]
-            message = "".join(map(str, shown)) if self.tokenizer is self.saved else listed
-            messages.append({"role": role, "content": message})
-        return behind_an_answer(self.saved, self.variables, messages)
+    def behind(self, role: Role, contents: Contents, *, asks: bool = True) -> str:
+        """The text of ``told``, a placeholder for each picture. Not ``asks``: without what begins the next answer."""
+        return behind_an_answer(self.saved, self.variables, self._told(role, contents), asks=asks)
+
+    def _told(self, role: Role, contents: Contents) -> list[JsonObject]:
+        return [{"role": role, "content": self._content([c] if isinstance(c, str) else c, told=True)} for c in contents]
+
+    def _content(self, parts: Sequence[str | Media], *, told: bool = False) -> Json:
+        """The content of a message, as this chat has them: a text, or a list of parts. ``told``: what it spells of
+        control tokens stays text."""
+        shown = [self.plain(part) if told and isinstance(part, str) else part for part in parts]
+        if self.tokenizer is self.saved:
+            return "".join(map(str, shown))
+        return [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in shown]
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips."""

@@ -61,13 +61,15 @@ def rendered(
     variables: JsonObject,
     *,
     answer: Message | None = None,
+    behind: Messages = (),
     asks: bool = True,
 ) -> str:
     """``messages`` of ``prompt`` in the chat format of ``saved``, up to where the answer begins; ``variables`` of the
-    chat template. With an ``answer``: the conversation that ends with it. Not ``asks``: without what the template
-    writes before an answer. Raises ``BadPromptError`` if the template does not show such a conversation."""
+    chat template. With an ``answer``: the conversation that ends with it; ``behind``: further messages. Not ``asks``:
+    without what the template writes before an answer. Raises ``BadPromptError`` if the template does not show such a
+    conversation."""
     try:
-        whole = [*messages, *([] if answer is None else [_alike(answer, messages)])]
+        whole = [*messages, *behind, *([] if answer is None else [_alike(answer, messages)])]
         return render(saved, whole, variables, asks=asks and answer is None)
     except TemplateFaultError as error:
         raise BadPromptError(prompt.id, f"{error}; {MEND}") from error

@@ -47,7 +47,7 @@ from mmrl.text.shared_pictures import Shared
 from mmrl.text.stop_strings import stops_of
 from mmrl.text.thoughts import left_open
 from mmrl.text.token_sampling import without
-from mmrl.text.told import Contents, Told, key_of_told
+from mmrl.text.told import Contents, Told, key_of_told, whole_key
 from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Segment, Slot, TextRows, text_rows
 from mmrl.transfer import to_device
 
@@ -123,14 +123,17 @@ class LanguagePipeline:
             for key, prompt in paired.items():
                 if self.pairs is not None and key not in self.features:
                     features = made.get(key_of(prompt)) or self.features.get(key_of(prompt))
-                    shown = self.fitter.shown(prompt, self.limit)
-                    made[key] = self.pairs.encoded(shown, len(features["input_ids"]))
+                    made[key] = self.pairs.encoded(self._shown(prompt), len(features["input_ids"]))
         except BaseException:
             self.features.release(keys)
             raise
         for key, features in made.items():
             self.features.put(key, features)
         return keys
+
+    def _shown(self, prompt: Prompt) -> Prompt:
+        """As the model is shown it: cut, where it is too long and the recipe says so."""
+        return self.fitter.shown(prompt, self.limit)
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
         return as_weights(self.fitter.encode(prompt, self.limit)[1], self.policy, self.device)
@@ -164,11 +167,12 @@ class LanguagePipeline:
         found: list[tuple[int, Mapping[str, Tensor]]] = []
         for segment in segments[1:]:
             if segment.features is not None and self.world is not None:
-                if segment.features not in self.features:
+                (key, less), n = whole_key(segment.features), segment.stop - segment.start
+                if key not in self.features:
                     told = played.turns[segment.turn - 1].told
                     self._told(self.world.role, [observation.parts for observation in told])
-                made, n = self.features.get(segment.features), segment.stop - segment.start
-                cut = {name: of[len(of) - n :] if name in PER_TOKEN else of for name, of in made.items()}
+                made = self.features.get(key)
+                cut = {k: of[len(of) - less - n :][:n] if k in PER_TOKEN else of for k, of in made.items()}
                 found.append((segment.start, cut))
         return found
 
@@ -301,7 +305,8 @@ class LanguagePipeline:
             settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
             made = self._ask(self.requests(slots, ids, seed), replace(settings, cut_after=until))
             drawn = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
-        return self._checked(slots, ids, drawn)
+        rows = self._checked(slots, ids, drawn)
+        return rows if self.world is None else rows.repeated(self.world.texts)
 
     def _played(
         self, world: World, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, temperature: float
@@ -310,8 +315,8 @@ class LanguagePipeline:
         settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
         answers = self.answering() or InStep(self._ask)
         room = self.context if self.engine is None else self.engine.max_model_len
-        asked = self.requests(slots, ids, seed)
-        played = world.play(answers, slots, ids, asked, settings, self.stops, room, self._told)
+        requests, asked = self.requests(slots, ids, seed), [self._shown(slot.prompt) for slot in slots]
+        played = world.play(answers, slots, asked, ids, requests, settings, self.stops, room, self._told)
         tokens = [torch.tensor(one.tokens, dtype=torch.long, device=self.device) for one in played]
         log_probs = [torch.tensor(one.log_probs, dtype=torch.float32, device=self.device) for one in played]
         cut = torch.tensor([one.cut for one in played], device=self.device)
@@ -362,7 +367,7 @@ class LanguagePipeline:
     def requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
         """The engine's requests; the media of a prompt are opened once for all its samples."""
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
-        shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
+        shown = {k: self._shown(p) for k, p in prompts.items()}
         extra = self.recipe.rollout.sampling
         run_seed = seed if self.recipe.rollout.reproducible else None
         chat = self.conditioner
@@ -393,7 +398,7 @@ class LanguagePipeline:
         found, tokens = list[float](), row.tokens.tolist()
         for segment in row.segments[0][1:]:
             written = tokens[segment.start : segment.stop]
-            if segment.kind == "told":
+            if segment.kind != "written":
                 found += [0.0] * len(written)
                 continue
             at = starts[segment.turn]
@@ -474,6 +479,9 @@ class LanguagePipeline:
         self, rows: TextRows, temperature: float, *, with_entropy: bool = False, every_token: bool = False
     ) -> dict[str, Tensor]:
         """The ``log_probs`` of the rows' tokens, and the ``entropy`` of what each was drawn from, ``[B, T]``."""
+        if rows.sequences is not rows:
+            found = self._of_tokens(rows.sequences, temperature, with_entropy=with_entropy, every_token=every_token)
+            return {name: rows.rejoined(values) for name, values in found.items()}
         if self.packing is not None and any(rows.responses):
             return self._of_lines(self.packing, rows, temperature, with_entropy, every_token)
         logits = self._logits(rows, every_token=every_token)
@@ -538,6 +546,8 @@ class LanguagePipeline:
     def _values(self, rows: TextRows) -> Tensor:
         """Values ``[B, T]`` of the state before each response token."""
         assert self.critic is not None
+        if rows.sequences is not rows:
+            return rows.rejoined(self._values(rows.sequences))
         inputs = self._read(rows)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             return self.critic(**inputs)[:, -rows.width - 1 : -1]

@@ -72,9 +72,13 @@ class Spelled(Generic[Saved]):
                 SpelledTokens,
                 stacklevel=2,
             )
-        if self._shown:
-            return self._seamed(prompt, SHOWN, self._render), self._saved
-        return self._seamed(prompt, SEAM, self._render), self._reader
+        text = self.seamed(prompt, self._render)
+        return text, self.reader(text)
+
+    def seamed(self, prompt: Prompt, render: Callable[[Prompt], str]) -> str:
+        """The prompt as ``render`` makes it, with a seam in each control token that it spells itself; ``ids`` reads
+        it."""
+        return self._seamed(prompt, SHOWN if self._shown else SEAM, render) if self.found(prompt) else render(prompt)
 
     def joined(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         """``features`` of one prompt without the seams."""

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from PIL.Image import Image
 from torch import Tensor
@@ -24,6 +24,8 @@ from mmrl.text.template_probe import TemplateFaultError, render
 
 Contents: TypeAlias = "Sequence[str | Sequence[str | Media]]"
 """What each message shows: a text, or texts and pictures."""
+Role: TypeAlias = Literal["user", "tool"]
+"""Whose messages they are."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,23 @@ class Told:
         features = {name: of[1:] if name in PER_TOKEN else of for name, of in self.features.items()}
         return replace(self, tokens=self.tokens[1:], unexpanded=self.unexpanded[1:], features=features)
 
+    def without(self, last: int) -> Told:
+        """Without its ``last`` tokens, which are of no picture; the key says so."""
+        if not last:
+            return self
+        features = {name: of[:-last] if name in PER_TOKEN else of for name, of in self.features.items()}
+        key = self.key and f"{self.key}{_WITHOUT}{last}"
+        return Told(self.tokens[:-last], self.unexpanded[:-last], self.images, features, key)
+
+
+_WITHOUT = " less "
+
+
+def whole_key(key: str) -> tuple[str, int]:
+    """The key of a ``Told`` before ``without``, and the tokens that it lost."""
+    whole, _, last = key.partition(_WITHOUT)
+    return whole, int(last or 0)
+
 
 def pictures_of(contents: Contents) -> list[Media]:
     """Those of all messages, in order."""
@@ -62,15 +81,18 @@ def key_of_told(role: str, contents: Contents) -> str:
     return made.hexdigest()
 
 
-def behind_an_answer(saved: Tokenizer | Processor, variables: JsonObject, messages: Messages) -> str:
+def behind_an_answer(
+    saved: Tokenizer | Processor, variables: JsonObject, messages: Messages, *, asks: bool = True
+) -> str:
     """What the chat template writes behind an answer for ``messages``, up to where the next answer begins; it begins
-    with what ends a turn. Raises ``TemplateFaultError`` where it does not show such messages."""
+    with what ends a turn. Not ``asks``: without what the template writes before an answer. Raises
+    ``TemplateFaultError`` where it does not show such messages."""
     texts = " ".join(str(message.get("content")) for message in messages)
     mark = next(text for n in itertools.count() if (text := f"Q{n}MARKQ") not in texts)
     lists = any(not isinstance(message.get("content"), str) for message in messages)
     asked, wrote = ([{"type": "text", "text": text}] if lists else text for text in ("d", mark))
     said: list[JsonObject] = [{"role": "user", "content": asked}, {"role": "assistant", "content": wrote}]
-    shown = render(saved, [*said, *messages], variables, asks=True)
+    shown = render(saved, [*said, *messages], variables, asks=asks)
     if shown.count(mark) != 1:
         raise TemplateFaultError("the chat template does not show an answer before them once", shown)
     return shown.partition(mark)[2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from mmrl.text.loading import stop_tokens
 from mmrl.text.own_pixels import own_pixels, resized
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.template_probe import TemplateFaultError
-from mmrl.text.told import Contents, Told, pictures_of
+from mmrl.text.told import Contents, Role, Told, pictures_of
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -72,11 +72,11 @@ class Chat(chat.Chat[Processor]):
         del out["attention_mask"]  # one prompt has no padding
         return self._spelled.joined(out)
 
-    def told(self, role: Literal["user", "tool"], contents: Contents) -> Told:
+    def told(self, role: Role, contents: Contents) -> Told:
         if self.no_pictures or not (pictures := pictures_of(contents)):
             return super().told(role, contents)
-        text = self._behind(role, contents)
-        ids = self._spelled.ids(text)
+        text = self.behind(role, contents)
+        ids = self.read(text)
         if (shown := sum(token in self.forbidden for token in ids)) != len(pictures):
             raise TemplateFaultError(f"the chat template shows {shown} of {len(pictures)} pictures as {role}", text)
         images = [open_image(medium) for medium in pictures]
