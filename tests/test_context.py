@@ -141,13 +141,17 @@ def test_plan_counts_what_one_of_several_ranks_keeps_and_says_how_long_rows_may_
     assert f"the phase {phase} needs" in planned(2, int(1.03 * tokens) - prompt, memory).problems[0]
 
 
-def test_a_model_whose_rows_cannot_be_cut_is_refused(tmp_path):
+def test_a_model_that_sees_is_planned_with_rows_in_parts():
     pytest.importorskip("torchvision")
-    (problem,) = plan(load_recipe(["scenes"], SHARDS)).problems
-    assert problem.startswith("train.context_parallel: no rows are cut of a")
-    assert "that sees; remove train.context_parallel" in problem
+    assert not plan(load_recipe(["scenes"], SHARDS)).problems
+
+
+def test_a_model_whose_rows_cannot_be_cut_is_refused(tmp_path):
     policy = made(tiny(tmp_path / "model", "Qwen2")).pipeline.policy
     assert not list(refusals(policy, 2))
+    policy.config.vision_config = {}  # as of a family that nobody has tried
+    assert "that sees; remove train.context_parallel" in next(refusals(policy, 2))
+    del policy.config.vision_config
     policy.config.layer_types = ["full_attention", "sliding_attention"]
     assert "with layers of sliding_attention" in next(refusals(policy, 2))
 

@@ -5,7 +5,8 @@ causal attention is as much work for each (Llama 3, arXiv 2407.21783, section 3.
 values). Everything but attention is of single tokens. Attention has the queries of this rank's tokens and the keys and
 values of all, which are gathered for it, and again for its backward pass, so that what a layer keeps is this rank's.
 
-What is cut is the forward of a Hugging Face decoder, through the attention that the library lets one name.
+What is cut is the forward of a Hugging Face decoder, through the attention that the library lets one name. Of a model
+that sees it is the forward of the decoder inside: every rank reads all pictures of its rows, and cuts what they became.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _TOLERANCE, _IN_HALF = 1e-3, 0.3
 """By how much log-probs may differ from those of whole rows; float32 parts by 1e-6."""
 _PATIENCE = timedelta(days=1)
 """As in ``mmrl.controller.peers``."""
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+"""The types of models that see of which rows are cut: their decoders are causal over pictures too."""
 
 
 class Group:
@@ -201,16 +204,27 @@ class SplitRows:
         """This rank's tokens ``[B, s]`` and the columns ``[s]`` that they are; ``s`` is a multiple of ``by``. Logits
         are wanted behind the consecutive columns ``logits_to_keep`` ``[T]``. Rows are padded on the left; here on the
         right, where no token sees padding."""
-        left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
-        tokens = pad(input_ids, (0, -input_ids.shape[1] % (2 * self.ranks.size * by)))
-        own = columns(tokens.shape[1], self.ranks, tokens.device)
+        own, at = self.places(attention_mask, logits_to_keep, by)
+        return self.picked(input_ids, at), own
+
+    def places(self, attention_mask: Tensor, logits_to_keep: Tensor, by: int = 1) -> tuple[Tensor, Tensor]:
+        """The columns ``[s]`` of this rank, and where in rows padded on the left they are, ``[B, s]``."""
+        left, length = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True), attention_mask.shape[1]
+        self._padding = -length % (2 * self.ranks.size * by)
+        own = columns(length + self._padding, self.ranks, attention_mask.device)
         self._width = len(logits_to_keep)
         index = own + left - logits_to_keep[0]
         there = (index >= 0) & (index < self._width)
         order = there.byte().argsort(dim=1, descending=True, stable=True)[:, : self._width]
         index, there = index.gather(1, order).clamp(0, self._width - 1), there.gather(1, order)
         self.kept, self._index, self._there = order, index, there
-        return tokens.gather(1, (own + left) % tokens.shape[1]), own
+        return own, (own + left) % (length + self._padding)
+
+    def picked(self, values: Tensor, at: Tensor) -> Tensor:
+        """``[B, s, ...]``: what ``[B, L, ...]`` has at the places ``at``, 0 behind its end."""
+        rest = values.shape[2:]
+        wide = pad(values, (*[0, 0] * len(rest), 0, self._padding))
+        return wide.gather(1, at.view(*at.shape, *[1] * len(rest)).expand(*at.shape, *rest))
 
     def own(self, tokens: Tensor) -> Tensor:
         """The part ``[B, m]`` of ``[B, T]`` that this rank had logits of in the last forward."""
@@ -229,15 +243,19 @@ class Cut:
     def __init__(self, module: Any, ranks: Ranks) -> None:
         from transformers import AttentionInterface
 
-        self._module, self.rows = module, SplitRows(ranks)
+        self._module, self.rows, self._decoder = module, SplitRows(ranks), decoder_that_sees(module)
         self._whole_forward, self._attention = module.forward, _config(module)._attn_implementation
+        self._whole_decoder: Any = None if self._decoder is None else self._decoder.forward
         AttentionInterface.register(_NAME, self._attend)  # type: ignore[arg-type]
         module.get_output_embeddings().register_forward_pre_hook(self._only_kept)
         self.turn(on=True)
 
     def turn(self, *, on: bool) -> None:
         """Cut rows from now on, or no longer."""
-        self._module.forward = self._forward if on else self._whole_forward
+        if self._decoder is not None:
+            self._decoder.forward = self._decoded if on else self._whole_decoder
+        cut = self._forward if self._decoder is None else self._forward_that_sees
+        self._module.forward = cut if on else self._whole_forward
         self._module.cut = self.rows if on else None
         _config(self._module)._attn_implementation = _NAME if on else self._attention
         self.rows.kept = None
@@ -247,6 +265,30 @@ class Cut:
         rows, own = self.rows.cut(input_ids, attention_mask, logits_to_keep)
         positions = own.expand_as(rows)
         return self._whole_forward(input_ids=rows, attention_mask=None, position_ids=positions, use_cache=False)
+
+    def _forward_that_sees(self, attention_mask: Tensor, logits_to_keep: Tensor, **given: Any) -> Any:
+        """As ``_forward``; pictures take their places in the rows before these are cut."""
+        self._own, self._at = self.rows.places(attention_mask, logits_to_keep)
+        return self._whole_forward(attention_mask=attention_mask, **{**given, "use_cache": False})
+
+    def _decoded(self, inputs_embeds: Tensor, position_ids: Tensor | None = None, **given: Any) -> Any:
+        """The decoder's hidden states ``[B, s, H]`` of this rank's columns. ``position_ids`` ``[B, L]``, or one such
+        for each axis of multimodal RoPE, before which there may be one for packed rows."""
+        at, picked = self._at, self.rows.picked
+        if position_ids is None:
+            position_ids = self._own.expand_as(at)
+        elif position_ids.ndim == 2:
+            position_ids = picked(position_ids, at)
+        else:
+            position_ids = torch.stack([picked(axis, at) for axis in position_ids[-3:]])
+        seen: Tensor | None = given.pop("visual_pos_masks", None)
+        if seen is not None:  # what some layers add to the hidden states of pictures (Qwen3-VL)
+            mine, number = picked(seen, at), picked(seen.flatten().cumsum(0).view_as(seen) - 1, at)
+            given["deepstack_visual_embeds"] = [layer[number[mine]] for layer in given["deepstack_visual_embeds"]]
+            given["visual_pos_masks"] = mine
+        embeds = picked(inputs_embeds, at)
+        given |= {"inputs_embeds": embeds, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
+        return self._whole_decoder(**given)
 
     def _only_kept(self, layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The hidden states that logits are wanted of."""
@@ -289,9 +331,22 @@ class _Whole(torch.autograd.Function):
         return grad.gather(1, index) * there, None, None, None, None
 
 
+def _base(module: Any) -> Any:
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
 def _config(module: Any) -> Any:
-    """The one that its layers read, with LoRA or not."""
-    return (module.get_base_model() if hasattr(module, "get_base_model") else module).config
+    """The one that the layers of its decoder read, with LoRA or not."""
+    return _base(module).config.get_text_config()
+
+
+def decoder_that_sees(module: Any) -> Any:
+    """The decoder inside a model that sees; None where ``module`` is one itself."""
+    base = _base(module)
+    if base.config.model_type not in SEEING:
+        return None
+    inside = base.model
+    return inside.text_model if hasattr(inside, "text_model") else inside.language_model
 
 
 class InContext:
@@ -344,15 +399,15 @@ class InContext:
 
 def refusals(module: Any, size: int) -> Iterator[str]:
     """Why the rows of ``module`` cannot be cut for ``size`` ranks, with the edit that mends it."""
-    base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    config = base.config
+    base, config = _base(module), _config(module)
     if size == 1:
         return
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     for what, is_it in {
-        "that sees": hasattr(config, "vision_config") or config.get_text_config() is not config,
+        "that sees": (base.config is not config or hasattr(config, "vision_config"))
+        and base.config.model_type not in SEEING,
         "whose attention cannot be named": not getattr(base, "_supports_attention_backend", False),
         f"with layers of {', '.join(sorted(kinds))}": bool(kinds),
         "with a sliding window": bool(sliding) and not kinds,
