@@ -7,7 +7,7 @@ tokens). In an update log-probs, masks and ratios are ``[B, T]`` whatever the mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, get_args
@@ -140,6 +140,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was computed of the fields, which another thread may add to while they are sent."""
+        return {of.name: getattr(self, of.name) for of in fields(self)}
 
     def rows(self, index: Sequence[int]) -> Self:
         """The rows ``index``, in this order."""

@@ -3,20 +3,24 @@
 The oracle is the tokenizer's own ``apply_chat_template`` on the whole conversation, whose texts are the decoded turns.
 """
 
+import pickle
 import random
 import re
+from dataclasses import fields
 
 import pytest
+import torch
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.text.retold import Past, Teller
 from mmrl.text.template_probe import TemplateFaultError
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import Prompt, SampleId, Slot, TextRows
 from tests.templates import TEMPLATES, WORDS, squeezed, tokenizer_of, whole
 
 allow_cpu_only()  # before transformers imports torchvision
 
+SLOT = Slot(0, 0, 0, Prompt("p", "q"))
 THOUGHTS = ["", "<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\n", "<think>a <b> c</think>", "so\n17\n</think>\n"]
 
 
@@ -84,3 +88,12 @@ def test_it_is_the_whole_conversation_of_the_template(sweep):
     assert {stem for stem, _ in refused} <= {"deepseek_r1_distill", "deepseekv3"}, refused  # they count tools' results
     assert retold >= 200
     assert dropped >= 50
+
+
+def test_rows_are_sent_without_what_was_computed_of_them():
+    one = torch.arange(5)
+    rows = TextRows.answers([SLOT], [SampleId(0, 0, 0, 0)], [("k", one)], [one], torch.tensor([False]), [one.float()])
+    assert (rows.sequences, rows.offsets, rows.inside.all()) == (rows, [0, 10], True)
+    again = pickle.loads(pickle.dumps(rows))
+    assert sorted(vars(again)) == sorted(of.name for of in fields(TextRows))
+    assert torch.equal(again.padded("tokens"), rows.padded("tokens"))
