@@ -92,10 +92,10 @@ class Played:
     asked: Prompt
     request: Request
     world: Environment
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    turns: list[Exchange] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list, init=False)
+    log_probs: list[float] = field(default_factory=list, init=False)
+    segments: list[Segment] = field(default_factory=list, init=False)
+    turns: list[Exchange] = field(default_factory=list, init=False)
     past: list[Past] = field(default_factory=list, init=False)
     first: int = field(default=0, init=False)
     gone: int = field(default=0, init=False)
