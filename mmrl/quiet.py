@@ -24,13 +24,18 @@ QUIET = {
     "KINETO_LOG_LEVEL": "5",  # torch's profiler tells of every start and stop
 }
 """Defaults of the environment, set before torch and the model libraries are imported; what the user set stays."""
-_LIBRARIES = {"transformers": "TRANSFORMERS_VERBOSITY", "diffusers": "DIFFUSERS_VERBOSITY"}
+_LIBRARIES = {
+    "transformers": "TRANSFORMERS_VERBOSITY",
+    "diffusers": "DIFFUSERS_VERBOSITY",
+    "huggingface_hub": "HF_HUB_VERBOSITY",
+}
 """Libraries whose log is printed in lines of ours, unless the user set the variable of its level."""
 HARMLESS = re.compile(
     # which class a component is: other libraries read it, and diffusers' own files name it otherwise
     r"The config attributes \{'architectures': \[[^\]]*\]\} were passed"
 )
 """What a user can do nothing about, each with its reason."""
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _LONGEST, _ALIKE, _MOST = 400, 40, 3
 """Characters of a line; texts that begin with so many equal characters are of one kind; lines of a kind."""
 
@@ -45,41 +50,54 @@ def be_quiet() -> list[Plain]:
     return [Plain(name) for name in free if not any(isinstance(of, Plain) for of in logging.getLogger(name).handlers)]
 
 
+class _Once:
+    """Prints lines, an equal one once and at most ``_MOST`` of a kind."""
+
+    def __init__(self) -> None:
+        self._said, self._kinds = set[str](), Counter[tuple[str, str]]()
+
+    def say(self, level: str, library: str, source: str, text: str) -> None:
+        """``source``: what two lines of one kind have in common, beside their first characters. The line goes onto the
+        stderr of the moment, which a progress bar may have wrapped."""
+        text = " ".join(plain(text, _LONGEST).split())
+        line, kind = f"{level}: {library}: {hidden(text)}", (source, text[:_ALIKE])
+        if line in self._said or self._kinds[kind] == _MOST or HARMLESS.search(text):
+            return
+        self._said.add(line)
+        self._kinds[kind] += 1
+        last = " (more of this kind is not shown)" if self._kinds[kind] == _MOST else ""
+        print(f"{line}{last}", file=sys.stderr)
+
+
 class Plain(logging.Handler):
     """Prints what ``library`` logs, in one line and once, but nothing of ``HARMLESS``. Until it is closed the library's
     own handler, which comes when the library is imported, prints nothing."""
 
     def __init__(self, library: str) -> None:
         super().__init__()
-        self._library, self._said, self._kinds = library, set[str](), Counter[tuple[str, str]]()
+        self._library, self._once = library, _Once()
         logging.getLogger(library).handlers.insert(0, self)
         self._mute()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Onto the stderr of the moment, which a progress bar may have wrapped."""
         self._mute()
-        text = " ".join(plain(record.getMessage(), _LONGEST).split())
-        kind = record.name, text[:_ALIKE]
-        if text in self._said or self._kinds[kind] == _MOST or HARMLESS.search(text):
-            return
-        self._said.add(text)
-        self._kinds[kind] += 1
-        last = " (more of this kind is not shown)" if self._kinds[kind] == _MOST else ""
-        print(f"{record.levelname.lower()}: {self._library}: {hidden(text)}{last}", file=sys.stderr)
+        self._once.say(record.levelname.lower(), self._library, record.name, record.getMessage())
 
     def close(self) -> None:
         """Take it away."""
         logging.getLogger(self._library).removeHandler(self)
-        if (own := self._own()) is not None:
+        for own in self._own():
             own.removeFilter(_nothing)
         super().close()
 
     def _mute(self) -> None:
-        if (own := self._own()) is not None:
+        for own in self._own():
             own.addFilter(_nothing)
 
-    def _own(self) -> logging.Handler | None:
-        return getattr(sys.modules.get(f"{self._library}.utils.logging"), "_default_handler", None)
+    def _own(self) -> list[logging.Handler]:
+        named = getattr(sys.modules.get(f"{self._library}.utils.logging"), "_default_handler", None)
+        there = logging.getLogger(self._library).handlers
+        return [named] if named is not None else [own for own in there if type(own) is logging.StreamHandler]
 
 
 def _nothing(record: logging.LogRecord) -> bool:
@@ -160,10 +178,31 @@ def _bars_hidden(decided: bool) -> Generator[None]:
         enable_progress_bars()
 
 
+def library_of(file: str) -> str:
+    """The installed package that ``file`` is of; empty where it is of none."""
+    found = _INSTALLED.search(file)
+    return found[1] if found else ""
+
+
+class _LastResort(logging.Handler):
+    """Prints what a library logs that has no handler, in one line and once; ``usual`` prints the rest."""
+
+    def __init__(self, usual: logging.Handler, once: _Once) -> None:
+        super().__init__(logging.WARNING)
+        self._usual, self._once = usual, once
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if library := library_of(record.pathname):
+            self._once.say(record.levelname.lower(), library, record.name, record.getMessage())
+        else:
+            self._usual.handle(record)
+
+
 def warn_plainly() -> None:
-    """Print warnings to a user without a line of code, and an equal one once in this process: planning and training
-    look at the same data. Other warnings (of deprecated functions) stay as Python prints them."""
-    usual, said = warnings.showwarning, set[str]()
+    """Print warnings of ours and of libraries to a user without a line of code, and an equal one once in this process:
+    planning and training look at the same data, and a library warns at each step. What Python hides (of deprecated
+    functions) stays hidden, and what a user's file warns of stays as Python prints it."""
+    usual, said, once = warnings.showwarning, set[str](), _Once()
 
     def show(
         message: Warning | str,
@@ -173,10 +212,15 @@ def warn_plainly() -> None:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if file is not None or not category.__module__.startswith(("mmrl.", "datasets.")):
+        ours = category.__module__.startswith(("mmrl.", "datasets."))
+        if file is not None or not (ours or library_of(filename)):
             usual(message, category, filename, lineno, file, line)
+        elif not ours:
+            once.say("warning", library_of(filename), f"{filename}:{lineno}", str(message))
         elif str(message) not in said:
             said.add(str(message))
             print(f"warning: {message}", file=sys.stderr)
 
     warnings.showwarning = show
+    if logging.lastResort is not None and not isinstance(logging.lastResort, _LastResort):
+        logging.lastResort = _LastResort(logging.lastResort, once)

@@ -25,9 +25,11 @@ MAX_PIECES = 2**16
 """Strips or tiles of a TIFF."""
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
-# Pillow's own warnings on size and metadata: both are judged here. Set once, since catch_warnings is not thread-safe.
+# Pillow's own warnings on size and metadata, of which only the orientation counts: both are judged here. Set once,
+# since catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-warnings.filterwarnings("ignore", module=r"PIL\.")
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")  # it reads the EXIF of every format
+warnings.filterwarnings("ignore", "Possibly corrupt EXIF MakerNote")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

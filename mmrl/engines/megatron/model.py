@@ -40,6 +40,11 @@ from mmrl.text.critic import Critic
 
 _PATIENCE = 24 * 60
 """Minutes that a rank may wait for another, as in ``mmrl.controller.peers``."""
+_SETTLED = (
+    "full scope is deprecated",  # of a default of its own
+    "Using a large number of experts",  # they are chosen in the type in which transformers chooses them
+)
+"""What Megatron-Core warns of, and no user can change."""
 # 0.16 asks whether it is None, and without Transformer Engine has none
 vars(moe_utils).setdefault("te_general_gemm", None)
 
@@ -132,8 +137,9 @@ def built(module: Any, vocabulary: int, train: Train, *, recompute: bool) -> lis
     lies between the parts of layers (Korthikanti et al. 2022, arXiv 2205.05198). ``recompute``: layers are computed
     again in the backward pass.
     """
-    with warnings.catch_warnings():  # that torch's own norms are taken, and of settings that others made
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        for settled in _SETTLED:
+            warnings.filterwarnings("ignore", settled)
         transformer = configured(module, train, recompute=recompute)
         return [_part(module, transformer, vocabulary, n) for n in range(train.pipeline_chunks)]
 
