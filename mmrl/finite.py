@@ -70,6 +70,15 @@ def check_features(features: Mapping[str, Tensor], prompt: str) -> None:
             raise NotFiniteError(f"the features of the prompt {prompt} are not finite ({name})")
 
 
+def check_encoders(encoders: Iterable[torch.nn.Module], prompt: str) -> None:
+    """Raises ``NotFiniteError`` naming ``prompt``, the first that text encoders read, where a weight of them is not
+    finite: torch's attention on a CPU answers zeros for scores that are all nan, and the features look right."""
+    for encoder in encoders:
+        weights = {name: weight for name, weight in encoder.named_parameters() if _is_real(weight)}
+        if weights and first(weights) is not None:
+            raise NotFiniteError(f"the features of the prompt {prompt} are wrong")
+
+
 def check_pair(latents: Mapping[str, Tensor], prompt: str) -> None:
     """Raises ``NotFiniteError`` naming ``prompt`` where the VAE made numbers of its pictures that are not finite."""
     for name, made in latents.items():
@@ -100,7 +109,11 @@ def _of(bad: Tensor, ids: Sequence[SampleId]) -> str:
 
 
 def _any(bad: Tensor) -> bool:
-    return not hasattr(bad, "fake_mode") and not bad.is_meta and bool(bad.any())
+    return _is_real(bad) and bool(bad.any())
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return not hasattr(tensor, "fake_mode") and not tensor.is_meta
 
 
 def _local(tensor: Tensor) -> Tensor:

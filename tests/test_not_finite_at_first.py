@@ -116,7 +116,11 @@ def cases(count: int) -> list[Case]:
 
 @pytest.mark.sweep("numbers that are not finite before the first update")
 def test_they_name_where_they_are_and_offer_no_lower_rate(sweep, tmp_path):
-    drawn = [*cases(sweep.size(8, 200)), Case("nft", "transformer", "all", 3e38, 173)]  # a gradient of finite weights
+    drawn = [
+        *cases(sweep.size(8, 200)),
+        Case("nft", "transformer", "all", 3e38, 173),  # a gradient of finite weights
+        Case("draft", "text_encoder", "all", math.nan, 182),  # attention answers zeros
+    ]
     sweep.run(drawn, lambda case: right(case, tmp_path / "case"))
     sweep.done()
 

@@ -53,6 +53,7 @@ class FlowPipeline(Denoiser):
         super().__init__(adapter, policy, recipe, device)
         self.makes: Literal["image", "video"] = adapter.makes
         self.cache: FeatureCache | None = None
+        self._encoders_looked_at = False
         self.lengths_of_prompts: PromptLengths | None = None
         self.captions = Captions(adapter)
         adapter.schedule(recipe.eval.steps or self.steps)  # what it refuses, before anything trains
@@ -88,7 +89,11 @@ class FlowPipeline(Denoiser):
                 with self.offloaded.using(*self.adapter.text_encoders, *eyes), torch.no_grad():
                     for key in missing:
                         made = self._encoded(prompts[key]) if key in prompts else self._negative(*negatives[key])
-                        finite.check_features(made, prompts[key].id if key in prompts else "of guidance")
+                        prompt_id = prompts[key].id if key in prompts else "of guidance"
+                        finite.check_features(made, prompt_id)
+                        if not self._encoders_looked_at:
+                            finite.check_encoders(self.adapter.text_encoders, prompt_id)
+                            self._encoders_looked_at = True
                         self.features.put(key, made)
                         if self.cache is not None:
                             self.cache.write(key, self.features.get(key))
