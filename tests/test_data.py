@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -228,6 +230,18 @@ def test_what_is_no_data_set_is_refused_with_the_edit(tmp_path, name, data, why)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=why):
         jsonl("train", path=str(tmp_path / name))
+
+
+MAP = pa.map_(pa.string(), pa.int64())
+
+
+@pytest.mark.parametrize(
+    "kind", [MAP, pa.list_(MAP), pa.struct({"of": MAP}), pa.map_(pa.string(), pa.list_(MAP))], ids=str
+)
+def test_a_column_of_maps_is_refused_by_name(tmp_path, kind):
+    pq.write_table(pa.table({"prompt": ["a"], "tags": pa.nulls(1, kind)}), tmp_path / "q.parquet")
+    with pytest.raises(UserError, match=r"q\.parquet has the column tags of type map<.*: leave the column out"):
+        jsonl("train", path=str(tmp_path / "q.parquet"))
 
 
 def test_what_the_hub_does_not_have_is_refused_with_the_edit(tmp_path):

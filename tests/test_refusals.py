@@ -16,6 +16,7 @@ from mmrl.rewards.contract import Declaration
 from mmrl.rewards.loading import find
 from mmrl.rewards.scoring import check
 from mmrl.run import build
+from mmrl.runtime.start import train
 from tests import tiny
 
 allow_cpu_only()
@@ -196,6 +197,9 @@ def test_a_gpu_that_is_not_here_may_be_planned_for_and_is_refused_in_training(fo
     assert (planned.device, planned.device_memory) == ("cuda:77", None)
     with pytest.raises(UserError, match="device: 'cuda:77' is not to be had here"):
         build(made.recipe)
+    with pytest.raises(UserError, match="device: 'cuda:77' is not to be had here"):
+        train(made, folder / "run-on-a-gpu")
+    assert not (folder / "run-on-a-gpu").exists()
 
 
 HUGE = {

@@ -181,13 +181,26 @@ def _check_shape(schema: Any, rows: int) -> None:
     _check_rows(rows)
     if len(schema) > LIMITS.columns:
         raise ValueError(f"has {len(schema):,} columns; at most {LIMITS.columns:,} are read")
-    level = [one.type for one in schema]
+    level = [(one.name, one.type) for one in schema]
     for _ in range(MAX_DEPTH):
-        level = [kind.field(n).type for kind in level for n in range(kind.num_fields)]
+        for name, kind in level:
+            _check_kind(name, kind)
+        level = [(name, kind.field(n).type) for name, kind in level for n in range(kind.num_fields)]
         if len(level) > LIMITS.columns:
             raise ValueError(f"has more than {LIMITS.columns:,} columns inside others")
     if level:
         raise ValueError(f"has columns nested over {MAX_DEPTH} levels deep")
+
+
+def _check_kind(column: str, kind: Any) -> None:
+    """Raises ``ValueError`` for a type that the package datasets does not read."""
+    import pyarrow as pa
+
+    if any(of(kind) for of in (pa.types.is_map, pa.types.is_union, pa.types.is_interval, pa.types.is_run_end_encoded)):
+        raise ValueError(
+            f"has the column {printable(column)} of type {printable(str(kind))}, which is not read: leave the column "
+            "out, or write it as structs or as texts of JSON"
+        )
 
 
 def _check_rows(rows: int) -> None:

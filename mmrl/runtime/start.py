@@ -16,6 +16,7 @@ from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.config.schema import Recipe
+from mmrl.engines.this_machine import choose_device
 from mmrl.errors import UserError
 from mmrl.files import remove
 from mmrl.planner.plan import resolved
@@ -136,6 +137,8 @@ def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) ->
     """Create or take over the directory ``out``, and keep it locked inside the block. Raises ``UserError``."""
     loaded = resolved(loaded.for_resume(out) if resume else loaded)
     check_trackers(loaded.recipe.log)
+    if loaded.recipe.controllers * loaded.recipe.devices_per_controller == 1:
+        choose_device(loaded.recipe.device)  # before a folder is made; with several, it is another process that has it
     remember(variables(loaded.recipe))
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
         if names := left_by_last(directory.path):
