@@ -7,7 +7,9 @@ import torch
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
 from mmrl.planner.plan import plan
+from mmrl.run import build
 from tests import tiny
 from tests.small_models import small_model
 from tests.test_plan_text import RECIPE, REWARD, ratio_of
@@ -165,6 +167,24 @@ def test_a_real_step_takes_what_the_plan_says(folder, kind):
     assert saved(folder, kind)
     loaded = load_recipe([folder / "recipe.yaml"], [f"model.path={kind}", "sampling.max_new_tokens=24"])
     assert 0.9 < ratio_of(loaded) < 1.1
+
+
+def test_a_kind_that_reads_padding_as_text_is_refused_in_plan_and_before_it_is_loaded(folder):
+    kind = "rwkv"
+    if not there(kind):
+        pytest.skip("transformers has no such model")
+    rows = torch.randint(3, 290, (1, 10))
+    padded, mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), rows], 1), torch.ones(1, 13, dtype=torch.long)
+    mask[:, :3] = 0
+    model = small_model(kind, 300, 1, 0)
+    with torch.no_grad():
+        apart = model(input_ids=padded, attention_mask=mask).logits[:, 3:] - model(input_ids=rows).logits
+    assert apart.abs().max() > 0.1
+    made = load_recipe([folder / "recipe.yaml"], [f"model.path={saved(folder, kind)}"])
+    said = "models of type rwkv read the padding before a prompt as if it were text"
+    assert said in plan(made).problems[0]
+    with pytest.raises(UserError, match=said):
+        build(made.recipe)
 
 
 def test_a_window_forgets_and_a_state_keeps_its_size():

@@ -30,6 +30,8 @@ _VISION = r".*(visual|vision_tower|vision_model|vision_encoder|multi_modal_proje
 
 
 _EXPORTED = "exported_generation_config"
+_READ_PADDING = ("rwkv",)
+"""Kinds of models that know no attention mask."""
 
 
 class AutoModel(Protocol):
@@ -42,6 +44,15 @@ class AutoModel(Protocol):
     def from_config(cls, config: PretrainedConfig, /, *, dtype: torch.dtype) -> PreTrainedModel: ...
 
 
+def check_kind(kind: str) -> None:
+    """Raises ``UserError`` for a kind of model that cannot be trained, whatever its weights."""
+    if kind in _READ_PADDING:
+        raise UserError(
+            f"model.path: transformers' models of type {kind} read the padding before a prompt as if it were text, so "
+            "that sampling and training disagree; set it to a model of another type"
+        )
+
+
 def load_model(
     auto: type[AutoModel], recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str
 ) -> PreTrainedModel:
@@ -52,6 +63,7 @@ def load_model(
     Raises ``UserError`` for what cannot be loaded.
     """
     import transformers.utils.logging
+    from transformers import AutoConfig
 
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
@@ -61,6 +73,7 @@ def load_model(
     said = f"model.path: {where} cannot be loaded by {auto.__name__}: "
     with refused(lambda reason: said + why(reason, wanted, otherwise)), whole_weights(f"model.path: {path}"):
         check_weights(path)
+        check_kind(AutoConfig.from_pretrained(path).model_type)
         check_size(auto, path)
         model = None if ranks is None else load_rows(auto.from_pretrained, path, dtype, ranks)
         if model is None:

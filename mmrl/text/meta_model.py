@@ -28,7 +28,7 @@ from mmrl.text.conditioner import tokenizer_of
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.generation import GENERATE
-from mmrl.text.loading import AutoModel, why, without_sampling_defaults
+from mmrl.text.loading import AutoModel, check_kind, why, without_sampling_defaults
 from mmrl.text.overlong import OverlongError
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import Files
@@ -67,6 +67,7 @@ def empty_model(
         lambda reason: f"model.path: {path} cannot be made by {auto.__name__}: {why(reason, wanted, otherwise)}"
     ):
         config = AutoConfig.from_pretrained(path)
+        check_kind(config.model_type)
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
         with suppress(OSError):  # without this file transformers takes the settings of config.json
