@@ -83,7 +83,7 @@ def half_as_fast(host):
         thread.join()
 
 
-@pytest.mark.parametrize("recipe", ["sums-capo", "scenes-judge", "shapes-judge", "moving-shapes"])
+@pytest.mark.parametrize("recipe", ["sums-capo", "scenes-judge", "scenes-zoom-judge", "shapes-judge", "moving-shapes"])
 def test_three_roles_on_two_hosts_learn_as_fixed_roles_on_one(two, tmp_path, recipe):
     hosts, address = two
     small = [*SMALL]

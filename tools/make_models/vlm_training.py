@@ -36,6 +36,7 @@ from transformers.video_utils import VideoMetadata  # noqa: E402
 PATCH, MERGE = 4, 2
 WIDTH = 128
 FPS = 8
+IMAGE, _NONE = "<image>", {"type": "text", "text": ""}
 BATCH = 32
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _PADS = ("<|image_pad|>", "<|video_pad|>")
@@ -54,7 +55,8 @@ Log = Callable[..., None]
 @dataclass(frozen=True)
 class Example:
     """A conversation about pictures, or about the frames of one clip: ``turns`` are a user's words and the answer.
-    ``at``: the turn that shows each picture; empty: the first shows all."""
+    ``at``: the turn that shows each picture; empty: the first shows all. A picture stands where the words have
+    ``IMAGE``, and those left over before the words."""
 
     turns: Sequence[tuple[str, str]]
     images: Sequence[Image.Image] = ()
@@ -140,7 +142,11 @@ def _messages(e: Example, turns: Sequence[tuple[str, str | None]]) -> list[dict[
     messages = []
     for i, (asked, answer) in enumerate(turns):
         media = [{"type": "image"}] * sum(turn == i for turn in at) + [{"type": "video"}] * (i == 0 and bool(e.frames))
-        messages.append({"role": "user", "content": [*media, {"type": "text", "text": asked}]})
+        first, *rest = asked.split(IMAGE)
+        parts = [{"type": "text", "text": first}]
+        for text in rest:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
+        messages.append({"role": "user", "content": [*media[len(rest) :], *(p for p in parts if p != _NONE)]})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
     return messages
