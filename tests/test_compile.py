@@ -178,7 +178,7 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "edit"),
     [
-        ("sums", [], "remove it"),
+        ("sums", ["rollout.engine=vllm_server"], "remove it"),
         ("shapes-lora", ["controllers=2", "train.backend=fsdp"], "train.backend to replicated"),
         ("shapes-full", ["model.dtype=bfloat16", "algorithm={type: grpo_guard}"], "algorithm.type to flow_grpo"),
         ("shapes-lora", ["model.dtype=float16", "algorithm={type: flow_dppo}"], "model.dtype to float32"),

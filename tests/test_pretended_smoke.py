@@ -34,10 +34,10 @@ def test_more_waits_than_the_budget_are_missed(tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     waiting, place = (importlib.import_module(name) for name in ("smoke_waits", "smoke_place"))
-    one = "a generated token"
+    one = "a slice of text"
     monkeypatch.setattr(waiting, "COUNTING", pretend.waits)
     monkeypatch.setattr(waiting, "CASES", {one: waiting.CASES[one]})
     monkeypatch.setitem(waiting.BUDGETS, one, waiting.Budget())
-    with pytest.raises(place.MissedError, match="more often than the budget says: a generated token") as missed:
+    with pytest.raises(place.MissedError, match="more often than the budget says: a slice of text") as missed:
         waiting.waits(place.Place("cuda", True, tmp_path))
     assert missed.value.figures == {one: "1 of 0"}

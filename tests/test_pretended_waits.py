@@ -154,19 +154,42 @@ def test_what_leaves_the_device_and_comes_back_moves_once_a_phase_and_nobody_wai
     assert set(moved.values()) <= {2, 4}, moved  # two encoders may be of one class
 
 
-def test_a_generated_token_waits_once_and_behind_padding_twice(text):
+def test_tokens_at_fixed_places_are_waited_for_together(text):
+    """Nobody waits for each of them: the host looks at several, of prompts of any length."""
+    from mmrl.engines.slots import UNSEEN
+
+    for data in ("data.jsonl", padded(text)):
+        words = [f"data.train.path={text / data}"]
+        sizes = (UNSEEN, 3 * UNSEEN)
+        found = [waits_of_a_step(text / "recipe.yaml", *words, f"sampling.max_new_tokens={n}") for n in sizes]
+        ours, theirs = more(*found, times=2 * UNSEEN)
+        assert_within("a generated token", ours, theirs)
+        assert not theirs
+        assert sum(ours.values()) == pytest.approx(1 / UNSEEN)
+
+
+def test_a_generated_token_of_batches_waits_once_and_behind_padding_twice(text):
     """Both in transformers. The prompts of the data are of one length, or of two."""
-    found = [waits_of_a_step(text / "recipe.yaml", f"sampling.max_new_tokens={n}") for n in (4, 8)]
-    ours, theirs = more(*found, times=4)
-    assert_within("a generated token", ours, theirs)
-    assert theirs == {"transformers/generation/utils.py": 1}
+    from tests import tiny
+
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    tiny.language_model(text / "window", "qwen2", sharp=0.02, **window)
+    for data, further in (
+        ("data.jsonl", {}),
+        (padded(text), {"transformers/masking_utils.py": 2}),
+    ):  # two kinds of masks
+        words = [f"data.train.path={text / data}", f"model.path={text / 'window'}"]
+        found = [waits_of_a_step(text / "recipe.yaml", *words, f"sampling.max_new_tokens={n}") for n in (4, 8)]
+        ours, theirs = more(*found, times=4)
+        assert_within("a generated token of batches", ours, theirs)
+        assert theirs == {"transformers/generation/utils.py": 1} | further
+
+
+def padded(folder):
+    """The name of data whose prompts are of two lengths."""
     rows = [{"id": str(i), "prompt": f"Say {i}" + " more" * (i % 2)} for i in range(40)]
-    (text / "padded.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = f"data.train.path={text / 'padded.jsonl'}"
-    found = [waits_of_a_step(text / "recipe.yaml", data, f"sampling.max_new_tokens={n}") for n in (4, 8)]
-    ours, theirs = more(*found, times=4)
-    assert_within("a generated token", ours, theirs)
-    assert theirs == {"transformers/generation/utils.py": 1, "transformers/masking_utils.py": 1}
+    (folder / "padded.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "padded.jsonl"
 
 
 @pytest.mark.parametrize("algorithm", ["{type: ppo}", "{type: grpo, kl_coef: 0.1}"])

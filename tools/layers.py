@@ -77,6 +77,7 @@ OPTIONAL = "engines.megatron engines.sglang engines.vllm engines.vllm_server jud
 """The modules that need vLLM, SGLang or Megatron-Core; they may be imported inside a function."""
 
 ALLOWED = {
+    "engines.row_tables engines.fixed_cache": "it has classes of transformers, which takes seconds to import",
     "rewards.judge judge.local": "a judge that is asked over HTTP runs where there is no torch",
     "rewards.judge judge.remote": "a judge in this process needs no HTTP client, which takes 0.2 s to import",
 }

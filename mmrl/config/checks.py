@@ -167,8 +167,9 @@ def _text(recipe: Recipe) -> Iterator[str]:
             "sampling.repetition_penalty: sglang counts no tokens that a response had before it was cut; remove it or "
             "rollout.partial, or set rollout.engine to vllm_server"
         )
-    if recipe.performance.compile:
-        yield "performance.compile: shapes change with every token while text is sampled; remove it"
+    if recipe.performance.compile and recipe.rollout.engine != "transformers":
+        samples = recipe.rollout.engine_name
+        yield f"performance.compile: of text it is for sampling in this process, and {samples} samples; remove it"
     if recipe.train.steps_per_forward != 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     for key in ("fps", "max_frames"):

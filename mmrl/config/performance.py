@@ -44,7 +44,9 @@ class Performance(Section):
     and the sums of gradients stay float32. Results differ: what autocast leaves in float32 (embeddings, the weights of
     norms) is rounded too. Needs ``model.dtype: bfloat16``."""
     compile: bool = False
-    """Pictures and clips: compile the repeated blocks of the denoiser (torch.compile), for sampling and training."""
+    """Pictures and clips: compile the repeated blocks of the denoiser (torch.compile), for sampling and training. Text:
+    sample in this process row by row, each row at a fixed place of the cache, and on CUDA record a step once and replay
+    it (CUDA graphs); training is not compiled."""
 
     def tf32_beside(self, dtype: str) -> bool | None:
         """``tf32`` of a run with this ``model.dtype``; None keeps torch's default."""

@@ -391,7 +391,7 @@ class Recipe(Section):
     def replays_first(self) -> bool:
         """Whether old log-probs are recomputed with a gradient: compiled code rounds half precision differently without
         one, as in sampling."""
-        half = self.performance.compile and self.model.dtype != "float32"
+        half = self.performance.compile and self.model.dtype != "float32" and self.sampling.type != "text"
         return half and self.algorithm.kind == "policy_gradient"
 
     @property

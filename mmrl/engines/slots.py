@@ -1,106 +1,37 @@
 """Sample in this process with the training weights, row by row: where a response ends, another one takes its place.
 
 Every token has the uniform number of its place in its response (``mmrl.text.token_sampling``), so that a response does
-not depend on those beside it, nor on the order in which they were asked for: only the rounding of other batch shapes
-does. Rows end at the same column; what is to their left is padding.
+not depend on those beside it, nor on the order in which they were asked for. Where the model's rows can be at fixed
+places (``mmrl.engines.fixed_cache``) its bits do not, either; elsewhere the rounding of other batch shapes does, and
+new rows wait until all have ended.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mmrl.engines.engine_weights import Allowance
-from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.rollout import Completion, Request, Settings
+from mmrl.engines.row_tables import Fixed, Growing, Inputs, Reader, Row, Table, fixed_refusal
 from mmrl.engines.under_way import OneByOne
-from mmrl.text.base_model import base_model
-from mmrl.text.features import PER_TOKEN
+from mmrl.errors import NotFiniteError
 from mmrl.text.generation import WritingPolicy
-from mmrl.text.stop_strings import StopStrings, stops_of
+from mmrl.text.stop_strings import stops_of
 from mmrl.text.token_sampling import Draw, Penalty
 from mmrl.transfer import to_device
 
-if TYPE_CHECKING:  # slow to import
-    from transformers.cache_utils import Cache
-
-Inputs: TypeAlias = "Callable[[Sequence[str], Sequence[dict[str, Tensor]]], dict[str, Tensor]]"
-"""The model's arguments for prompts, padded on the left, of their features; prompts with one key are equal."""
+UNSEEN = 8
+"""Tokens of each row that a GPU draws before the host waits to look at them. What is drawn behind an end is lost."""
 
 
-@dataclass(eq=False)
-class _Row:
-    """A response. ``kind``: equal for equal settings; ``u``: the uniforms of the ``most`` tokens to be drawn;
-    ``tokens``: with those of ``Request.partial``, ``log_probs``: without."""
-
-    request: Request
-    settings: Settings
-    kind: str
-    stops: StopStrings
-    most: int
-    u: list[float]
-    tokens: list[int]
-    log_probs: list[float]
-
-    def finish(self) -> str | None:
-        """Why it has ended; None where it goes on."""
-        if self.tokens[-1] in self.settings.stop_token_ids:
-            return "stop"
-        if self.stops.complete(self.tokens[-self.stops.window :], len(self.tokens)):
-            return "stop"
-        return "length" if len(self.log_probs) == self.most else None
-
-
-@dataclass
-class _Batch:
-    """Rows that are sampled together. ``tokens``, ``mask`` ``[B, L]``; ``shift`` ``[B, 1]``: what a model that counts
-    positions itself adds to them behind pictures; ``cache``: of all tokens but the last."""
-
-    rows: list[_Row]
-    tokens: Tensor
-    mask: Tensor
-    shift: Tensor
-    cache: Cache
-
-    def of(self, index: list[int]) -> _Batch | None:
-        """The rows ``index``; this batch is not used afterwards."""
-        if len(index) == len(self.rows) or not index:
-            return self if index else None
-        at = to_device(torch.tensor(index), self.tokens.device)
-        self.cache.reorder_cache(at)  # type: ignore[arg-type]
-        rows = [self.rows[n] for n in index]
-        return replace(self, rows=rows, tokens=self.tokens[at], mask=self.mask[at], shift=self.shift[at])
-
-    @property
-    def takes_more(self) -> bool:
-        """Whether rows can be added: not where layers have a state, or a window, in place of keys of all tokens."""
-        from transformers.cache_utils import DynamicLayer
-
-        return all(type(layer) is DynamicLayer and layer.is_initialized for layer in self.cache.layers)
-
-    def with_more(self, more: _Batch) -> _Batch:
-        """Both batches; neither is used afterwards."""
-        unused = int(self.mask.any(0).int().argmax())  # columns that no row has any more
-        width = max(self.mask.shape[1] - unused, more.mask.shape[1])
-        left = [width - one.mask.shape[1] for one in (self, more)]  # a negative number cuts
-        for mine, theirs in zip(self.cache.layers, more.cache.layers, strict=True):
-            for name in ("keys", "values"):
-                parts = zip((getattr(mine, name), getattr(theirs, name)), left, strict=True)
-                setattr(mine, name, torch.cat([pad(part, (0, 0, n, 0)) for part, n in parts]))
-        tokens = [pad(one.tokens, (n, 0)) for one, n in zip((self, more), left, strict=True)]
-        mask = [pad(one.mask, (n, 0)) for one, n in zip((self, more), left, strict=True)]
-        shift = torch.cat([self.shift, more.shift])
-        return _Batch([*self.rows, *more.rows], torch.cat(tokens), torch.cat(mask), shift, self.cache)
-
-
-class Slots(OneByOne[_Row]):
-    """Final class, an ``AnswersAsItGoes``: at most ``most`` rows at once. ``context``: as ``max_model_len``.
+class Slots(OneByOne[Row]):
+    """Final class, an ``AnswersAsItGoes``: at most ``most`` rows at once. ``context``: as ``max_model_len``;
+    ``record``: steps of rows at fixed places are recorded and replayed where the model allows it.
 
     Log-probs are those of the whole distribution at the temperature, as in ``mmrl.text.generation``.
     """
@@ -109,127 +40,145 @@ class Slots(OneByOne[_Row]):
         self,
         writer: WritingPolicy,
         inputs: Inputs,
-        autocast: Callable[[], AbstractContextManager[object]],
+        autocast: Callable[[], torch.autocast],
         context: int,
         most: int,
+        *,
+        record: bool = False,
     ) -> None:
         super().__init__("transformers", context)
-        self._writer, self._inputs, self._autocast, self._most = writer, inputs, autocast, most
-        self._waiting: deque[_Row] = deque()
-        self._batch: _Batch | None = None
+        self._writer, self._reader, self._autocast = writer, Reader(writer, inputs), autocast
+        self.refusal = fixed_refusal(writer.policy)
+        """Why rows are not at fixed places; empty where they are."""
+        self._most, self._size, self._record = most, most, record
+        self._waiting: deque[Row] = deque()
+        self._table: Table | None = None
+        self._unseen: list[tuple[Tensor, Tensor, list[Row | None]]] = []
+        self.places = self.busy = 0
+        """Tokens for which there was a place in all steps, and those that answers have."""
 
     def renewed(self) -> None:
         """New weights came. Raises ``UserError`` where requests are under way."""
         self._refuse("new weights come")
+        self.rest()
 
-    def _begin(self, request: Request, allowance: Allowance, settings: Settings) -> _Row:
+    def rest(self) -> None:
+        """Free the memory, where nothing is under way."""
+        if not self._asked:
+            self._table, self._unseen = None, []
+
+    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        if self._table is None:  # fewer rows than could be need less memory
+            self._size = max(1, min(self._most, len(requests)))
+        try:
+            return super().generate(requests, settings)
+        finally:
+            self._size = self._most
+            self.rest()
+
+    def _begin(self, request: Request, allowance: Allowance, settings: Settings) -> Row:
         done, most = len(request.partial), settings.max_new_tokens
         assert request.seed is not None, "the training process draws by seeds alone"
         u = torch.rand(most, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64)
         stops = stops_of(settings.stop, settings.min_new_tokens, self._writer.conditioner)
         kept, begun = u[done : done + allowance.tokens].tolist(), [*request.partial]
-        self._waiting.append(_Row(request, settings, repr(settings), stops, allowance.tokens, kept, begun, []))
+        self._waiting.append(Row(request, settings, repr(settings), stops, allowance.tokens, kept, begun, []))
         return self._waiting[-1]
+
+    def _new_table(self) -> Table:
+        if self.refusal:
+            return Growing(self._reader, self._size)
+        device = self._writer.device.type
+        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return Fixed(self._reader, self._size, half, record=self._record)
 
     @torch.no_grad()
     def _work(self, timeout: float | None) -> None:
         with self._autocast():
-            if self._batch is not None:
-                self._batch = self._grown(self._batch, self._read(self._batch))
-            free = self._most - (0 if self._batch is None else len(self._batch.rows))
-            if self._waiting and free and (self._batch is None or self._batch.takes_more):
-                fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-                more = self._grown(*self._begun(fresh))
-                if self._batch is None or more is None:
-                    self._batch = self._batch or more
-                else:
-                    self._batch = self._batch.with_more(more)
+            table = self._table = self._table or self._new_table()
+            if self._waiting and table.takes_more:
+                table.add(self._waiting)
+            self._draw(table)
+            under_way = [row for row in table.rows if row is not None]
+            unseen = 1 if self._writer.device.type == "cpu" else UNSEEN
+            if len(self._unseen) >= unseen or all(row.drawn >= row.most for row in under_way):
+                self._look(table)
+            if any(table.rows):
+                table.read()
+        self._idle()
 
     @torch.no_grad()
-    def _end(self, handles: Sequence[_Row]) -> None:
+    def _end(self, handles: Sequence[Row]) -> None:
         self._waiting = deque(row for row in self._waiting if row in self._asked)
-        if self._batch is not None:
-            self._batch = self._batch.of([n for n, row in enumerate(self._batch.rows) if row in self._asked])
+        if self._table is not None:
+            self._table.keep([n for n, row in enumerate(self._table.rows) if row in self._asked])
+        self._idle()
 
-    def _begun(self, rows: list[_Row]) -> tuple[_Batch, Tensor]:
-        """A batch of new rows, and the logits ``[B, V]`` of their next tokens."""
-        names = {name for row in rows for name in row.request.features} & PER_TOKEN
-        made = self._inputs([f"{id(row.request.features)}" for row in rows], [self._features(r, names) for r in rows])
-        mask, core = made["attention_mask"], base_model(self._writer.policy).base_model
-        shift = torch.zeros_like(mask[:, :1])
-        counts = hasattr(core, "rope_deltas") and any(name.endswith("_grid_thw") for name in made)
-        if not counts:
-            made["position_ids"] = self._positions((mask.cumsum(1) - 1).clamp(min=0))
-        out = self._writer.policy(**made, use_cache=True, logits_to_keep=1)
-        if counts:
-            shift = getattr(core, "rope_deltas", shift).to(mask)
-        return _Batch(rows, made["input_ids"], mask, shift, out.past_key_values), out.logits[:, -1].float()
+    def _idle(self) -> None:
+        """Free the memory as soon as nothing is under way, unless it takes long to record the steps again."""
+        if not self._record:
+            self.rest()
 
-    def _features(self, row: _Row, names: set[str]) -> dict[str, Tensor]:
-        """The features of prompt and ``partial``; ``names``: those per token that a row beside it has."""
-        ids = to_device(torch.tensor([*row.request.prompt_ids, *row.request.partial]), self._writer.device)
-        found = {**row.request.features, "input_ids": ids}
-        for name in names - {"input_ids"}:
-            told = found.get(name, ids[:0])
-            found[name] = pad(told, (0, len(ids) - len(told)))
-        return found
-
-    def _positions(self, places: Tensor) -> Tensor:
-        """``places`` ``[B, T]`` as the model takes them: those that count themselves have three for each token."""
-        own = hasattr(base_model(self._writer.policy).base_model, "rope_deltas")
-        return places.expand(3, *places.shape) if own else places
-
-    def _read(self, batch: _Batch) -> Tensor:
-        """The logits ``[B, V]`` of the next tokens."""
-        places = batch.mask.sum(1, keepdim=True) - 1 + batch.shift
-        out = self._writer.policy(
-            input_ids=batch.tokens[:, -1:],
-            attention_mask=batch.mask,
-            position_ids=self._positions(places),
-            past_key_values=batch.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1].float()
-
-    def _grown(self, batch: _Batch, logits: Tensor) -> _Batch | None:
-        """The batch with a further token, without the rows that it ends, which are answered."""
-        tokens, log_probs = self._drawn(batch, logits)
-        batch.tokens = torch.cat([batch.tokens, tokens.unsqueeze(1)], 1)
-        batch.mask = pad(batch.mask, (0, 1), value=1)
-        going = []
-        for n, (row, token, said) in enumerate(zip(batch.rows, tokens.tolist(), log_probs.tolist(), strict=True)):
-            row.tokens.append(token)
-            row.log_probs.append(said)
-            if finish := row.finish():
-                done = len(row.request.partial)
-                self._answer(row, row.tokens[done:], row.log_probs, finish, len(row.request.prompt_ids) + done)
-            else:
-                going.append(n)
-        return batch.of(going)
-
-    def _drawn(self, batch: _Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The next tokens and their log-probs ``[B]``; rows with the same settings are drawn together."""
+    def _draw(self, table: Table) -> None:
+        """The next token of each row; rows with the same settings are drawn together."""
         alike: dict[tuple[str, bool], list[int]] = {}
-        for n, row in enumerate(batch.rows):
-            early = len(row.tokens) < row.settings.min_new_tokens
-            alike.setdefault((row.kind, early), []).append(n)
-        tokens, log_probs = batch.tokens[:, -1].clone(), logits[:, 0].clone()
-        for (_, early), index in alike.items():
-            rows, at = [batch.rows[n] for n in index], to_device(torch.tensor(index), logits.device)
-            settings = rows[0].settings
-            penalty = settings.repetition_penalty
-            draw = Draw(
-                torch.tensor([[row.u[len(row.log_probs)]] for row in rows], dtype=torch.float64),
-                settings.temperature,
-                settings.top_p,
-                settings.top_k,
-                self._writer.conditioner.forbidden,
-                min_p=settings.min_p,
-                penalty=None if penalty == 1 else Penalty(penalty, batch.mask[at]),
-                least=int(early),
-                stops=settings.stop_token_ids,
-            )
-            tokens[at] = draw(batch.tokens[at], logits[at]).argmax(-1)
-            log_probs[at] = draw.log_probs[0]
-        return tokens, log_probs
+        for n, row in enumerate(table.rows):
+            if row is not None:
+                alike.setdefault((row.kind, row.early), []).append(n)
+        device, logits = table.logits.device, table.logits
+        u = to_device(torch.tensor([0.0 if r is None else r.next_u for r in table.rows], dtype=torch.float64), device)
+        if len(alike) == 1:
+            ((of, index),) = alike.items()
+            tokens, log_probs = self._drawn(table, index[0], slice(None), u, early=of[1])
+        else:
+            tokens, log_probs = torch.zeros_like(u, dtype=torch.long), torch.zeros_like(u, dtype=torch.float32)
+            for (_, early), index in alike.items():
+                at = to_device(torch.tensor(index), logits.device)
+                tokens[at], log_probs[at] = self._drawn(table, index[0], at, u, early=early)
+        self._unseen.append((tokens, log_probs, [*table.rows]))
+        for row in table.rows:
+            if row is not None:
+                row.drawn += 1
+        table.write(tokens)
+
+    def _drawn(self, table: Table, first: int, at: Tensor | slice, u: Tensor, *, early: bool) -> tuple[Tensor, Tensor]:
+        """The tokens of the rows ``at``, which have the settings of the row ``first``, and their log-probs."""
+        row = table.rows[first]
+        assert row is not None
+        settings, penalty, said = row.settings, None, table.logits
+        if settings.repetition_penalty != 1:
+            said, own = (of[at] for of in table.said())
+            penalty = Penalty(settings.repetition_penalty, own)
+        draw = Draw(
+            u,
+            settings.temperature,
+            settings.top_p,
+            settings.top_k,
+            self._writer.conditioner.forbidden,
+            min_p=settings.min_p,
+            penalty=penalty,
+            stops=settings.stop_token_ids,
+        )
+        return draw.pick(said, table.logits[at], u[at], early=early)
+
+    def _look(self, table: Table) -> None:
+        """Wait for the tokens that were drawn, and answer the rows that they end."""
+        numbers = torch.stack([torch.stack([tokens.double(), said.double()]) for tokens, said, _ in self._unseen])
+        steps, self._unseen = [rows for _, _, rows in self._unseen], []
+        for (tokens, log_probs), rows in zip(numbers.tolist(), steps, strict=True):
+            self.places += len(rows)
+            for row, token, said in zip(rows, tokens, log_probs, strict=True):
+                if row is None or row not in self._asked:
+                    continue
+                self.busy += 1
+                if not math.isfinite(said):
+                    raise NotFiniteError(
+                        f"the logits that token {len(row.tokens) + 1} of a response was drawn from are not finite "
+                        f"({row.request.name})"
+                    )
+                row.tokens.append(int(token))
+                row.log_probs.append(said)
+                if finish := row.finish():
+                    done = len(row.request.partial)
+                    self._answer(row, row.tokens[done:], row.log_probs, finish, row.prompt)
+        table.keep([n for n, row in enumerate(table.rows) if row in self._asked])

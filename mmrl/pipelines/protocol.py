@@ -193,6 +193,11 @@ class TextPipeline(_Pipeline[TextRows], Protocol):
         """None where updates pad rows to the longest."""
         ...
 
+    @property
+    def refills(self) -> bool:
+        """Whether it samples in this process, and a response takes the place of another that has ended."""
+        ...
+
     def sync(self, policy: Policy) -> None:
         """Have the weights that sample equal the policy's present ones. Where they lie in shards and an engine samples,
         all ranks ask together (``device_tasks.sampling_phase``)."""

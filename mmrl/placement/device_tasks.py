@@ -59,18 +59,31 @@ def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -
 def sample_at_once(
     context: StepContext, chunks: Sequence[Chunk], how: SamplingSpec, clock: Clock
 ) -> Iterator[tuple[Rows, list[Sample]]]:
-    """Sample several micro-batches in one call of an engine, which chooses its own batches; each is decoded separately.
+    """Sample several micro-batches in one call of what chooses its own batches; each is decoded separately.
 
-    There is no retry with fewer rows: an engine's memory does not depend on the number of rows in a call.
+    Of an engine there is no retry with fewer rows: its memory does not depend on the number of rows in a call.
     """
     slots, ids = [slot for chunk in chunks for slot in chunk.slots], [i for chunk in chunks for i in chunk.ids]
     begun = [chunk.begun for chunk in chunks if chunk.begun is not None]
     asked = Chunk(slots, ids, Rows.join(begun) if begun else None)
     with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
         _sync(context)
-        whole = _drawn(context, asked, range(len(ids)), how)
+
+        def drawn(rows: range) -> Rows:
+            return _drawn(context, asked, rows, how)
+
+        if refills(context):
+            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _batch_size_edit(context))
+            whole = Rows.join(parts)
+        else:
+            whole = drawn(range(len(ids)))
     for part in _divided(whole, [len(chunk.ids) for chunk in chunks]):
         yield part, _shown(context, part, how, clock)
+
+
+def refills(context: StepContext) -> bool:
+    """Whether rows of this process take the places of those that have ended, in this micro-batch or another."""
+    return context.pipeline.makes == "text" and of_text(context.pipeline).refills
 
 
 def _sync(context: StepContext) -> None:

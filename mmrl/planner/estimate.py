@@ -127,7 +127,7 @@ def estimated(
 
 def policy(work: Work, recipe: Recipe) -> Work:
     """The operators of the policy as they run: compiled, neighbours that are no products become one kernel."""
-    if not recipe.performance.compile:
+    if not recipe.performance.compile or recipe.sampling.type == "text":
         return work
     made = Work()
     for call, n in work.items():

@@ -34,6 +34,7 @@ from mmrl.errors import UserError
 from mmrl.media import Clip
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
+from mmrl.report.notices import tell
 from mmrl.text import engine_sampling, export, generation, packing, scoring
 from mmrl.text.base_model import base_model
 from mmrl.text.chat import Conditioner
@@ -72,6 +73,7 @@ class LanguagePipeline:
         self._synced: object = None
         self._source: Policy | None = None
         self._slots: Slots | None = None
+        self._told_once = False
         self.critic: Critic | None = None
         self.settings = recipe.decoding
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
@@ -214,9 +216,12 @@ class LanguagePipeline:
         self.given.again(self.engine, self._source)
 
     def _ask(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        """Sample with the engine, under the weights of the last update, which the policy still has."""
+        """Sample with the engine, under the weights of the last update, which the policy still has; without one with
+        the policy itself."""
         engine = self.engine
-        assert engine is not None
+        if engine is None:
+            assert self._slots is not None
+            return self._slots.generate(requests, settings)
         self.given.asked(len(requests))
         drawn = unfailing(engine, self._push, lambda: engine.generate(requests, settings))
         return [self.stops.ended(made, request) for made, request in zip(drawn, requests, strict=True)]
@@ -228,8 +233,27 @@ class LanguagePipeline:
             return engine if isinstance(engine, AnswersAsItGoes) else None
         if self._slots is None and self._cut is None and self._vocabulary is None:
             most = self.recipe.sampling.batch_size or self.recipe.train.micro_batch_size
-            self._slots = Slots(self, self._inputs, self._autocast, self.context or sys.maxsize, most)
+            self._slots = Slots(
+                self,
+                self._inputs,
+                self._autocast,
+                self.context or sys.maxsize,
+                most,
+                record=self.recipe.performance.compile and self.device.type == "cuda",
+            )
         return self._slots
+
+    @property
+    def refills(self) -> bool:
+        asked = self.recipe.performance.compile or self.device.type == "cuda"
+        if not asked or self.engine is not None or self.device.type == "meta":
+            return False
+        if (self.world is not None and self.world.plays) or self.answering() is None or self._slots is None:
+            return False
+        if self._slots.refusal and not self._told_once:
+            tell(f"every batch is sampled until its longest response ends: {self._slots.refusal}")
+            self._told_once = True
+        return not self._slots.refusal
 
     def updates(self) -> dict[str, float]:
         return self.given.row() | (self.engine.metrics() if isinstance(self.engine, LazyEngine) else {})
@@ -259,7 +283,11 @@ class LanguagePipeline:
         version: tuple[int, str] | None = None,
     ) -> TextRows:
         temperature = self.recipe.eval.temperature if evaluate else None
-        return self._drawn(slots, ids, seed, self.settings.temperature if temperature is None else temperature)
+        try:
+            return self._drawn(slots, ids, seed, self.settings.temperature if temperature is None else temperature)
+        finally:
+            if self._slots is not None:
+                self._slots.rest()
 
     @torch.no_grad()
     def begin(
@@ -277,7 +305,7 @@ class LanguagePipeline:
     @torch.no_grad()
     def finish(self, begun: TextRows, actions: Sequence[int], seed: int, at: int) -> TextRows:
         def go_on(rows: TextRows) -> TextRows:
-            if self.engine is not None:
+            if self.engine is not None or self.refills:
                 return self.continue_generation(rows, self.settings.max_new_tokens - at, seed)
             inputs, before = self._read(rows), rows.padded("log_probs")
             limits = [slot.prompt.max_new_tokens for slot in rows.slots]
@@ -296,7 +324,7 @@ class LanguagePipeline:
         slots = self._begun(slots)
         if self.world is not None and self.world.plays:
             return self._played(self.world, slots, ids, seed, temperature)
-        if self.engine is None:
+        if self.engine is None and not self.refills:
             inputs = self._asked([key_of(slot.prompt) for slot in slots])
             limits = [slot.prompt.max_new_tokens for slot in slots]
             with self._autocast():
@@ -367,14 +395,15 @@ class LanguagePipeline:
     def requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
         """The engine's requests; the media of a prompt are opened once for all its samples."""
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
-        shown = {k: self._shown(p) for k, p in prompts.items()}
+        theirs = self.engine is not None or self.world is not None  # who else samples has the features
+        shown = {k: self._shown(p) for k, p in prompts.items()} if theirs else {}
         extra = self.recipe.rollout.sampling
         run_seed = seed if self.recipe.rollout.reproducible else None
         chat = self.conditioner
         opened = {k: (chat.render(p), chat.unexpanded(p) if p.media else (), self._media(p)) for k, p in shown.items()}
         features = {key: self.features.get(key) for key in prompts}
         return [
-            engine_sampling.request(run_seed, sample, slot.prompt, features[key], extra, *opened[key])
+            engine_sampling.request(run_seed, sample, slot.prompt, features[key], extra, *opened.get(key, ("", (), ())))
             for key, slot, sample in zip((key_of(s.prompt) for s in slots), slots, ids, strict=True)
         ]
 

@@ -47,7 +47,8 @@ class Penalty:
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Logits ``[B, V]`` for the token behind ``input_ids`` ``[B, P + t]``."""
         prompt = self.mask.shape[1]
-        said = torch.where(self.mask, input_ids[:, :prompt], input_ids[:, prompt - 1 : prompt])
+        first = input_ids.gather(1, self.mask.int().argmax(1, keepdim=True))  # in the place of padding
+        said = torch.where(self.mask, input_ids[:, :prompt], first)
         said = torch.cat([said, input_ids[:, prompt:]], 1)
         found = logits.gather(1, said)
         return logits.scatter(1, said, torch.where(found < 0, found * self.penalty, found / self.penalty))
@@ -82,17 +83,24 @@ class Draw:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[B, V]`` whose maximum is the token chosen; ``scores`` itself is written to."""
-        logits, position = without(scores, self.forbidden), len(self.log_probs)
+        position = len(self.log_probs)
+        token, log_probs = self.pick(input_ids, scores, self.u[:, position], early=position < self.least)
+        self.log_probs.append(log_probs)
+        return scores.scatter_(-1, token.unsqueeze(-1), torch.inf)  # generate gives a copy of its own
+
+    def pick(self, input_ids: Tensor, scores: Tensor, u: Tensor, *, early: bool) -> tuple[Tensor, Tensor]:
+        """A token for each row of ``scores`` ``[B, V]``, by its uniform of ``u`` ``[B]``, and its log-prob, ``[B]``;
+        ``early``: none of ``stops``."""
+        logits = without(scores, self.forbidden)
         log_probs = drawn_from = self._log_probs(logits)
-        if self.penalty is not None or position < self.least:
+        if self.penalty is not None or early:
             changed = logits if self.penalty is None else self.penalty(input_ids, logits)
-            drawn_from = self._log_probs(without(changed, self.stops if position < self.least else []))
+            drawn_from = self._log_probs(without(changed, self.stops if early else []))
         if self.temperature == 0:
             token = drawn_from.argmax(-1, keepdim=True)
         else:
-            token = choose(drawn_from, self.u[:, position].to(scores.device), self.top_p, self.top_k, self.min_p)
-        self.log_probs.append(log_probs.gather(-1, token).squeeze(-1))
-        return scores.scatter_(-1, token, torch.inf)  # generate gives a copy of its own
+            token = choose(drawn_from, u.to(scores.device), self.top_p, self.top_k, self.min_p)
+        return token.squeeze(-1), log_probs.gather(-1, token).squeeze(-1)
 
     def _log_probs(self, logits: Tensor) -> Tensor:
         scaled = logits if self.temperature in (0, 1) else logits / self.temperature
