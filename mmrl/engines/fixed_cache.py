@@ -65,10 +65,11 @@ class _Layer(CacheLayerMixin):
         """Puts one token of each row in its place, and returns the columns that any row has."""
         assert self.keys is not None
         assert self.values is not None
-        at = self.of.slots, slice(None), self.of.places
+        rows, width = self.of.rows, self.of.width
+        at = self.of.slots[:rows], slice(None), self.of.places[:rows]
         self.keys[at] = key_states[:, :, 0].to(self.keys.dtype)
         self.values[at] = value_states[:, :, 0].to(self.values.dtype)
-        return self.keys[:, :, : self.of.width], self.values[:, :, : self.of.width]
+        return self.keys[:rows, :, :width], self.values[:rows, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.of.width, 0
@@ -82,7 +83,7 @@ class _Layer(CacheLayerMixin):
 
 class FixedCache(Cache):
     """Final class. ``places`` ``[slots]``: the column of each row's newest token; ``width``: the columns that are
-    looked at. ``like``: a cache of the same model, for the sizes of its layers; ``dtype``: None for theirs. Under
+    looked at; ``rows``: the slots that are, the first ones. ``like``: a cache of the same model, for the sizes of its layers; ``dtype``: None for theirs. Under
     autocast it is what attention computes in: the same numbers, and none is cast again for every token."""
 
     def __init__(self, like: Cache, slots: int, length: int, dtype: torch.dtype | None) -> None:
@@ -95,7 +96,7 @@ class FixedCache(Cache):
         device = cast("Any", like.layers[0]).keys.device
         self.slots = torch.arange(slots, device=device)
         self.places = torch.zeros(slots, dtype=torch.long, device=device)
-        self.length = self.width = length
+        self.length, self.width, self.rows = length, length, slots
 
     def put(self, slots: Tensor, of: Cache, row: int, tokens: int) -> None:
         """Have ``slots`` begin with the last ``tokens`` of a ``row`` of another cache. What others left is taken out:

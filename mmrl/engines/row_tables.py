@@ -42,6 +42,10 @@ TOGETHER = 8
 """Prompts of text that a GPU reads in one forward, always so many, with copies of the first in the place of those that
 lack; a CPU reads one at a time. So the shape does not depend on who waits."""
 
+FEWEST = 16
+"""A CPU reads the slots up to the last one in use, in such numbers: with fewer rows it sums products in another order,
+with more the bits of a row are the same. A GPU reads all, so that one recorded step serves."""
+
 
 @dataclass(eq=False)
 class Row:
@@ -304,6 +308,9 @@ class Fixed(Table):
         assert cache is not None
         width = max(row.prompt + row.drawn for row in self.rows if row is not None)
         cache.width = min(_rounded(width, self._columns), cache.length)
+        if self._tokens.device.type == "cpu":
+            last = max(n for n, row in enumerate(self.rows) if row is not None)
+            cache.rows = min(_rounded(last + 1, FEWEST), len(self.rows))
         if not self._record:
             self._step()
         elif cache.width in self._graphs:
@@ -317,12 +324,12 @@ class Fixed(Table):
     def _step(self) -> None:
         cache, policy = self._cache, self._reader.writer.policy
         assert cache is not None
-        places = cache.places.unsqueeze(1)
+        places = cache.places[: cache.rows].unsqueeze(1)
         columns = torch.arange(cache.width, device=places.device)
         given = {
-            "input_ids": self._tokens.gather(1, places),
+            "input_ids": self._tokens[: cache.rows].gather(1, places),
             "attention_mask": (columns <= places)[:, None, None],
-            "position_ids": self._reader.positions(places + self._shift),
+            "position_ids": self._reader.positions(places + self._shift[: cache.rows]),
         }
         of = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         with self._of.attending(policy):
@@ -330,7 +337,7 @@ class Fixed(Table):
                 out = torch.func.functional_call(policy, self._halves, (), {**given, **of}, tie_weights=False)
             else:
                 out = policy(**given, **of)
-        self.logits.copy_(out.logits[:, -1])
+        self.logits[: cache.rows].copy_(out.logits[:, -1])
 
     def said(self) -> tuple[Tensor, Tensor]:
         assert self._cache is not None
