@@ -21,6 +21,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts
 from mmrl.datasets.records import checked, digest_of_prompts
+from mmrl.episodes.contract import note_of_calls
 from mmrl.errors import NotFiniteError, StoppedError, UserError
 from mmrl.garbage import rarely_collected
 from mmrl.json_types import JsonObject
@@ -357,6 +358,8 @@ class Session:
         progress.advance(1, line + self._left_out(row, failures), self._spent)
         if not self._paced and not self.finished:
             progress.line(self._expected(row["time/step"], self._spent - spent))
+            if note := note_of_calls(row):
+                progress.line(note)
         self._paced = True
         return row | logged
 

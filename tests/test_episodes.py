@@ -21,7 +21,7 @@ from mmrl.contracts.finding import kind_of
 from mmrl.contracts.running import results
 from mmrl.engines.rollout import Completion
 from mmrl.episodes.calls import calls_in, reader_of
-from mmrl.episodes.contract import Action, Episode, Exchange, Observation
+from mmrl.episodes.contract import Action, Episode, Exchange, Observation, note_of_calls, of_episodes
 from mmrl.episodes.environment import observations
 from mmrl.episodes.loading import opened
 from mmrl.episodes.pool import Pool
@@ -784,3 +784,14 @@ def test_a_call_that_was_cut_is_never_made(tools):
     (first, _) = rows.episodes[0].turns
     assert "cut" in first.action.calls[0].error
     assert "error" in first.told[0].content
+
+
+def test_calls_that_no_tool_answers_are_counted_and_said(tools):
+    box = Toolbox([f"{tools}:add", f"{tools}:fails"])
+    wrote = [call("add", a=1, b=2), call("fails"), call("nobody"), call("add", a="x", b=2), "<tool_call>{"]
+    turns = [Action(text, calls_in(text, 0)) for text in wrote]
+    made = [Exchange(one, tuple(observations(asyncio.run(box.step(one))))) for one in turns]
+    row = of_episodes([Episode(tuple(made))])
+    assert (row["episode/calls"], row["episode/failed_calls"]) == (5, 0.8)
+    assert note_of_calls(row) == ""
+    assert "all calls of this step failed (4 an episode)" in note_of_calls(of_episodes([Episode(tuple(made[1:]))]))

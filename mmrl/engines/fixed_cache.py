@@ -83,8 +83,9 @@ class _Layer(CacheLayerMixin):
 
 class FixedCache(Cache):
     """Final class. ``places`` ``[slots]``: the column of each row's newest token; ``width``: the columns that are
-    looked at; ``rows``: the slots that are, the first ones. ``like``: a cache of the same model, for the sizes of its layers; ``dtype``: None for theirs. Under
-    autocast it is what attention computes in: the same numbers, and none is cast again for every token."""
+    looked at; ``rows``: the slots that are, the first ones. ``like``: a cache of the same model, for the sizes of
+    its layers; ``dtype``: None for theirs. Under autocast it is what attention computes in: the same numbers, and
+    none is cast again for every token."""
 
     def __init__(self, like: Cache, slots: int, length: int, dtype: torch.dtype | None) -> None:
         layers = list[Any]()

@@ -17,6 +17,8 @@ Content: TypeAlias = "str | Media | Image | Mapping[str, Any] | Sequence[str | M
 """A text, a picture, or a list of them; a mapping is a part of a message, as chat templates take it
 (``{"type": "image", "image": picture}``)."""
 
+FAILED = "failed_call"
+"""The key of ``Observation.info`` that says why a tool could not answer."""
 REWARD = "environment"
 """What recipes call the environment's own reward."""
 
@@ -193,8 +195,20 @@ def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
         "episode/turns": sum(len(one.turns) for one in played) / n,
         "episode/calls": len(calls) / n,
         "episode/unusable_calls": sum(bool(call.error) for call in calls) / max(1, len(calls)),
+        "episode/failed_calls": sum(FAILED in told.info for one in played for turn in one.turns for told in turn.told)
+        / max(1, len(calls)),
         "episode/reward": sum(one.reward for one in played) / n,
         "episode/failed": sum(one.end == "failed" for one in played) / n,
         "episode/unclosed": sum(bool(one.unclosed) for one in played) / n,
         "time/environment": sum(one.seconds for one in played) / n,
     }
+
+
+def note_of_calls(row: Mapping[str, float]) -> str:
+    """A line where every call of a step failed; else empty."""
+    if not row.get("episode/calls") or row.get("episode/failed_calls", 0.0) < 1:
+        return ""
+    return (
+        f"note: no tool has answered: all calls of this step failed ({row['episode/calls']:.2g} an episode); read what "
+        "was called and told in the samples, or in the files of episodes/"
+    )

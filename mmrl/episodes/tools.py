@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, validate_call
 
 from mmrl._load import load
-from mmrl.episodes.contract import Action, Call, Content, Observation
+from mmrl.episodes.contract import FAILED, Action, Call, Content, Observation
 from mmrl.episodes.shown import content_of, is_content
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
@@ -50,26 +50,28 @@ class Toolbox:
         """Make the calls, one after another. What a tool raises is told to the model. Without a call the episode is
         over."""
         if action.calls:
-            return [Observation(await self._made(call), call_id=call.id) for call in action.calls]
+            return [await self._made(call) for call in action.calls]
         asks = getattr(self.world, "get_reward", None)
         reward = 0.0 if asks is None else float(await _awaited(asks()))
         return [Observation(reward=reward, done=True)]
 
-    async def _made(self, call: Call) -> Content:
+    async def _made(self, call: Call) -> Observation:
         if call.error:
-            return _error(call.error)
+            return _error(call, call.error)
         tool = self._by_name.get(call.name)
         if tool is None:
-            return _error(f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}")
+            return _error(call, f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}")
         try:
             checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
             result = await _awaited(checked(**call.arguments))
         except ValidationError as error:
             first = error.errors()[0]
-            return _error(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            return _error(call, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
         except Exception as error:
-            return _error(describe(error))
-        return shown(result)  # what it raises ends the episode: the model cannot mend a picture
+            return _error(call, describe(error))
+        return Observation(
+            shown(result), call_id=call.id
+        )  # what it raises ends the episode: the model cannot mend a picture
 
 
 def of_class(made: Any) -> Toolbox:
@@ -111,8 +113,8 @@ def shown(result: object) -> Content:
     return content_of(result) if isinstance(result, str) or is_content(result) else str(result)
 
 
-def _error(why: str) -> str:
-    return json.dumps({"error": why}, ensure_ascii=False)
+def _error(call: Call, why: str) -> Observation:
+    return Observation(json.dumps({"error": why}, ensure_ascii=False), call_id=call.id, info={FAILED: why})
 
 
 async def _awaited(value: Any) -> Any:
