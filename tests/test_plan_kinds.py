@@ -27,6 +27,7 @@ KINDS = {
     "falcon_h1": "both in each layer",
     "mamba2": "Mamba alone",
     "deepseek_v32": "whole, chosen by an index",
+    "jetmoe": "whole, of experts whose tokens are counted",
 }
 """A kind of model for each kind of cache."""
 MORE = [

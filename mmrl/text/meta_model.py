@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 
 from mmrl.algorithms.settings import CriticSettings
 from mmrl.config.schema import Recipe
@@ -105,6 +107,8 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         _take_the_limit(pipeline)
     policy = pipeline.policy
     setattr(policy, GENERATE, _two_forwards(policy))
+    for router in (module for module in policy.modules() if type(module).__name__ in _ROUTERS):
+        router.forward = partial(_evenly, router, router.forward)
     phases = frozenset(get_args(Phase))
     name = type(base_model(policy)).__name__
     components = [Component("policy", name, policy, phases)]
@@ -124,6 +128,30 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         cache_numbers=cached(base_model(policy).config),
         by_rows=getattr(base_model(policy).config, "quantization_config", None) is None,
     )
+
+
+_ROUTERS = ("JetMoeTopKGating",)
+"""Modules that ask how many tokens each expert has, which nothing without data can answer."""
+
+
+class _Numbers(TorchFunctionMode):
+    """Inside, ``Tensor.item`` gives these numbers, one after another."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__()
+        self._numbers = iter(numbers)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return next(self._numbers) if func is Tensor.item else func(*args, **(kwargs or {}))
+
+
+def _evenly(router: Any, forward: Callable[[Tensor], Any], hidden_states: Tensor) -> Any:
+    """The output of ``router`` for ``hidden_states`` ``[tokens, H]``, as if all of its experts had as many tokens."""
+    tokens = router.top_k * len(hidden_states)
+    with _Numbers((tokens + n) // router.num_experts for n in range(router.num_experts)):
+        return forward(hidden_states)
 
 
 def cached(config: PretrainedConfig) -> Callable[[float], float]:
