@@ -65,6 +65,7 @@ BY_HAND: dict[str, str] = {
     "mmrl/engines/vllm.py: vLLM takes adapters of rank … at most, not …; lower model.lora.rank": "tests/test_edits_by_hand.py::test_vllm_takes_an_adapter_of_a_lower_rank",
     "mmrl/engines/weight_files.py: rollout.weight_transport is shm: the weights take … of …, which has … ": "tests/test_edits_by_hand.py::test_weights_go_through_files_where_memory_has_no_room",
     "mmrl/episodes/isolated.py: environment.isolate: … cannot be imported in a process of its own: …; ": "tests/test_isolated_environments.py::test_a_file_that_cannot_be_imported_again_is_named",
+    "mmrl/episodes/world.py: environment.history: …; set environment.history to keep": "tests/test_episodes.py::test_a_template_that_changes_what_was_told_is_refused",
     "mmrl/episodes/world.py: set environment.role to auto": "tests/test_edits_by_hand.py::test_answers_of_an_environment_are_shown_in_a_role_of_the_template",
     "mmrl/episodes/world.py: set model.chat_template to one that shows them": "tests/test_edits_by_hand.py::test_answers_of_an_environment_are_shown_in_a_role_of_the_template",
     "mmrl/pipelines/lora.py: model.lora.path: the adapter … changes … of the base model, and a plai": "tests/test_edits_by_hand.py::test_adapters_of_other_programs_and_with_whole_weights",

@@ -677,6 +677,8 @@ def test_a_template_that_changes_what_was_told_is_refused(tmp_path):
     (said,) = plan(load_recipe(["sums"], told_anew(tmp_path, COUNTS))).problems
     assert said.startswith("environment.history: the chat template")
     assert "set environment.history to keep" in said
+    kept = [change.replace("history: template", "history: keep") for change in told_anew(tmp_path, COUNTS)]
+    assert not plan(load_recipe(["sums"], kept)).problems
 
 
 def test_the_plan_counts_a_text_for_each_turn_where_turns_are_told_anew(tmp_path):
