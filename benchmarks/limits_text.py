@@ -27,14 +27,10 @@ LORA = "model.lora={rank: 64, alpha: 32, init: default}"
 
 
 def decoding(place: Place) -> dict[str, Any]:
-    """Tokens a second with 256 rows: ours, transformers' static cache with CUDA graphs, and its generate_batch."""
+    """Tokens a second with 256 rows: ours, also with steps as CUDA graphs, transformers' static cache with graphs, and
+    its generate_batch."""
     rows, length = (8, 8) if place.small else (256, 64)
-    context = run_of_text(place, folder := decoder(place), f"sampling.max_new_tokens={length}")
-    slots = context.controller.slots(0, context.prompts, rows // 4, context.rollout.cost)
-    keys = context.pipeline.encode(slots)
-    every = samples_of(slots, 4)
-    asked = [slot for slot, _ in every], [name for _, name in every]
-    figures: dict[str, Any] = {}
+    folder, figures = decoder(place), dict[str, Any]()
 
     def told(label: str, work: Any) -> None:
         drawn = [0]
@@ -46,14 +42,16 @@ def decoding(place: Place) -> dict[str, Any]:
         figures[label] = round(drawn[0] / seconds)
         place.keep(figures)
 
-    def ours() -> int:
-        made = context.pipeline.sample(*asked, (), 0)
-        return sum(made.responses)
-
-    told("ours, tokens/s", ours)
-    inputs: dict[str, Tensor] = context.pipeline._asked([key for key in keys for _ in range(4)])  # type: ignore[attr-defined]
+    inputs: dict[str, Tensor] = {}
+    for label, words in (("ours", []), ("ours with graphs", ["performance.compile=true"])):
+        context = run_of_text(place, folder, f"sampling.max_new_tokens={length}", *words)
+        slots = context.controller.slots(0, context.prompts, rows // 4, context.rollout.cost)
+        keys, every = context.pipeline.encode(slots), samples_of(slots, 4)
+        asked = [slot for slot, _ in every], [name for _, name in every]
+        told(f"{label}, tokens/s", lambda c=context, a=asked: sum(c.pipeline.sample(*a, (), 0).responses))
+        inputs = context.pipeline._asked([key for key in keys for _ in range(4)])  # type: ignore[attr-defined]
+        closed(context)
     inputs.pop("position_ids", None)
-    closed(context)
     told("static cache and graphs, tokens/s", static(place, folder, inputs, length))
     told("generate_batch, tokens/s", batched(place, folder, inputs, length))
     return figures
