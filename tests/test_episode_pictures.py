@@ -277,14 +277,18 @@ def test_log_probs_are_those_of_the_whole_conversation(path, worlds):
     for number, episode in enumerate(rows.episodes):
         whole = inputs_of(pipeline, rows.slots[number].prompt, episode)
         row = rows.rows([number])
-        ids, n = whole["input_ids"][0], row.prompts[0]
-        assert torch.equal(ids[: len(row.tokens)], row.tokens)
-        with torch.no_grad():
-            logits = pipeline.policy(**whole).logits[0].float()
-        logits[:, pipeline.conditioner.forbidden] = -torch.inf
-        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[n - 1 : len(row.tokens) - 1, 0]
-        wrong = (found[number, : row.responses[0]] - expected)[row.action_mask[n:]].abs().max()
-        assert wrong < 2e-5
+        assert gap_to_whole(pipeline, whole, row, found[number]) < 2e-5
+
+
+def gap_to_whole(pipeline, whole, row, found):
+    """By how much log-probs of a row are off those of the model on ``whole``, what the processor made."""
+    ids, n = whole["input_ids"][0], row.prompts[0]
+    assert torch.equal(ids[: len(row.tokens)], row.tokens)
+    with torch.no_grad():
+        logits = pipeline.policy(**whole).logits[0].float()
+    logits[:, pipeline.conditioner.forbidden] = -torch.inf
+    expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[n - 1 : len(row.tokens) - 1, 0]
+    return (found[: row.responses[0]] - expected)[row.action_mask[n:]].abs().max()
 
 
 def test_pictures_are_shown_again_where_thoughts_are_left_out(path, worlds):
@@ -306,14 +310,7 @@ def test_pictures_are_shown_again_where_thoughts_are_left_out(path, worlds):
         *before, last = episode.turns[: (1, 3, 4)[number % 3]]
         short = [replace(one, action=Action(one.action.text.split("</think>")[-1])) for one in before]
         whole = inputs_of(plain, rows.slots[number // 3].prompt, replace(episode, turns=(*short, last)))
-        ids, n = whole["input_ids"][0], row.prompts[0]
-        assert torch.equal(ids[: len(row.tokens)], row.tokens)
-        with torch.no_grad():
-            logits = pipeline.policy(**whole).logits[0].float()
-        logits[:, pipeline.conditioner.forbidden] = -torch.inf
-        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[n - 1 : len(row.tokens) - 1, 0]
-        wrong = (found[number, : row.responses[0]] - expected)[row.action_mask[n:]].abs().max()
-        assert wrong < 2e-5
+        assert gap_to_whole(pipeline, whole, row, found[number]) < 2e-5
     mask = rows.padded("action_mask")
     assert torch.equal(replayed(pipeline, rows)[mask], rows.rejoined(found)[mask])
 

@@ -267,7 +267,7 @@ class Cut:
         return self._whole_forward(input_ids=rows, attention_mask=None, position_ids=positions, use_cache=False)
 
     def _forward_that_sees(self, attention_mask: Tensor, logits_to_keep: Tensor, **given: Any) -> Any:
-        """As ``_forward``; pictures take their places in the rows before these are cut."""
+        """Logits ``[B, m, V]`` as of ``_forward``; pictures take their places in the rows before these are cut."""
         self._own, self._at = self.rows.places(attention_mask, logits_to_keep)
         return self._whole_forward(attention_mask=attention_mask, **{**given, "use_cache": False})
 
