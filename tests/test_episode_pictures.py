@@ -8,6 +8,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from mmrl.planner.plan import plan
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
 from mmrl.text.features import with_told
+from mmrl.text.retold import Past, Teller
 from mmrl.text.template_probe import TemplateFaultError
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests import processors, tiny
@@ -151,6 +153,58 @@ def test_a_row_is_what_the_processor_makes_of_the_whole_conversation(sweep):
                 sweep.check(kinds == [int(token == of) for token in row], f"{kind} {n}: kinds of tokens")
             pictures = sum(part["type"] == "image" for one in said for part in one["content"])
             sweep.check(sum(token == of for token in unexpanded) == pictures, f"{kind} {n}: placeholders")
+    sweep.done()
+
+
+def anew(draw, made, prompt, neutral, teller, role):
+    """A random episode whose turns may have thoughts, as it is told anew: its row and features; and what was said
+    behind the prompt, as the oracle is given it."""
+    saved, past, said = made.saved, [], []
+    for turn in range(draw.randint(1, 4)):
+        answer, thought = f"said {turn}", draw.choice(["", f"so {turn} </think>", "</think> "])
+        wrote = written(saved.tokenizer, thought + answer, stop=draw.random() < 0.7)
+        messages = [message(draw, saved, role, neutral) for _ in range(draw.randint(1, 2))]
+        contents = [content_of(parts) for parts, _ in messages]
+        past.append(Past(wrote, thought + answer, contents, teller.told(contents)))
+        shown = (thought + answer).split("</think>")[-1]
+        said.append({"role": "assistant", "content": [{"type": "text", "text": shown}]})
+        said += [given for _, given in messages]
+    features, found, shown = made.encode(prompt), teller.retold(prompt, past), []
+    ids = features["input_ids"].tolist()
+    row = ids[: len(ids) - found.gone]
+    for _, told in found.parts:
+        shown += [(len(row), told.features)] if told.features else []
+        row += told.tokens
+    return row, with_told(features, shown), said
+
+
+@pytest.mark.sweep("episodes with pictures told anew, in the processors of three families")
+def test_a_row_that_is_told_anew_is_what_the_processor_makes_without_thoughts(sweep):
+    pytest.importorskip("num2words")
+    for kind in KINDS:
+        draw, saved = random.Random(1), processors.processor(kind)
+        plain = saved.chat_template
+        saved.chat_template = plain.replace("c['text']", "c['text'].split('</think>')[-1]")
+        assert saved.chat_template != plain
+        made = chat.Chat(saved, [saved.tokenizer.eos_token_id], {}, forbidden=[saved.image_token_id])
+        for n in range(sweep.size(6, 500)):
+            neutral, role = {}, draw.choice(["user", "tool"])
+            prompt, first = asked(draw, saved, neutral)
+            teller = Teller(made, role, partial(made.told, role), renews=True)
+            row, features, said = anew(draw, made, prompt, neutral, teller, role)
+            whole = saved.apply_chat_template(
+                [first, *said],
+                chat_template=plain,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+            expected, show = told_tokens(saved, whole["input_ids"][0].tolist(), neutral), saved.tokenizer.decode
+            sweep.check(row == expected, f"{kind} {n}: {show(row)!r}, not {show(expected)!r}")
+            for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
+                alike = name not in whole or torch.equal(features[name], whole[name])
+                sweep.check(alike, f"{kind} {n}: other {name}")
     sweep.done()
 
 
