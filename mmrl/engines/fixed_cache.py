@@ -8,13 +8,14 @@ drawn, so that a step can be recorded once and replayed (CUDA graphs).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import gelu, pad, scaled_dot_product_attention, sigmoid, silu
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
@@ -148,15 +149,35 @@ def _attend(
 
 AttentionInterface.register(_NAME, _attend)
 
+_ACTIVATIONS = frozenset({silu, gelu, sigmoid, torch.sigmoid, Tensor.sigmoid})
+"""Those that torch computes on a CPU by another formula where fewer numbers are left than it takes at once."""
+
+
+class _RowByRow(TorchFunctionMode):
+    """Inside, activations of several rows are computed row by row. On a CPU torch computes the last numbers of a
+    tensor, and of the part of each thread, by another formula; which rows have them would depend on their slots."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _ACTIVATIONS or not args or args[0].ndim < 2 or args[0].shape[:-1].numel() == 1:
+            return func(*args, **kwargs)
+        given, *others = args
+        rows = given.reshape(-1, given.shape[-1])
+        return torch.stack([func(row, *others, **kwargs) for row in rows]).view(given.shape)
+
 
 @contextmanager
 def attending(policy: nn.Module) -> Generator[None]:
     """Inside the block, ``policy`` reads one token of each row over a ``FixedCache``."""
-    config = base_model(policy).config.get_text_config(decoder=True)
+    model = base_model(policy)
+    config = model.config.get_text_config(decoder=True)
     before = getattr(config, _SETTING)
     setattr(config, _SETTING, _NAME)
     try:
-        yield
+        with _RowByRow() if model.device.type == "cpu" else nullcontext():
+            yield
     finally:
         setattr(config, _SETTING, before)
 
