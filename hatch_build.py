@@ -1,4 +1,4 @@
-"""Merge the drop-in folders into the wheel; an editable install reads them in place (``mmrl/_checkout.py``)."""
+"""Merge the drop-in folders into the wheel; an editable install reads them in place (``mmrl/core/checkout.py``)."""
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 

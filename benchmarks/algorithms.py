@@ -33,9 +33,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from proof_shapes import train
 
+from mmrl.logging.environment import environment
+from mmrl.logging.metrics import read
 from mmrl.report.curve import panel
-from mmrl.report.environment import environment
-from mmrl.report.metrics import read
 
 ALL = [
     *("train.steps=400", "optim.schedule=constant", "optim.ema_decay=0.9", "model.dtype=float32"),

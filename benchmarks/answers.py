@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import mmrl
-from mmrl.installing import install
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.installing import install
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 
 TABLE = Path(__file__).with_name("data") / "answers.jsonl"
 NAMES = ("number", "boxed", "math")

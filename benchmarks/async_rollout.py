@@ -26,10 +26,10 @@ from typing import Any
 
 from stepping import quartiles, say, spread
 
-from mmrl.report.environment import environment
-from mmrl.report.metrics import read
-from mmrl.simulator.simulate import Cluster, disaggregated
-from mmrl.simulator.trace_from_run import read_run
+from mmrl.logging.environment import environment
+from mmrl.logging.metrics import read
+from mmrl.planner.simulator.simulate import Cluster, disaggregated
+from mmrl.planner.simulator.trace_from_run import read_run
 
 COMMON = ["devices_per_controller=2", "eval.every=null", "checkpoint.every=100", "train.max_cpu_seconds=null"]
 RECIPES = {

@@ -39,13 +39,13 @@ import llm_arms as arms
 import torch
 from stepping import quartiles, say, spread
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.report.environment import environment
-from mmrl.run import build
-from mmrl.trajectory import Prompt, SampleId, Slot, TextRows
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Slot, TextRows
+from mmrl.logging.environment import environment
 
 BACKENDS = {
     "fsdp": ["train.backend=fsdp"],

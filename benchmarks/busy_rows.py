@@ -23,9 +23,9 @@ from typing import Any, cast
 from smoke_place import Place
 from true_shapes import decoder, run_of_text
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.row_tables import Fixed, Growing, Reader
-from mmrl.trajectory import SampleId, Slot, TextRows
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import SampleId, Slot, TextRows
+from mmrl.models.row_tables import Fixed, Growing, Reader
 
 Counts = dict[str, int]
 

@@ -140,7 +140,7 @@ def warmed(steps: int, work: Path) -> Path:
 def run(spec: Spec, work: Path) -> dict[str, Any]:
     """Train an arm in this process. ``success``: of held-out answers after it; ``alike``: of the critic's verdicts."""
     import mmrl
-    from mmrl.report.metrics import read
+    from mmrl.logging.metrics import read
 
     model = warmed(spec.warm_up, work)
     with tempfile.TemporaryDirectory(dir=work) as folder:
@@ -228,7 +228,7 @@ def table(rows: dict[str, Any]) -> str:
 def punished(accuracy: float, votes: int, rule: Any) -> tuple[float, float]:
     """The mean penalty of a wrong step and of a right one, where ``votes`` independent critiques are each right about a
     step with the chance ``accuracy``."""
-    from mmrl.judge.modes import vote_steps
+    from mmrl.rewards.judging.modes import vote_steps
 
     def mean_of(named: float) -> float:
         chances = [comb(votes, k) * named**k * (1 - named) ** (votes - k) for k in range(votes + 1)]

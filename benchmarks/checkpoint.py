@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmrl.checkpoint.reader import Checkpoint
 from mmrl.checkpoint.writer import Saver
 from mmrl.config.schema import Optim
 from mmrl.controller.peers import Group
-from mmrl.engines.policy import Policy
-from mmrl.engines.sharded import Sharded
+from mmrl.core.checkpoint_reader import Checkpoint
+from mmrl.models.policy import Policy
+from mmrl.models.sharded import Sharded
 
 WIDTH = 1000
 LAYERS = 40

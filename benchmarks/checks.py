@@ -84,7 +84,7 @@ def compared(figures: Mapping[str, Any], predicted: Mapping[str, Predicted], sma
 
 def attempt(suite: Suite, index: int, place: Place, said: Path) -> None:
     """Run a check in this process and write its outcome as JSON into ``said``."""
-    from mmrl._torchvision import allow_cpu_only
+    from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
     allow_cpu_only()  # before transformers is imported
     check = suite.checks()[index]
@@ -197,7 +197,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 def main(suite: Suite, options: argparse.Namespace, words: Sequence[str], peer: Path | None = None) -> int:
     """Run the checks that ``options`` name; ``words``: the command's. Returns the exit code."""
-    from mmrl.quiet import be_quiet
+    from mmrl.core.quiet import be_quiet
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries are imported
     be_quiet()
@@ -239,7 +239,7 @@ def write(
     suite: Suite, folder: Path, device: str, outcomes: Sequence[Outcome], words: Sequence[str], now: datetime
 ) -> Path:
     """The table and the JSON file; returns where the second is. ``words``: the command's; ``now``: when it began."""
-    from mmrl.report.environment import environment
+    from mmrl.logging.environment import environment
 
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{suite.name}_{now:%Y-%m-%d_%H%M}_{device.partition(':')[0]}"

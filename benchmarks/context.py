@@ -29,15 +29,15 @@ from typing import Any
 import torch
 from stepping import give_back, resident, say
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Alone, Group
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import SampleId, Slot, TextRows
+from mmrl.logging.environment import environment
 from mmrl.planner.fake_tensors import LiveBytes
-from mmrl.report.environment import environment
-from mmrl.run import build
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import SampleId, Slot, TextRows
+from mmrl.step.step_context import StepContext
 
 allow_cpu_only()  # before transformers imports torchvision
 

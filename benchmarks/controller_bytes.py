@@ -38,16 +38,16 @@ import torch
 from stepping import CPU, resident, say
 
 from mmrl.algorithms.objective import Scored, advantages_of, sampler
-from mmrl.config.objectives import load_objective
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.report.clock import Clock
-from mmrl.report.environment import environment
-from mmrl.training.batch import Batch, chunks, rows_of_update, samples_of
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import DenoisingRows, Rows
+from mmrl.logging.environment import environment
+from mmrl.step.batch import Batch, chunks, rows_of_update, samples_of
+from mmrl.step.micro_batches import split_micro_batches
+from mmrl.step.objectives import load_objective
+from mmrl.step.step_context import StepContext
 from mmrl.training.loop import train_step
-from mmrl.training.micro_batches import split_micro_batches
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import DenoisingRows, Rows
 
 ARMS = ("ours", "single", "metadata")
 STEPS = 2

@@ -21,15 +21,15 @@ from stepping import Arm, must_be_equal
 from torch import Tensor
 
 import mmrl
+from mmrl.app.build import build
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.features import FeatureStore
-from mmrl.report.clock import Clock
-from mmrl.run import build
-from mmrl.training.batch import chunks, samples_of
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import SampleId, Slot
+from mmrl.step.batch import chunks, samples_of
+from mmrl.step.step_context import StepContext
 from mmrl.training.loop import train_step
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import SampleId, Slot
 
 PHASES = ("encode", "sample", "decode", "reward", "train")
 

@@ -30,8 +30,8 @@ import peer_flow_grpo
 import stepping
 from stepping import CPU, Arm, say
 
-from mmrl.report.clock import Clock
-from mmrl.training.step_context import StepContext
+from mmrl.core.clock import Clock
+from mmrl.step.step_context import StepContext
 
 PEERS: dict[str, Any] = {"flow_grpo": peer_flow_grpo, "flow_factory": peer_flow_factory}
 """Modules that load a peer from a path, make its arm and compare its numbers with ours."""

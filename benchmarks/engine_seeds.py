@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from stepping import spread
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.run import build
-from mmrl.text.engine_sampling import settings_of
-from mmrl.text.pipeline import LanguagePipeline
-from mmrl.training.batch import samples_of
+from mmrl.families.text.engine_sampling import settings_of
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.step.batch import samples_of
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ import torch
 
 import mmrl
 from mmrl.config.loader import load_recipe
+from mmrl.core.trajectory import SampleId, Slot
 from mmrl.episodes.play import InStep
-from mmrl.trajectory import SampleId, Slot
 
 WORLD = """
 import random

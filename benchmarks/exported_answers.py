@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.vllm_api import environment, mend, require_vllm
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.inference.vllm_api import environment, mend, require_vllm
 
 PROMPTS = (
     "Write a sentence about bread. Use at most 8 words.",

@@ -30,12 +30,12 @@ from checks import RESULTS, Predicted, device_name
 from smoke_place import MissedError, Place
 
 import mmrl
-from mmrl.callbacks import Metrics, Training
-from mmrl.report.environment import environment
+from mmrl.logging.environment import environment
+from mmrl.logging.metrics import read
+from mmrl.logging.rundir import RunDir
 from mmrl.report.heldout import change_of, level, measure_of, read_samples
-from mmrl.report.metrics import read
 from mmrl.report.recorded import read_run
-from mmrl.report.rundir import RunDir
+from mmrl.training.callbacks import Metrics, Training
 
 LEAST = 0.78
 """Held-out success of ``shapes``, written down before a GPU has run it; 0.80 is the goal."""

@@ -35,17 +35,17 @@ from typing import Any
 import torch
 from stepping import Row, quartiles, say, spread
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.report.clock import Clock
-from mmrl.report.environment import environment
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Sample
+from mmrl.logging.environment import environment
 from mmrl.rewards.scoring import RewardSet, Scores, Scoring
 from mmrl.rewards.subprocess_server import started_elsewhere
 from mmrl.rollout.rounds import sample_and_score
-from mmrl.run import build
-from mmrl.training.batch import Round
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Sample
+from mmrl.step.batch import Round
+from mmrl.step.step_context import StepContext
 
 ARMS = ("serial", "overlapped")
 GOAL, FEWEST = 0.85, 16

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
+from mmrl.app.build import build, restored
 from mmrl.config.loader import load_recipe
-from mmrl.datasets.loading import load_prompts
-from mmrl.judge.statistics import Confusions, auc, auc_interval, wilson
-from mmrl.run import build, restored
+from mmrl.data.loading import load_prompts
+from mmrl.rewards.judging.statistics import Confusions, auc, auc_interval, wilson
 from mmrl.training.evaluation import Evaluator
 
 

@@ -22,12 +22,12 @@ from statistics import median
 import torch
 
 import mmrl
-from mmrl.judge.statistics import auc, auc_interval
-from mmrl.packages.places import found
+from mmrl.core.packages.places import found
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
+from mmrl.rewards.judging.statistics import auc, auc_interval
 from mmrl.rewards.loading import build, find
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 MODEL = "package:smollm2-135m-instruct"
 WORTH = 0.7

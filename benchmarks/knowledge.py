@@ -17,10 +17,10 @@ from statistics import mean
 
 import torch
 
-from mmrl.knowledge.embeddings import KINDS, Kind
-from mmrl.knowledge.graph import Graph, of_rows
-from mmrl.knowledge.towns import towns
-from mmrl.knowledge.training import Settings, Trained, train
+from mmrl.studies.knowledge.embeddings import KINDS, Kind
+from mmrl.studies.knowledge.graph import Graph, of_rows
+from mmrl.studies.knowledge.towns import towns
+from mmrl.studies.knowledge.training import Settings, Trained, train
 
 FIGURES = ("mrr", "hits@10", "auc", "brier", "calibration_error")
 

@@ -28,14 +28,14 @@ from PIL import Image
 
 import mmrl
 from mmrl.config.loader import load_recipe
-from mmrl.distill.distilling import collect, open_policy
-from mmrl.judge.statistics import auc
-from mmrl.labels.baselines import head
-from mmrl.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of
-from mmrl.labels.graph import symmetric
-from mmrl.labels.spreading import GRAPH, HEAD, Inputs, baselines_of, methods
-from mmrl.labels.training import Settings, parted, train
-from mmrl.media import open_image
+from mmrl.core.media import open_image
+from mmrl.rewards.judging.statistics import auc
+from mmrl.studies.distill.distilling import collect, open_policy
+from mmrl.studies.labels.baselines import head
+from mmrl.studies.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of
+from mmrl.studies.labels.graph import symmetric
+from mmrl.studies.labels.spreading import GRAPH, HEAD, Inputs, baselines_of, methods
+from mmrl.studies.labels.training import Settings, parted, train
 
 RECIPE = "shapes-full"
 ANSWERS = "scenes"

@@ -35,9 +35,9 @@ from typing import Any
 
 from proof_shapes import train
 
-from mmrl.report.environment import environment
-from mmrl.report.metrics import read
-from mmrl.report.rundir import RunDir
+from mmrl.logging.environment import environment
+from mmrl.logging.metrics import read
+from mmrl.logging.rundir import RunDir
 
 Curve = dict[int, float]
 """A held-out figure by training step."""

@@ -14,9 +14,9 @@ from smoke_models import peak_gib, tf32, timed
 from smoke_place import Place, SkippedError
 from true_shapes import built
 
+from mmrl.step.step_context import StepContext
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import computed, importance_weights
-from mmrl.training.step_context import StepContext
-from mmrl.training.step_metrics import StepMetrics
 
 RECIPE = "sd35-medium"
 SLICE = ["train.prompts_per_step=1", "train.group_size=8", "train.updates_per_step=1", "sampling.steps=3", JPEG]

@@ -16,8 +16,8 @@ from smoke_place import Place, SkippedError
 from torch import Tensor
 from true_shapes import decoder, run_of_text
 
-from mmrl.training.batch import samples_of
-from mmrl.training.step_context import StepContext
+from mmrl.step.batch import samples_of
+from mmrl.step.step_context import StepContext
 
 TOKENS = 8192
 """Of a slice whose milliseconds are told; those of a slice with fewer are scaled."""
@@ -215,7 +215,7 @@ def trl(place: Place) -> dict[str, Any]:
     import llm_arms
     import peer_trl
 
-    from mmrl.report.clock import Clock
+    from mmrl.core.clock import Clock
 
     true = llm_arms.Size(24, 896, 14, 2, 4864, 151_936, new_tokens=128, prompts=8, group=8, micro_batch=32)
     size = llm_arms.SIZES["tiny"] if place.small else true

@@ -24,14 +24,14 @@ from stepping import Arm, must_be_equal
 from torch import Tensor, nn
 
 import mmrl
+from mmrl.app.build import build
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.report.clock import Clock
-from mmrl.rewards.contract import Context
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample
+from mmrl.step.step_context import StepContext
 from mmrl.training.loop import train_step
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Prompt, Sample
 
 PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}assistant:\n"

@@ -33,8 +33,8 @@ import stepping
 import torch
 from stepping import CPU, Arm, say
 
-from mmrl.report.clock import Clock
-from mmrl.training.step_context import StepContext
+from mmrl.core.clock import Clock
+from mmrl.step.step_context import StepContext
 
 RATIOS = {
     ("mmrl", "bare"): "our time over the bare calls' (goal: 1.15 or less)",

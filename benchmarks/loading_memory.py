@@ -34,19 +34,19 @@ from typing import Any
 
 import torch
 
-from mmrl import local_rows
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core import sharded_loading as local_rows
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 
+from mmrl.app.build import build  # noqa: E402
 from mmrl.config.loader import load_recipe  # noqa: E402
 from mmrl.controller import Controller  # noqa: E402
 from mmrl.controller.peers import Group  # noqa: E402
-from mmrl.engines import sharded  # noqa: E402
+from mmrl.core.clock import Clock  # noqa: E402
+from mmrl.logging.environment import environment  # noqa: E402
+from mmrl.models import sharded  # noqa: E402
 from mmrl.planner.plan import plan  # noqa: E402
-from mmrl.report.clock import Clock  # noqa: E402
-from mmrl.report.environment import environment  # noqa: E402
-from mmrl.run import build  # noqa: E402
 from mmrl.training.loop import train_step  # noqa: E402
 
 SHIPPED = Path(__file__).resolve().parents[1] / "pipelines" / "llm" / "models" / "sums-qwen3"

@@ -27,14 +27,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.pipelines.protocol import recorded_steps
+from mmrl.core.trajectory import Rows, SampleId, Slot
+from mmrl.models.protocol import recorded_steps
 from mmrl.planner.counts import forwards_of_a_sample
 from mmrl.rollout.branches import branch_ids, inner_std
 from mmrl.rollout.midway import chosen, rank_correlation
-from mmrl.run import build
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Rows, SampleId, Slot
+from mmrl.step.step_context import StepContext
 
 Rule = Literal["spread", "extremes", "best"]
 

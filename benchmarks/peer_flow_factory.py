@@ -28,9 +28,9 @@ from stepping import Arm
 from torch import Tensor
 
 import mmrl
-from mmrl.controller.randomness import noise
-from mmrl.report.clock import Clock
-from mmrl.training.step_context import StepContext
+from mmrl.core.clock import Clock
+from mmrl.core.randomness import noise
+from mmrl.step.step_context import StepContext
 
 PACKAGE = "src/flow_factory"
 FILES = tuple(

@@ -24,9 +24,9 @@ from stepping import Arm
 from torch import Tensor
 
 from mmrl.algorithms import sde
-from mmrl.controller.randomness import noise
-from mmrl.report.clock import Clock
-from mmrl.training.step_context import StepContext
+from mmrl.core.clock import Clock
+from mmrl.core.randomness import noise
+from mmrl.step.step_context import StepContext
 
 PATCH = "flow_grpo/diffusers_patch"
 SCRIPT = "scripts/train_sd3_fast.py"

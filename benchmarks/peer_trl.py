@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from llm_arms import LR, Size, prompts
 
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot, TextRows
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, TextRows
+from mmrl.step.step_context import StepContext
 
 TIMED = {"_tokenize_prompts": "encode", "_generate_single_turn": "sample", "_calculate_rewards": "reward"}
 """Its methods and the phases they are; all else of its step counts as ``train``, advantages and metrics among it."""

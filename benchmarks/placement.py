@@ -2,8 +2,8 @@
 
     python benchmarks/placement.py --devices 64 512 --json benchmarks/results/placement.json
 
-In simulated time (``mmrl.simulator.simulate``), the same figures on every machine. Controllers have 8 devices, 8
-micro-batches of sampling a device and step. Three tables for each number of devices:
+In simulated time (``mmrl.planner.simulator.simulate``), the same figures on every machine. Controllers have 8 devices,
+8 micro-batches of sampling a device and step. Three tables for each number of devices:
 
 - grid        judge cost x tail x dynamic sampling x price of a swap: how much shorter the best ``partial`` split
               makes the generate phase than ``colocate`` (negative: longer), and how far ``adaptive`` is ahead of the
@@ -40,7 +40,7 @@ import placement_loads
 from placement_loads import made
 
 from mmrl.placement.adaptive import splits
-from mmrl.simulator.simulate import (
+from mmrl.planner.simulator.simulate import (
     Cluster,
     Outcome,
     adaptive,
@@ -51,7 +51,7 @@ from mmrl.simulator.simulate import (
     moving,
     static,
 )
-from mmrl.simulator.trace import LOADS, Load, Trace
+from mmrl.planner.simulator.trace import LOADS, Load, Trace
 
 DEVICES = 8
 """Of a controller."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from mmrl.placement.simulated_devices import MicroBatch
-from mmrl.simulator.simulate import Cluster
-from mmrl.simulator.trace import LOADS, Load, Trace, Work, synthetic
+from mmrl.planner.simulator.simulate import Cluster
+from mmrl.planner.simulator.trace import LOADS, Load, Trace, Work, synthetic
 
 MICRO_BATCHES = 8
 """Of a device in a step."""

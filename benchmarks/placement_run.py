@@ -32,21 +32,21 @@ from typing import Any
 import stepping
 from stepping import Arm, Row, quartiles, spread
 
+from mmrl.app.build import build
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.placement import Placement
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
+from mmrl.core.clock import Clock
 from mmrl.placement.adaptive import Split, starting
 from mmrl.placement.multi_device import MultiDevice
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.planner.simulator.simulate import Cluster, Outcome, adaptive, bound, static
+from mmrl.planner.simulator.trace import Trace
+from mmrl.planner.simulator.trace_from_run import read_run
 from mmrl.runtime.program import watchdog
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
-from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
-from mmrl.simulator.trace import Trace
-from mmrl.simulator.trace_from_run import read_run
+from mmrl.step.step_context import StepContext
 from mmrl.training.loop import train_step
-from mmrl.training.step_context import StepContext
 
 RECIPE = [
     "devices_per_controller=2",

@@ -26,10 +26,10 @@ from typing import Any
 import yaml
 
 from mmrl.config.loader import LoadedRecipe, load_recipe
+from mmrl.core.quiet import be_quiet
+from mmrl.logging.environment import environment
 from mmrl.planner.estimate import Estimate
 from mmrl.planner.plan import plan
-from mmrl.quiet import be_quiet
-from mmrl.report.environment import environment
 
 PAIRS = Path(__file__).parent / "data" / "plan_pairs.yaml"
 

@@ -17,16 +17,16 @@ from pathlib import Path
 
 from proof_shapes import every_seed, measured, of_seeds
 
-from mmrl.judge.statistics import wilson
+from mmrl.rewards.judging.statistics import wilson
 
 KEYS = {"success": "reward/motion/success", "looks": "reward/looks", "colour": "reward/looks/colour"}
 
 
 def measure_here(out: Path, samples: int) -> None:
     """The work of ``measure``, in this process."""
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.report.metrics import read
-    from mmrl.run import restored
+    from mmrl.app.build import restored
+    from mmrl.data.loading import load_prompts
+    from mmrl.logging.metrics import read
     from mmrl.training.evaluation import Evaluator
 
     rows = read(out / "metrics.jsonl")

@@ -34,16 +34,16 @@ from typing import Any
 
 import torch
 
+from mmrl.app.build import open_run, restored
 from mmrl.config.loader import load_recipe
-from mmrl.datasets.loading import load_prompts
-from mmrl.distill.distilling import agreement, collect, judge_of, open_policy
-from mmrl.distill.folder import NAME, load_encoder, load_students
-from mmrl.distill.sides import VERDICTS, sides_of
-from mmrl.distill.training import scores, table_of
-from mmrl.judge.store import TRANSCRIPTS
-from mmrl.lines import rows_of
-from mmrl.report.metrics import read
-from mmrl.run import open_run, restored
+from mmrl.core.lines import rows_of
+from mmrl.data.loading import load_prompts
+from mmrl.logging.metrics import read
+from mmrl.rewards.judging.store import TRANSCRIPTS
+from mmrl.studies.distill.distilling import agreement, collect, judge_of, open_policy
+from mmrl.studies.distill.folder import NAME, load_encoder, load_students
+from mmrl.studies.distill.sides import VERDICTS, sides_of
+from mmrl.studies.distill.training import scores, table_of
 from mmrl.training.evaluation import Evaluator
 
 REFUSED = "refused"

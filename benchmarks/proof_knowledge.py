@@ -53,7 +53,7 @@ class World:
     """The graph, whom the model is asked about, and what is held out, of a seed. Final class."""
 
     def __init__(self, seed: int, people: int, asked: int) -> None:
-        from mmrl.knowledge.towns import towns
+        from mmrl.studies.knowledge.towns import towns
 
         self.rows: list[Row] = towns(people=people, seed=seed)
         draw = random.Random(f"proof|{seed}")
@@ -173,9 +173,9 @@ def learned_texts(world: World, given: argparse.Namespace, seed: int, work: Path
 
 def embedded(world: World, kind: str, given: argparse.Namespace, seed: int, work: Path) -> Path:
     """The folder of an embedding of the triples that are not held out, made where it is not there."""
-    from mmrl.knowledge import folder
-    from mmrl.knowledge.graph import of_rows
-    from mmrl.knowledge.training import Settings, train
+    from mmrl.studies.knowledge import folder
+    from mmrl.studies.knowledge.graph import of_rows
+    from mmrl.studies.knowledge.training import Settings, train
 
     out = work / kind
     if not out.exists():
@@ -204,9 +204,9 @@ def reward(arm: str, world: World, given: argparse.Namespace, seed: int, work: P
 
 def answers(out: Path, which: str, people: Sequence[str], each: int) -> list[tuple[str, str]]:
     """What a checkpoint of a run answers about ``people``."""
-    from mmrl.run import restored
+    from mmrl.app.build import restored
+    from mmrl.core.trajectory import Prompt
     from mmrl.training.evaluation import Evaluator
-    from mmrl.trajectory import Prompt
 
     run, _, _ = restored(out, which)
     prompts = [Prompt(person, asking(person)) for person in people]

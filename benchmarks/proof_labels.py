@@ -65,7 +65,7 @@ def drawn_again(given: argparse.Namespace, model: Path, folder: Path) -> tuple[P
     """``--again`` pictures of a trained model for prompts of training, in ``folder``, and which of them are right."""
     import mmrl
     from mmrl.config.loader import load_recipe
-    from mmrl.distill.distilling import collect, open_policy
+    from mmrl.studies.distill.distilling import collect, open_policy
 
     loaded = load_recipe([RECIPE], ["model.dtype=float32", "threads=1", f"model.path={model}"])
     context = open_policy(loaded.recipe, loaded.recipe.rewards[0], None, "latest")
@@ -86,8 +86,8 @@ def labelled(folder: Path, truth: Sequence[float], count: int, seed: int) -> Non
 def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, Any]:
     """Spread the labels of ``folders`` into ``out``, where it is not there; what ``mmrl spread`` said of it."""
     from mmrl.config.loader import load_recipe
-    from mmrl.labels.readers import described
-    from mmrl.labels.spread_folder import spread_folder
+    from mmrl.studies.labels.readers import described
+    from mmrl.studies.labels.spread_folder import spread_folder
 
     if not out.exists():
         loaded = load_recipe([RECIPE], [])
@@ -99,10 +99,10 @@ def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, A
 def spread_answers(given: argparse.Namespace, out: Path, seed: int) -> dict[str, Any]:
     """The reward of labels of answers, as ``mmrl spread --model scenes`` writes it; what it says of itself. The
     embeddings are kept in ``--cache``."""
-    from mmrl.labels import folder
-    from mmrl.labels.embeddings import MODEL, Space
-    from mmrl.labels.spreading import spread
-    from mmrl.labels.training import Settings
+    from mmrl.studies.labels import folder
+    from mmrl.studies.labels.embeddings import MODEL, Space
+    from mmrl.studies.labels.spreading import spread
+    from mmrl.studies.labels.training import Settings
 
     parts, truth, encoders = answer_parts(given.cache, given.samples, MODEL)
     space, settings = Space.of(parts), Settings()
@@ -118,9 +118,9 @@ def measured(
     given: argparse.Namespace, model: Path | None, reward: Path | None = None, more: Sequence[str] = ()
 ) -> dict[str, float]:
     """Success of ``model`` (None: the recipe's) on the recipe's held-out prompts, and the ``reward`` of labels."""
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.run import build
+    from mmrl.data.loading import load_prompts
     from mmrl.training.evaluation import Evaluator
 
     name, figure = VERIFIER[given.job]
@@ -156,8 +156,8 @@ def preferred(given: argparse.Namespace, pairs: Path, seed: int, model: Path | N
 
 def by_verifier(given: argparse.Namespace, out: Path, seed: int) -> None:
     """The pairs that ``mmrl spread`` would pick if every score were the verifier's verdict, equal ones at random."""
-    from mmrl.labels import pairs
-    from mmrl.labels.items import items_of
+    from mmrl.studies.labels import pairs
+    from mmrl.studies.labels.items import items_of
 
     items = items_of(pictures(given.cache, given.samples))
     chance = torch.rand(len(items), generator=torch.Generator().manual_seed(seed)) / 10

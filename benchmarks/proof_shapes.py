@@ -58,9 +58,9 @@ def measured(script: str, out: Path, samples: int) -> dict[str, float]:
 def measure_here(path: str) -> None:
     """The work of ``measure``, in this process."""
     import mmrl
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.report.metrics import read
-    from mmrl.run import restored
+    from mmrl.app.build import restored
+    from mmrl.data.loading import load_prompts
+    from mmrl.logging.metrics import read
     from mmrl.training.evaluation import Evaluator
 
     out = Path(path)
@@ -164,8 +164,8 @@ def draw_images(runs: list[Path], folder: Path) -> None:
     """The held-out curve of all runs, and before/after of the first one: the same captions and the same noise."""
     from PIL import Image
 
+    from mmrl.logging.grids import before_after
     from mmrl.report.curve import curve_png
-    from mmrl.report.grids import before_after
 
     folder.mkdir(parents=True, exist_ok=True)
     curve_png(runs, folder / "curve.png", label="shapes/success", title="held-out success")

@@ -19,7 +19,7 @@ from statistics import mean
 
 from proof_shapes import every_seed, measured, of_seeds
 
-from mmrl.judge.statistics import wilson
+from mmrl.rewards.judging.statistics import wilson
 
 SAMPLES = 448
 UNSEEN = {
@@ -32,9 +32,9 @@ UNSEEN = {
 
 def measure_here(out: Path, samples: int) -> None:
     """The work of ``measure``, in this process."""
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.report.metrics import read
-    from mmrl.run import restored
+    from mmrl.app.build import restored
+    from mmrl.data.loading import load_prompts
+    from mmrl.logging.metrics import read
     from mmrl.training.evaluation import Evaluator
 
     rows = read(out / "metrics.jsonl")

@@ -109,10 +109,10 @@ def command(words: Sequence[str], log: Path) -> None:
 
 def measured(given: argparse.Namespace, seed: int) -> dict[str, Any]:
     """All models of a seed, with their held-out rewards."""
-    from mmrl.report.metrics import read
-    from mmrl.soup.evaluation import measuring
-    from mmrl.soup.formulas import merging_weights
-    from mmrl.soup.record import read_soup
+    from mmrl.logging.metrics import read
+    from mmrl.studies.soup.evaluation import measuring
+    from mmrl.studies.soup.formulas import merging_weights
+    from mmrl.studies.soup.record import read_soup
 
     paths = trained(given, seed)
     samples = given.samples or SAMPLES[given.job]
@@ -149,9 +149,9 @@ def measured(given: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 def alone(out: Path, which: str, labels: Sequence[str], samples: int) -> tuple[float, float]:
     """The rewards of a checkpoint of an ordinary run."""
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.run import restored
-    from mmrl.soup.evaluation import rewards_of
+    from mmrl.app.build import restored
+    from mmrl.data.loading import load_prompts
+    from mmrl.studies.soup.evaluation import rewards_of
     from mmrl.training.evaluation import Evaluator
 
     run, _, _ = restored(out, which)
@@ -167,7 +167,7 @@ def alone(out: Path, which: str, labels: Sequence[str], samples: int) -> tuple[f
 
 def figures(seed: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """The measures of each arm of a seed, by arm; null where one model has none."""
-    from mmrl.soup.formulas import controllability, hypervolume, sparsity
+    from mmrl.studies.soup.formulas import controllability, hypervolume, sparsity
 
     models, units = seed["models"], seed["units"]
     points = [(units[0] * one["rewards"][0], units[1] * one["rewards"][1]) for one in models]

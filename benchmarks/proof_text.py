@@ -19,7 +19,7 @@ from statistics import mean
 
 from proof_shapes import every_seed, of_seeds
 
-from mmrl.judge.statistics import wilson
+from mmrl.rewards.judging.statistics import wilson
 
 SAMPLES = 1024
 KEYS = [f"{when}/{how}" for how in ("sampled", "greedy") for when in ("before", "after")]
@@ -36,9 +36,9 @@ def measure(out: Path, part: str) -> dict[str, float]:
 
 def measure_here(out: Path, part: str) -> None:
     """The work of ``measure``, in this process."""
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.report.metrics import read
-    from mmrl.run import restored
+    from mmrl.app.build import restored
+    from mmrl.data.loading import load_prompts
+    from mmrl.logging.metrics import read
     from mmrl.training.evaluation import Evaluator
 
     rows = read(out / "metrics.jsonl")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from proof_shapes import every_seed, measured, of_seeds
 
-from mmrl.judge.statistics import wilson
+from mmrl.rewards.judging.statistics import wilson
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -54,9 +54,9 @@ def second_reader(picture: Image.Image) -> str:
 def measure_here(out: Path, samples: int) -> None:
     """The work of ``measure``, in this process."""
     import mmrl
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.report.metrics import read
-    from mmrl.run import restored
+    from mmrl.app.build import restored
+    from mmrl.data.loading import load_prompts
+    from mmrl.logging.metrics import read
     from mmrl.training.evaluation import Evaluator
 
     words = mmrl.load("datasets", "words")

@@ -44,9 +44,9 @@ from typing import Any
 import psutil
 
 import mmrl.cli
-from mmrl.checkpoint import reader
 from mmrl.config.loader import load_recipe
-from mmrl.report.metrics import read
+from mmrl.core import checkpoint_reader as reader
+from mmrl.logging.metrics import read
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MMRL_RANDOM_KILLS"
@@ -405,7 +405,7 @@ def warm(words: Sequence[str]) -> None:
     import torch
 
     import mmrl.runtime.start  # noqa: F401
-    from mmrl.run import build
+    from mmrl.app.build import build
 
     torch.set_num_threads(1)
     loaded = load_recipe([words[0]], list(words[1:]))

@@ -27,8 +27,8 @@ from typing import Any
 
 from proof_shapes import train
 
-from mmrl.report.environment import environment
-from mmrl.report.metrics import read
+from mmrl.logging.environment import environment
+from mmrl.logging.metrics import read
 
 ALL = ["eval.every=10", "eval.samples=128", "eval.grid=8", "checkpoint.keep=1"]
 METRIC = "reward/shapes/success"

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 import mmrl
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import calling, views
-from mmrl.run import build
 from mmrl.training.loop import train_step
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 STEPS = 2
 

@@ -4,9 +4,9 @@
 
 Live: ``MultiDevice`` with eight devices, their threads, the task queue, role switches and decisions; what a device
 computes is a sleep. The times are those of a load of ``placement_loads``, or of recorded runs (``--trace``), scaled so
-that a step takes about ``--seconds``. Simulated: ``mmrl.simulator.simulate`` with the seconds that each sleep really
-took, since a busy machine wakes sleeping threads late; the last column has the error with the seconds that were asked
-for. Both begin a run without knowledge, so that under ``adaptive`` a different decision shows in all later steps.
+that a step takes about ``--seconds``. Simulated: ``mmrl.planner.simulator.simulate`` with the seconds that each sleep
+really took, since a busy machine wakes sleeping threads late; the last column has the error with the seconds that were
+asked for. Both begin a run without knowledge, so that under ``adaptive`` a different decision shows in all later steps.
 With ``disaggregated`` a step is the time between two updates; a decision's own time counts as training, since nothing
 trains meanwhile.
 
@@ -30,9 +30,9 @@ from sleeping_devices import SleepingDevices
 
 from mmrl.config.placement import Placement
 from mmrl.placement.simulated_devices import MicroBatch
-from mmrl.simulator.simulate import Cluster, placed, sampled_ahead
-from mmrl.simulator.trace import Trace, Work
-from mmrl.simulator.trace_from_run import fitted, read_run
+from mmrl.planner.simulator.simulate import Cluster, placed, sampled_ahead
+from mmrl.planner.simulator.trace import Trace, Work
+from mmrl.planner.simulator.trace_from_run import fitted, read_run
 
 DEVICES = 8
 PLACEMENTS = {

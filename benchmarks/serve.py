@@ -18,9 +18,9 @@ import time
 import numpy
 from PIL import Image
 
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import wire
 from mmrl.rewards.subprocess_server import started_elsewhere
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 
 def request() -> bytes:

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 
 from stepping import CPU, JPEG, Arm, Row, measure, say, spread
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
 from mmrl.training.loop import train_step
 
 GIVEN = "as given"

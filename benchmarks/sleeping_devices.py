@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from mmrl.config.placement import Placement
-from mmrl.engines.policy import Version
+from mmrl.core.clock import Clock
+from mmrl.core.reward_contract import Asked
+from mmrl.models.policy import Version
 from mmrl.placement import device_tasks, lending
 from mmrl.placement.adaptive import State, opening
 from mmrl.placement.multi_device import MultiDevice
@@ -29,8 +31,6 @@ from mmrl.placement.scheduler_log import Replay, replay
 from mmrl.placement.simulated_devices import MicroBatch, Rounds, SimulatedDevices, SimulatedTask, Times
 from mmrl.placement.task_queue import Task
 from mmrl.placement.tasks import Call
-from mmrl.report.clock import Clock
-from mmrl.rewards.contract import Asked
 from mmrl.rewards.returned import Answer
 
 Key = tuple[str, tuple[int, int]]

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from smoke_models import timed
 from smoke_place import Place
 
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
 from mmrl.rollout.collect import collect_batch
-from mmrl.training.batch import Batch, MicroBatch, rows_of_update
+from mmrl.step.batch import Batch, MicroBatch, rows_of_update
+from mmrl.step.micro_batches import split_micro_batches
+from mmrl.step.step_context import StepContext
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import backward
-from mmrl.training.micro_batches import split_micro_batches
-from mmrl.training.step_context import StepContext
-from mmrl.training.step_metrics import StepMetrics
 
 JPEG = 'rewards=[{name: "jpeg:compressibility"}]'
 """The override of a reward that takes no time."""

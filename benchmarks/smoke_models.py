@@ -16,8 +16,8 @@ from smoke_place import MissedError, Place, SkippedError
 from smoke_recipes import GAP, settings, trained
 
 from mmrl.config.performance import Performance
-from mmrl.engines import performance
-from mmrl.frozen_modules import Frozen
+from mmrl.core.offload import Frozen
+from mmrl.models import performance
 from mmrl.planner.gpus import GPUS
 
 MEMORY_WITHIN = 0.10
@@ -177,9 +177,9 @@ def _sleeping_engine(place: Place, *words: str) -> dict[str, Any]:
     """The log-probs of engine and policy must be near one another after each sleep, or weights have not come back."""
     if not find_spec("vllm"):
         raise SkippedError("vLLM is not installed")
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.report.clock import Clock
-    from mmrl.run import build
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
 
     sizes = ["train.prompts_per_step=2"] if place.small else ["train.prompts_per_step=8", "train.micro_batch_size=16"]

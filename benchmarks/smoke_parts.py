@@ -74,9 +74,9 @@ def stepped(words: list[str], controller: Any) -> list[dict[str, float]]:
     """The metrics of two steps of ``sums``."""
     import torch
 
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.report.clock import Clock
-    from mmrl.run import build
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
 
     loaded = load_recipe(["sums"], words)

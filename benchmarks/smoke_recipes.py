@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 def doctor(place: Place) -> dict[str, Any]:
     """What ``mmrl doctor`` finds; a problem fails the check."""
-    from mmrl.doctor import examine
+    from mmrl.planner.doctor import examine
 
     found = examine()
     rows = dict(found.rows)

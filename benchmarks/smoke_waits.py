@@ -48,7 +48,7 @@ BUDGETS = {
     "a slice of text with a critic": Budget(
         {"mmrl/placement/device_tasks.py": 1}, {"transformers/masking_utils.py": 5}
     ),
-    "a generated token": Budget({"mmrl/engines/slots.py": 1}),
+    "a generated token": Budget({"mmrl/inference/slots.py": 1}),
     "a generated token of batches": Budget(  # of a family without fixed places, here with windows
         libraries={
             "transformers/generation/utils.py": 1,
@@ -89,9 +89,9 @@ CASES = {
 
 def waits_of_a_step(recipe: str | Path, overrides: Sequence[str], counting: Callable[[], Any]) -> Any:
     """What ``counting()`` counted in the second step of a run; the first one makes what is made once."""
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.report.clock import Clock
-    from mmrl.run import build
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
 
     loaded = load_recipe([recipe], overrides)

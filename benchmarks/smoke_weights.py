@@ -17,7 +17,7 @@ def weights_to_another_process(place: Place) -> dict[str, Any]:
     """Sends weights twice; the other process adds up what it got."""
     import torch
 
-    from mmrl.engines.weight_groups import WeightGroup
+    from mmrl.inference.weight_groups import WeightGroup
 
     count, width = (3, 64) if place.small else (16, 4096)
     made = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def receive(meeting: Path, device: str, said: Path) -> None:
     """The other process."""
     import torch
 
-    from mmrl.engines.weight_groups import WeightGroup
+    from mmrl.inference.weight_groups import WeightGroup
 
     gpu = device.startswith("cuda")
     if gpu:

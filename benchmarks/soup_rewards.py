@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Sample
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Sample
 
 
 @mmrl.reward(inputs=("text",))

@@ -13,15 +13,15 @@ import stepping
 import torch
 from stepping import CPU, JPEG, Arm
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
 from mmrl.rollout.collect import collect_batch
-from mmrl.run import build
-from mmrl.training.batch import Batch, rows_of_update
+from mmrl.step.batch import Batch, rows_of_update
+from mmrl.step.micro_batches import split_micro_batches
+from mmrl.step.step_context import StepContext
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import backward
-from mmrl.training.micro_batches import split_micro_batches
-from mmrl.training.step_context import StepContext
-from mmrl.training.step_metrics import StepMetrics
 
 
 def slices_with(context: StepContext, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:

@@ -56,7 +56,7 @@ def child(arguments: list[str], written: Path) -> None:
     def and_watch(*args: Any, **more: Any) -> Any:  # once the recipe is read, which sets the threads of torch
         loaded = read(*args, **more)
         if arguments[0] == "train":
-            from mmrl import session
+            from mmrl.app import trainer as session
 
             session.measure = watched("first evaluation", session.measure)
             session.train_step = watched("first step", session.train_step)

@@ -11,10 +11,10 @@ alone, so that the same response always gets the same critique, as from a judge 
 import random
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.judge.modes import vote_steps
-from mmrl.judge.rubric import split_steps
-from mmrl.rewards.contract import Spans
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Spans
+from mmrl.rewards.judging.modes import vote_steps
+from mmrl.rewards.judging.rubric import split_steps
 
 sums = mmrl.load("datasets", "sums")
 VOTES = ("intersection", "majority", "union", "average")

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from mmrl.report.clock import Clock
-from mmrl.report.environment import environment
+from mmrl.core.clock import Clock
+from mmrl.logging.environment import environment
 
 Row = dict[str, float]
 """Seconds by phase, and ``total``: the whole step, with what lies between its phases."""

@@ -117,10 +117,10 @@ def opened(job: Job, overrides: Sequence[str], root: Path) -> tuple[Any, Callabl
     they are: a moving average is the peer's own."""
     import torch
 
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
     from mmrl.config.schema import Recipe
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.run import build
+    from mmrl.data.loading import load_prompts
     from mmrl.training.evaluation import Evaluator
 
     recipe = Recipe.model_validate(load_recipe([job.recipe], [*overrides, "optim.ema_decay=null"]).resolved())
@@ -171,7 +171,7 @@ def _trained_by(
     """A peer's steps, with a moving average of the weights as ours."""
     import torch
 
-    from mmrl.report.clock import Clock
+    from mmrl.core.clock import Clock
 
     average = [p.detach().clone() for p in parameters]
     spent, step = 0.0, 0

@@ -35,7 +35,7 @@ from typing import Any
 
 from time_jobs import JOBS, PEERS, Curve, Ended, time_to, trained
 
-from mmrl.report.environment import environment
+from mmrl.logging.environment import environment
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Models with the shapes that a recipe records in its architecture file and random weights: no checkpoint is needed.
 
-Everything but the reading of weights is the product's: ``built`` is ``mmrl.run.build`` of the recipe, as ``mmrl train``
-calls it. Text encoders have one layer, since what is timed begins behind them.
+Everything but the reading of weights is the product's: ``built`` is ``mmrl.app.build.build`` of the recipe, as ``mmrl
+train`` calls it. Text encoders have one layer, since what is timed begins behind them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from smoke_place import Place
 from torch import nn
 
 import mmrl
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.run import build
-from mmrl.training.step_context import StepContext
+from mmrl.step.step_context import StepContext
 
 PIPELINES = Path(__file__).resolve().parents[1] / "pipelines"
 SHAPES = PIPELINES / "diffusion" / "models" / "shapes-sd3"

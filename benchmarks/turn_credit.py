@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import mmrl
-from mmrl.episodes.contract import Action, Observation
-from mmrl.trajectory import Prompt
+from mmrl.core.episode import Action, Observation
+from mmrl.core.trajectory import Prompt
 
 TURNS = 4
 

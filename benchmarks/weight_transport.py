@@ -28,8 +28,8 @@ from statistics import quantiles
 import torch
 from torch import Tensor
 
-from mmrl.engines.weight_files import BUCKET_BYTES, place_for, write_weights
-from mmrl.engines.weight_groups import WeightGroup
+from mmrl.inference.weight_files import BUCKET_BYTES, place_for, write_weights
+from mmrl.inference.weight_groups import WeightGroup
 from mmrl.runtime import wire
 
 WIDTH = 2048

@@ -36,18 +36,18 @@ import stepping
 import torch
 from stepping import CPU, Arm, spread
 
-import mmrl.training.batch
+import mmrl.step.batch
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller.workload_balance import LAUNCH, pack, packing_cost, padded
-from mmrl.report.clock import Clock
-from mmrl.report.environment import environment
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Rows
+from mmrl.logging.environment import environment
 from mmrl.rollout.collect import collect_batch
-from mmrl.run import build
-from mmrl.training.batch import Batch, chunks
-from mmrl.training.micro_batches import parts, split_micro_batches
-from mmrl.training.step_context import StepContext
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Rows
+from mmrl.step.batch import Batch, chunks
+from mmrl.step.micro_batches import parts, split_micro_batches
+from mmrl.step.step_context import StepContext
+from mmrl.step.step_metrics import StepMetrics
 
 CASES = ("sums", "long_tail")
 Sizes = Sequence[Sequence[int]]
@@ -78,7 +78,7 @@ def long_tailed(context: StepContext, batch: Batch, median: float, sigma: float,
 
 def update(context: StepContext, batch: Batch, way: Any) -> torch.Tensor:
     """All forward and backward passes of an update with micro-batches cut by ``way``; its gradient ``[n]``."""
-    mmrl.training.batch.pack = way
+    mmrl.step.batch.pack = way
     rows = list(range(len(batch.places)))
     total = context.objective.loss_denominator(batch.weights, batch.lengths)
     for micro_batch in split_micro_batches(context, batch, rows):

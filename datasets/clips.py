@@ -15,11 +15,11 @@ from typing import Literal
 
 from PIL import Image
 
-from mmrl.datasets.records import Records
-from mmrl.errors import UserError
-from mmrl.media import Media
-from mmrl.media.decoding import needs
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.media import Media
+from mmrl.core.media.decoding import needs
+from mmrl.core.trajectory import Prompt
+from mmrl.data.records import Records
 
 from .shapes import COLOURS, KINDS, SIZE, Shape, draw
 

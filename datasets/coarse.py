@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from mmrl.datasets.records import Records
-from mmrl.errors import UserError
-from mmrl.media import Media
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.media import Media
+from mmrl.core.trajectory import Prompt
+from mmrl.data.records import Records
 
 from . import scenes, shapes
 

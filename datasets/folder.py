@@ -17,23 +17,17 @@ from os.path import lexists, relpath
 from pathlib import Path
 from typing import Literal
 
-from mmrl.datasets.checks import MediaChecks, Verify
-from mmrl.datasets.fields import (
-    Columns,
-    digest_of_prompt,
-    make_prompt,
-    read_fields,
-    warn_of_unread,
-)
-from mmrl.datasets.limits import LIMITS
-from mmrl.datasets.record_media import media_from
-from mmrl.datasets.records import BadRecord, Records, in_split, leave_out
-from mmrl.datasets.text_rows import open_text
-from mmrl.errors import UserError
-from mmrl.json_types import Cell, Json
-from mmrl.media import KINDS
-from mmrl.trajectory import Prompt
-from mmrl.untrusted import parse_json, printable, read_file, resolved, walk
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Cell, Json
+from mmrl.core.media import KINDS
+from mmrl.core.trajectory import Prompt
+from mmrl.core.untrusted import parse_json, printable, read_file, resolved, walk
+from mmrl.data.checks import MediaChecks, Verify
+from mmrl.data.fields import Columns, digest_of_prompt, make_prompt, read_fields, warn_of_unread
+from mmrl.data.limits import LIMITS
+from mmrl.data.record_media import media_from
+from mmrl.data.records import BadRecord, Records, in_split, leave_out
+from mmrl.data.text_rows import open_text
 
 _BESIDE = (".json", ".txt", ".caption")
 """Files with the text of a picture or clip, in the order they are looked for."""

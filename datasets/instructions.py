@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from mmrl.errors import UserError
-from mmrl.json_types import Json
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
+from mmrl.core.trajectory import Prompt
 
 
 def _listed(text: str) -> tuple[str, ...]:

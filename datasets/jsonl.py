@@ -15,8 +15,11 @@ from os.path import relpath
 from pathlib import Path
 from typing import Literal
 
-from mmrl.datasets.checks import MediaChecks, Verify
-from mmrl.datasets.fields import (
+from mmrl.core.errors import UserError
+from mmrl.core.media import Media
+from mmrl.core.trajectory import Prompt
+from mmrl.data.checks import MediaChecks, Verify
+from mmrl.data.fields import (
     Columns,
     Fields,
     digest_of,
@@ -26,14 +29,11 @@ from mmrl.datasets.fields import (
     read_fields,
     warn_of_unread,
 )
-from mmrl.datasets.limits import LIMITS
-from mmrl.datasets.preferences import BETTER, FORMS, WORSE, Form, TieError, as_pair
-from mmrl.datasets.record_media import media_from
-from mmrl.datasets.records import BadRecord, Records, in_split, leave_out
-from mmrl.datasets.sources import Rows, open_rows
-from mmrl.errors import UserError
-from mmrl.media import Media
-from mmrl.trajectory import Prompt
+from mmrl.data.limits import LIMITS
+from mmrl.data.preferences import BETTER, FORMS, WORSE, Form, TieError, as_pair
+from mmrl.data.record_media import media_from
+from mmrl.data.records import BadRecord, Records, in_split, leave_out
+from mmrl.data.sources import Rows, open_rows
 
 
 class TiesLeftOut(UserWarning):
@@ -71,7 +71,7 @@ def prompts(
     another, and several of ``images`` for pairs (``[chosen, rejected]``); ``meta``: further columns that a reward may
     know. ``columns`` says the same in one option, ``{prompt: question, answer: solution, level: difficulty}``, where
     other names than those above are of what a reward may know. ``pairs``: the form of published pairs of pictures,
-    ``pick_a_pic`` or ``hpd`` (``mmrl.datasets.preferences``); ties among them are left out and counted in a warning.
+    ``pick_a_pic`` or ``hpd`` (``mmrl.data.preferences``); ties among them are left out and counted in a warning.
     ``.bad`` names what was left out. Raises ``UserError``.
     """
     if pairs is not None and pairs not in FORMS:

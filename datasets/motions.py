@@ -11,8 +11,8 @@ from typing import Literal
 
 from PIL import Image
 
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
 
 from .clips import DIRECTIONS, clip, pairs
 from .shapes import BACKGROUND, COLOURS

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from mmrl.trajectory import Prompt
+from mmrl.core.trajectory import Prompt
 
 ANSWER = "answer:"
 _HELD_OUT = 5

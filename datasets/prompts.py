@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmrl.datasets.fields import clean_text, negative_of, size_of
-from mmrl.datasets.limits import LIMITS
-from mmrl.datasets.split_lines import split_lines
-from mmrl.errors import UserError
-from mmrl.json_types import Json
-from mmrl.trajectory import Prompt
-from mmrl.untrusted import open_file, parse_json, printable
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
+from mmrl.core.trajectory import Prompt
+from mmrl.core.untrusted import open_file, parse_json, printable
+from mmrl.data.fields import clean_text, negative_of, size_of
+from mmrl.data.limits import LIMITS
+from mmrl.data.split_lines import split_lines
 
 MAX_BAD = 0.1
 """The share of lines that may be unreadable."""

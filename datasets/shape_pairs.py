@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 from typing import Literal
 
-from mmrl.media import Media
-from mmrl.trajectory import Prompt
+from mmrl.core.media import Media
+from mmrl.core.trajectory import Prompt
 
 from .shapes import draw, png, scene
 from .shapes import prompts as shapes

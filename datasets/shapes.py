@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
-from mmrl.json_types import Json
-from mmrl.trajectory import Prompt
+from mmrl.core.json_types import Json
+from mmrl.core.trajectory import Prompt
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 45, 45),

@@ -12,13 +12,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mmrl.datasets.checks import Verify
-from mmrl.datasets.index import ShardIndex, build_index, load_index
-from mmrl.datasets.records import Records, in_split
-from mmrl.errors import UserError
-from mmrl.report.progress import Progress
-from mmrl.trajectory import Prompt
-from mmrl.untrusted import resolved
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
+from mmrl.core.untrusted import resolved
+from mmrl.data.checks import Verify
+from mmrl.data.index import ShardIndex, build_index, load_index
+from mmrl.data.records import Records, in_split
+from mmrl.logging.progress import Progress
 
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 

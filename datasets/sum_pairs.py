@@ -14,8 +14,8 @@ import re
 from dataclasses import replace
 from typing import Literal
 
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
 
 from .sums import ANSWER, BREAK, response
 from .sums import prompts as sums

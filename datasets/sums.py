@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
 
 PREFIX = "Compute "
 ANSWER = "answer: "

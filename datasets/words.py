@@ -14,8 +14,8 @@ from typing import Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
 
 VOWELS = "AEIOU"
 CONSONANTS = "BCDFGHJKLMNPQRSTVWXYZ"

@@ -3,8 +3,8 @@
 import random
 import re
 
-from mmrl.episodes.contract import Action, Observation
-from mmrl.trajectory import Prompt
+from mmrl.core.episode import Action, Observation
+from mmrl.core.trajectory import Prompt
 
 
 class Environment:

@@ -3,8 +3,8 @@
 import re
 
 import mmrl
-from mmrl.episodes.contract import Action, Observation
-from mmrl.trajectory import Prompt
+from mmrl.core.episode import Action, Observation
+from mmrl.core.trajectory import Prompt
 
 _ZOOM = re.compile(r"zoom (top|bottom) (left|right)")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
-from mmrl.algorithms.settings import Spread, TokenSettings
+from mmrl.config.algorithm_settings import Spread, TokenSettings
 
 
 class SAPOSettings(TokenSettings):

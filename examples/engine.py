@@ -4,9 +4,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from mmrl.engines.engine_weights import Counted, allowances, completion, nothing_left
-from mmrl.errors import UserError
-from mmrl.text.token_sampling import Draw
+from mmrl.core.errors import UserError
+from mmrl.inference.engine_weights import Counted, allowances, completion, nothing_left
+from mmrl.models.text.token_sampling import Draw
 
 
 class OwnCopy:

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.judge.answers import Words
-from mmrl.judge.asking import Outcome
+from mmrl.core.errors import UserError
 from mmrl.rewards.judge import Judge
+from mmrl.rewards.judging.answers import Words
+from mmrl.rewards.judging.asking import Outcome
 
 
 class Likelihood:

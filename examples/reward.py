@@ -1,7 +1,7 @@
 """A reward of texts with options: short responses that name what they should."""
 
 import mmrl
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 
 @mmrl.reward(inputs=("text",))

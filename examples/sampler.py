@@ -3,7 +3,7 @@
 import math
 import random
 
-from mmrl.datasets.sampler import PromptSampler
+from mmrl.data.sampler import PromptSampler
 
 
 class EasyToHard(PromptSampler):

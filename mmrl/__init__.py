@@ -7,9 +7,9 @@ their types.
 
 import importlib
 
-from mmrl._load import load as load
-from mmrl.rewards.contract import before_loading as before_loading
-from mmrl.rewards.contract import reward as reward
+from mmrl.core.plugins.loading import load as load
+from mmrl.core.reward_contract import before_loading as before_loading
+from mmrl.core.reward_contract import reward as reward
 
 _LAZY = {
     "train": "mmrl.api.training",
@@ -21,14 +21,14 @@ _LAZY = {
     "search": "mmrl.api.searching",
     "load_run": "mmrl.api.run",
     "Run": "mmrl.api.run",
-    "Callback": "mmrl.callbacks",
+    "Callback": "mmrl.training.callbacks",
     "Recipe": "mmrl.config.schema",
-    "Observation": "mmrl.episodes.contract",
-    "Action": "mmrl.episodes.contract",
-    "Episode": "mmrl.episodes.contract",
-    "Prompt": "mmrl.trajectory",
-    "Sample": "mmrl.trajectory",
-    "UserError": "mmrl.errors",
+    "Observation": "mmrl.core.episode",
+    "Action": "mmrl.core.episode",
+    "Episode": "mmrl.core.episode",
+    "Prompt": "mmrl.core.trajectory",
+    "Sample": "mmrl.core.trajectory",
+    "UserError": "mmrl.core.errors",
 }
 
 
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'mmrl' has no attribute {name!r}")
     if not _LAZY[name].startswith("mmrl.api."):
         return getattr(importlib.import_module(_LAZY[name]), name)
-    quiet = importlib.import_module("mmrl.quiet")
+    quiet = importlib.import_module("mmrl.core.quiet")
     with quiet.quietly():  # torch and the model libraries are imported here
         return getattr(importlib.import_module(_LAZY[name]), name)
 

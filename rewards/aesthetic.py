@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import mmrl
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.checkpoints import fill, read_tensors
-from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
-from mmrl.trajectory import Sample
 
 from .clip import load_clip, resized
 

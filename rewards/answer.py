@@ -24,15 +24,15 @@ from fractions import Fraction
 from typing import Any
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.judge.json_answer import without_thoughts
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed, Value
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.answers import boxed as last_boxed
 from mmrl.rewards.answers import comparable, same, squeezed, stated
-from mmrl.rewards.contract import Context, Failed, Value
+from mmrl.rewards.judging.json_answer import without_thoughts
 from mmrl.rewards.mathverify import MathVerify
 from mmrl.rewards.numerals import BOX, Quantity, last_quantity, unfinished
 from mmrl.rewards.spelling import spelled
-from mmrl.trajectory import Sample
 
 _ANSWER = re.compile(r"<answer>|<\|begin_of_box\|>", re.IGNORECASE)
 _ANSWER_ENDS = re.compile(r"</answer>|<\|end_of_box\|>", re.IGNORECASE)

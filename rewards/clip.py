@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.hub_files import check_files
-from mmrl.library_loading import check_size, check_tokens, refused, try_processor
-from mmrl.rewards.contract import Context, Weights
+from mmrl.core.hub_files import check_files
+from mmrl.core.library_loading import check_size, check_tokens, refused, try_processor
+from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.trajectory import Sample
+from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
-from mmrl.trajectory import Sample
-from mmrl.whole_weights import whole_weights
 
 DEFAULT = "openai/clip-vit-large-patch14"
 WEIGHT = 2.5

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Sample
-from mmrl.transfer import to_device
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Sample
+from mmrl.core.transfer import to_device
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mmrl
-from mmrl.rewards.contract import Context, Failed, Value
-from mmrl.trajectory import Sample
+from mmrl.core.reward_contract import Context, Failed, Value
+from mmrl.core.trajectory import Sample
 
 PARTS = ("score", "kept", "close", "words", "copied")
 RUN = 4

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mmrl.hub_files import check_files
-from mmrl.library_loading import check_size, refused, try_processor
-from mmrl.whole_weights import whole_weights
+from mmrl.core.hub_files import check_files
+from mmrl.core.library_loading import check_size, refused, try_processor
+from mmrl.core.whole_weights import whole_weights
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 import mmrl
-from mmrl.distill.encoders import Backbone
-from mmrl.distill.folder import NAME, Record, Student, load_encoder, load_students, logits_of, read, student_of
-from mmrl.distill.formulas import sureness
-from mmrl.distill.sides import sides_of, unique
-from mmrl.errors import UserError
-from mmrl.json_types import as_object, as_text
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import as_object, as_text
+from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value, Weights
+from mmrl.core.secrets import masks
+from mmrl.core.trajectory import Sample
 from mmrl.rewards import loading
-from mmrl.rewards.contract import Context, Declaration, Failed, Input, Value, Weights
 from mmrl.rewards.returned import read_answer
 from mmrl.rewards.sleeping import Sleeping
-from mmrl.secrets import masks
-from mmrl.trajectory import Sample
+from mmrl.studies.distill.encoders import Backbone
+from mmrl.studies.distill.folder import NAME, Record, Student, load_encoder, load_students, logits_of, read, student_of
+from mmrl.studies.distill.formulas import sureness
+from mmrl.studies.distill.sides import sides_of, unique
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mmrl
-from mmrl.rewards.contract import Context, Failed, Value
-from mmrl.trajectory import Sample
+from mmrl.core.reward_contract import Context, Failed, Value
+from mmrl.core.trajectory import Sample
 
 
 @mmrl.reward(inputs=("text",))

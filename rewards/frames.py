@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed, Weights
+from mmrl.core.trajectory import Sample
 from mmrl.rewards import loading
-from mmrl.rewards.contract import Context, Failed, Weights
-from mmrl.trajectory import Sample
 
 
 def _models(options: Mapping[str, Any]) -> Sequence[Weights]:

@@ -24,11 +24,11 @@ from PIL import Image as pil
 from PIL.Image import Image
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.rewards.contract import Context, Failed, Value, Weights
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.user_code import describe
+from mmrl.core.reward_contract import Context, Failed, Value, Weights
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.sleeping import Sleeping
-from mmrl.trajectory import Sample
-from mmrl.user_code import describe
 
 from .clip import load_clip
 from .detectors import Detector, Found

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.hub_files import check_files
-from mmrl.library_loading import check_tokens, try_processor
-from mmrl.media.images import to_tensor
+from mmrl.core.hub_files import check_files
+from mmrl.core.library_loading import check_tokens, try_processor
+from mmrl.core.media.images import to_tensor
+from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.checkpoints import fill, read_tensors
-from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype
-from mmrl.trajectory import Sample
 
 from .clip import cosine, no_model, normalised
 

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import httpx
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.reply_bytes import ASK, ReplyBytes, ReplyError
+from mmrl.core.errors import UserError
+from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError
+from mmrl.core.reward_contract import Context, Declaration, Input, Parts
+from mmrl.core.trajectory import Sample
 from mmrl.rewards import wire
-from mmrl.rewards.contract import Context, Declaration, Input, Parts
-from mmrl.trajectory import Sample
 
 _PAUSES_S = (0.1, 0.5)
 """Before a request whose connection broke is sent again."""

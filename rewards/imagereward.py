@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.hub_files import check_files
-from mmrl.library_loading import check_tokens, refused, try_tokenizer
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import check_files
+from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
+from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.checkpoints import fill, read_tensors
-from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
-from mmrl.trajectory import Sample
 
 from .aesthetic import linear_head
 from .clip import resized

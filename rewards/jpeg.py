@@ -9,8 +9,8 @@ import io
 from collections.abc import Sequence
 
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Sample
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Sample
 
 
 @mmrl.reward(checks=True)

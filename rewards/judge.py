@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject
-from mmrl.judge.answers import READING, Words, parse_kind
-from mmrl.judge.asking import Ask, Outcome, Settings, seed_of_samples, seeded
-from mmrl.judge.modes import Job, Mode
-from mmrl.judge.replay import recorded_here
-from mmrl.judge.rubric import Rubric
-from mmrl.judge.store import TRANSCRIPTS, Cache, thumbnail
-from mmrl.judge.usage import note, parse_budget
-from mmrl.lines import lines_of
-from mmrl.rewards.contract import Asks, Context, Declaration, Input, Parts, Spans, Value, Weights
-from mmrl.trajectory import Sample, SampleId
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.lines import lines_of
+from mmrl.core.reward_contract import Asks, Context, Declaration, Input, Parts, Spans, Value, Weights
+from mmrl.core.trajectory import Sample, SampleId
+from mmrl.rewards.judging.answers import READING, Words, parse_kind
+from mmrl.rewards.judging.asking import Ask, Outcome, Settings, seed_of_samples, seeded
+from mmrl.rewards.judging.modes import Job, Mode
+from mmrl.rewards.judging.replay import recorded_here
+from mmrl.rewards.judging.rubric import Rubric
+from mmrl.rewards.judging.store import TRANSCRIPTS, Cache, thumbnail
+from mmrl.rewards.judging.usage import note, parse_budget
 
 if TYPE_CHECKING:
     import torch
 
-    from mmrl.judge.protocol import LocalJudge, RemoteJudge
-    from mmrl.judge.server import ServedJudge
+    from mmrl.rewards.judging.protocol import LocalJudge, RemoteJudge
+    from mmrl.rewards.judging.server import ServedJudge
 
 _LOCAL = ("path", "batch", "dtype", "template", "chat_template")
 _URL = ("url", "name", "token", "extra", "insecure")
@@ -83,10 +83,11 @@ class Judge:
     chat_template}``, ``{url, name, token, extra, insecure}``, or ``{vllm: path, args, python, extra}`` (a server of
     our own). ``rubric``: a template or its file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}`` or
     ``{type: json, schema, score}``. ``mode``: pointwise, pairwise, ranking or steps. ``votes`` critiques become one by
-    ``vote``. ``order``: of the candidates where they are compared: average, fixed or random (``mmrl.judge.modes``).
+    ``vote``. ``order``: of the candidates where they are compared: average, fixed or random
+    (``mmrl.rewards.judging.modes``).
     ``meta``: the fields of a prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of
     requests to an endpoint. ``cache``: whether verdicts are kept in the run's folder, or a folder that several runs
-    share. ``budget``: ``{calls, tokens}`` of an endpoint, after which training stops (``mmrl.judge.usage``).
+    share. ``budget``: ``{calls, tokens}`` of an endpoint, after which training stops (``mmrl.rewards.judging.usage``).
     Raises ``UserError`` for what cannot work, an endpoint that is down included.
     """
 
@@ -303,7 +304,7 @@ class Judge:
         return self._caches[folder]
 
     def _connect(self, model: JsonObject, timeout: float, retries: int, concurrency: int) -> RemoteJudge:
-        from mmrl.judge.remote import Endpoint, Requests
+        from mmrl.rewards.judging.remote import Endpoint, Requests
 
         vllm = "url" not in model
         given = _only(model, _VLLM if vllm else _URL)
@@ -311,7 +312,7 @@ class Judge:
         if not vllm:
             named = {name: given[name] for name in ("token", "insecure") if name in given}
             return Endpoint(given["url"], given["name"], requests, **named)
-        from mmrl.judge.server import ServedJudge
+        from mmrl.rewards.judging.server import ServedJudge
 
         named = {name: given[name] for name in ("python", "start_s") if name in given}
         self.served = ServedJudge(given["vllm"], _args(model), requests=requests, **named)
@@ -334,7 +335,7 @@ score = Judge
 
 
 def _served(model: JsonObject) -> Weights:
-    from mmrl.judge.server import weights_of
+    from mmrl.rewards.judging.server import weights_of
 
     python = model.get("python")
     return weights_of(str(model["vllm"]), _args(model), None if python is None else str(python))
@@ -360,7 +361,7 @@ def _is_local(model: Json) -> bool:
 
 
 def _local(model: str | JsonObject) -> LocalJudge:
-    from mmrl.judge.local import LocalModel
+    from mmrl.rewards.judging.local import LocalModel
 
     return LocalModel(model) if isinstance(model, str) else LocalModel(**_only(model, _LOCAL))
 

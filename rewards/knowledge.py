@@ -3,7 +3,7 @@
     - name: knowledge
       on_failure: drop          # a response about entities that the graph does not know is not punished
       options:
-        path: knowledge/towns   # made by: python -m mmrl.knowledge towns.tsv --out knowledge/towns
+        path: knowledge/towns   # made by: python -m mmrl.studies.knowledge towns.tsv --out knowledge/towns
         pattern: '(?P<head>\\w+) was born in (?P<tail>\\w+)'
         relation: born_in
 
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.knowledge import folder
-from mmrl.knowledge.folder import read
-from mmrl.rewards.contract import Context, Failed, Input, Value
-from mmrl.trajectory import Sample
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.reward_contract import Context, Failed, Input, Value
+from mmrl.core.trajectory import Sample
+from mmrl.studies.knowledge import folder
+from mmrl.studies.knowledge.folder import read
 
 MOST = 10_000
 """Characters of a response that are read; a pattern may need time that grows with the square of the length."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import mmrl
-from mmrl.labels.embeddings import Content, Embedder
-from mmrl.labels.folder import load_known, read
-from mmrl.media import open_image
-from mmrl.rewards.contract import Context, Declaration, Failed, Input, Value
-from mmrl.trajectory import Sample
+from mmrl.core.media import open_image
+from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
+from mmrl.core.trajectory import Sample
+from mmrl.studies.labels.embeddings import Content, Embedder
+from mmrl.studies.labels.folder import load_known, read
 
 
 def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Sample
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Sample
 
 from . import shapes
 

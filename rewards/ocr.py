@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.hub_files import check_files
-from mmrl.library_loading import check_size, refused, try_processor
-from mmrl.rewards.contract import Context, Failed, Weights
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import check_files
+from mmrl.core.library_loading import check_size, refused, try_processor
+from mmrl.core.reward_contract import Context, Failed, Weights
+from mmrl.core.trajectory import Sample
+from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.rewards.spelling import spelled
-from mmrl.trajectory import Sample
-from mmrl.whole_weights import whole_weights
 
 ENGINES = ("got-ocr2", "rapidocr")
 DEFAULT = "stepfun-ai/GOT-OCR-2.0-hf"

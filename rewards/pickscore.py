@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.rewards.contract import Context, Weights
+from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.sleeping import Sleeping, check_dtype
-from mmrl.trajectory import Sample
 
 from .clip import cosine, load_clip, resized
 

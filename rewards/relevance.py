@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.hub_files import check_files
-from mmrl.library_loading import check_size, check_tokens, refused, try_tokenizer
-from mmrl.packages.places import found, lacking
-from mmrl.rewards.contract import Context, Failed, Value, Weights
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import check_files
+from mmrl.core.library_loading import check_size, check_tokens, refused, try_tokenizer
+from mmrl.core.packages.places import found, lacking
+from mmrl.core.reward_contract import Context, Failed, Value, Weights
+from mmrl.core.trajectory import Sample
+from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping
-from mmrl.trajectory import Sample
-from mmrl.whole_weights import whole_weights
 
 DEFAULT = "package:all-minilm-l6-v2"
 

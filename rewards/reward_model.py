@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.hub_files import check_files
-from mmrl.rewards.contract import HALF, Context, Failed, Weights
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import check_files
+from mmrl.core.reward_contract import HALF, Context, Failed, Weights
+from mmrl.core.trajectory import Sample
+from mmrl.families.text.scoring import settings_at
 from mmrl.rewards.sleeping import DTYPES, Sleeping, check_dtype, dtype_on
-from mmrl.text.scoring import settings_at
-from mmrl.trajectory import Sample
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample
 
 Array = NDArray[np.float32]
 

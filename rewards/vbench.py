@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.hub_files import check_files
-from mmrl.library_loading import check_size, refused, try_processor
-from mmrl.rewards.contract import Context, Failed, Weights
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import check_files
+from mmrl.core.library_loading import check_size, refused, try_processor
+from mmrl.core.reward_contract import Context, Failed, Weights
+from mmrl.core.trajectory import Sample
+from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping
-from mmrl.trajectory import Sample
-from mmrl.whole_weights import whole_weights
 
 DINO, CLIP = "facebook/dino-vitb16", "openai/clip-vit-base-patch32"
 AT_ONCE = 32

@@ -5,7 +5,7 @@ import types
 import torch
 from torch import nn
 
-from mmrl import frozen_modules
+from mmrl.core import offload as frozen_modules
 
 TESTED = {
     "aesthetic:Aesthetic",

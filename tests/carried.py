@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from tests.messages import ALTERNATIVES, EDITS, GAP, KEY, NOT_OURS, edits, literals, literals_of, put
 
 EDIT = "the edit "

@@ -82,7 +82,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def nobody_listens() -> Iterator[None]:
     """A listener that a test leaves is not there for the tests after it, whichever they are in this process."""
     yield
-    if (notices := sys.modules.get("mmrl.report.notices")) is not None:
+    if (notices := sys.modules.get("mmrl.core.notices")) is not None:
         notices.listen(None)
 
 
@@ -93,7 +93,7 @@ class Said:
     calls: list
 
     def __init__(self) -> None:
-        from mmrl.errors import UserError
+        from mmrl.core.errors import UserError
 
         self.begin("")
         made = super(UserError, UserError).__init__

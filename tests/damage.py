@@ -2,7 +2,7 @@
 
 import json
 
-from mmrl.checkpoint import reader
+from mmrl.core import checkpoint_reader as reader
 
 
 def truncated(directory, file):

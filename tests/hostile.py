@@ -17,7 +17,7 @@ import signal
 import struct
 from pathlib import Path
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 DEEP = "[" * 100_000 + "]" * 100_000
 VALUES = [
@@ -328,6 +328,6 @@ def _read(run):
 
 
 def _label(run):
-    from mmrl.labels.items import items_of
+    from mmrl.studies.labels.items import items_of
 
     items_of(Path(run))

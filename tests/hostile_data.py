@@ -397,8 +397,8 @@ def make(number: int, folder: Path) -> Case:
 def read(name: str, options: dict[str, Any]) -> list[str]:
     """Every text that mmrl reads of an input, as its commands do."""
     if name == "labels":
-        from mmrl.labels.items import items_of
-        from mmrl.labels.server import LabelServer
+        from mmrl.studies.labels.items import items_of
+        from mmrl.studies.labels.server import LabelServer
 
         home = Path(options["path"])
         items = items_of(home)
@@ -420,7 +420,7 @@ def read(name: str, options: dict[str, Any]) -> list[str]:
 
 def _judge(number: int, case: Case, out: Any) -> None:
     """Read an input in this process, which ends here."""
-    from mmrl.errors import UserError
+    from mmrl.core.errors import UserError
 
     signal.alarm(PATIENCE_S)
     resource.setrlimit(resource.RLIMIT_CPU, (COMPUTED_S, COMPUTED_S + 5))
@@ -486,7 +486,7 @@ def main(first: int, last: int, folder: Path) -> None:
     import pyarrow.parquet  # noqa: F401
 
     import mmrl
-    from mmrl.labels import items, server  # noqa: F401
+    from mmrl.studies.labels import items, server  # noqa: F401
 
     for name in ("folder", "jsonl", "prompts", "shards"):
         mmrl.load("datasets", f"{name}:prompts")

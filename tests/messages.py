@@ -189,7 +189,7 @@ def takes(fields: list[object], value: str) -> bool:
 @cache
 def commands() -> dict[str, set[str]]:
     """The options of every command of ``mmrl``, by its name; of a group by both names."""
-    from mmrl.knowledge.training import Settings
+    from mmrl.studies.knowledge.training import Settings
 
     found: dict[str, set[str]] = {}
 
@@ -201,7 +201,7 @@ def commands() -> dict[str, set[str]]:
 
     add("", typer.main.get_command(app))
     words = {field.name for field in dataclasses.fields(Settings)}
-    found["knowledge"] = {*words, "example"}  # python -m mmrl.knowledge
+    found["knowledge"] = {*words, "example"}  # python -m mmrl.studies.knowledge
     return found
 
 

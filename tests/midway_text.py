@@ -4,18 +4,18 @@ import json
 
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import SampleId, Slot
 from mmrl.rollout.rounds import sample_and_score
-from mmrl.run import build
-from mmrl.trajectory import SampleId, Slot
 from tests import tiny
 
 LONGEST, AT, BEGUN, SIZE = 14, 4, 6, 3
 
 REWARD = '''
 import mmrl
-from mmrl.rewards.contract import Spans
+from mmrl.core.reward_contract import Spans
 
 @mmrl.reward(inputs=("text",))
 def score(samples, *, context):

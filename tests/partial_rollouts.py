@@ -6,11 +6,11 @@ from collections import Counter
 
 import torch
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.engines.engine_weights import allowances, completion, nothing_left
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.inference.engine_weights import allowances, completion, nothing_left
 from mmrl.training.loop import train_step
 from tests import tiny
 

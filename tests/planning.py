@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
 from mmrl.planner.fake_tensors import LiveBytes, nbytes
 from mmrl.planner.plan import plan
 from mmrl.planner.plan_data import Plan
-from mmrl.report.clock import Clock
-from mmrl.run import build
 from mmrl.training.loop import train_step
 
 LEFT_OUT = "the step is left out"

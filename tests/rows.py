@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mmrl.trajectory import TextRows
+from mmrl.core.trajectory import TextRows
 
 
 def contents(rows):

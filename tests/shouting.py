@@ -7,7 +7,7 @@ import atexit
 import sys
 from collections import Counter
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 

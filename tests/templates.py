@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 

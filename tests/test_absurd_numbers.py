@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from mmrl.checkpoint.resume import flatten
+from mmrl.app.resume import flatten
 from mmrl.cli import app
 from mmrl.config.loader import load_recipe
 from tests import hostile

@@ -11,9 +11,9 @@ import pytest
 
 from mmrl.config.placement import Placement
 from mmrl.placement.adaptive import Candidate, Split, candidates, decide, opening, splits, starting, worth_moving
-from mmrl.placement.hindsight import pairs, rounds, slowest, tried
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices
 from mmrl.placement.tasks import Event
+from mmrl.placement.what_if import pairs, rounds, slowest, tried
 
 ADAPTIVE, ALONE = Placement(type="adaptive"), Placement(type="adaptive", inside=False)
 

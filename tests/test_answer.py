@@ -8,12 +8,12 @@ from fractions import Fraction
 import pytest
 
 import mmrl
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import loading
 from mmrl.rewards.answers import boxed
-from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.numerals import Quantity, last_quantity, quantity
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 answer = mmrl.load("rewards", "answer")
 

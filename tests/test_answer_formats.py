@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import mmrl
+from mmrl.app.trainer import Session
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.report.rundir import RunDir
-from mmrl.rewards.contract import Context
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.signals import Stop
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.logging.rundir import RunDir
 from mmrl.rewards.ocr import likeness
 from mmrl.rewards.spelling import spelled
 from mmrl.rewards.wire import decode_request, encode_request
-from mmrl.session import Session
-from mmrl.stopping import Stop
 from mmrl.training.evaluation import alike, constant
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import test_text as texts
 from tests import tiny
 from tests.tiny_diffusion import two_blocks

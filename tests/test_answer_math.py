@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import mmrl
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import loading, mathverify
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 answer = mmrl.load("rewards", "answer")
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,9 +5,9 @@ import random
 import pytest
 
 import mmrl
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.answers import boxed, stated
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 answer = mmrl.load("rewards", "answer")
 

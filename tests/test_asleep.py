@@ -12,20 +12,20 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mmrl import frozen_modules as freezing
 from mmrl.config.placement import Placement
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.frozen_modules import Frozen, Offloaded
-from mmrl.judge.answers import parse_kind
-from mmrl.judge.asking import Ask
-from mmrl.judge.asking import Settings as Asking
-from mmrl.judge.local import LocalModel
+from mmrl.core import offload as freezing
+from mmrl.core.errors import UserError
+from mmrl.core.offload import Frozen, Offloaded
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.placement.multi_device import MultiDevice
-from mmrl.rewards.contract import Context
+from mmrl.rewards.judging.answers import parse_kind
+from mmrl.rewards.judging.asking import Ask
+from mmrl.rewards.judging.asking import Settings as Asking
+from mmrl.rewards.judging.local import LocalModel
 from mmrl.rewards.loading import build, can_sleep, find
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import asleep, tiny
 
 REPO = Path(__file__).resolve().parents[1]
@@ -290,7 +290,7 @@ def test_a_judge_of_ours_sleeps_whole_and_judges_the_same(words, monkeypatch):
 
 
 def test_a_judge_is_read_again_when_it_wakes_and_not_when_it_is_asked(words, monkeypatch):
-    from mmrl.judge import local
+    from mmrl.rewards.judging import local
 
     reads, load = [], local._load_model
     model = LocalModel(str(words))

@@ -11,14 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.checkpoint import reader, run_state
+from mmrl.app.build import build
+from mmrl.checkpoint import run_state
 from mmrl.checkpoint.run_state import saver_of
 from mmrl.controller import Controller
-from mmrl.errors import UserError
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.errors import UserError
 from mmrl.placement import device_tasks
 from mmrl.placement.single_device import SingleDevice
 from mmrl.rollout.async_rollout import AsyncRollout
-from mmrl.run import build
 from tests import ray_runs
 from tests.partial_rollouts import EXTRA, PER_STEP, Room, Sampler, load, replayed, step, watched, write
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
-    monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
 
 
 class Lagging(SingleDevice):
@@ -101,7 +102,7 @@ def steps(run, first=0, last=STEPS):
 def whole(folder):
     """By staleness, the steps of a run that was not interrupted."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
+        patch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
         return {n: steps(opened(folder, n)) for n in (1, 2)}
 
 

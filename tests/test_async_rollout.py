@@ -7,25 +7,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.checkpoint import reader, run_state
+from mmrl.app.build import build
+from mmrl.app.trainer import Session
+from mmrl.checkpoint import run_state
 from mmrl.checkpoint.writer import Saver
 from mmrl.config.loader import load_recipe
-from mmrl.engines.policy import Version
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.clock import Clock
+from mmrl.core.signals import Stop
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import DenoisingRows
+from mmrl.logging.rundir import RunDir
+from mmrl.models.policy import Version
 from mmrl.placement import device_tasks
 from mmrl.placement.adaptive import Split
 from mmrl.placement.single_device import SingleDevice
 from mmrl.placement.step_records import as_rows
 from mmrl.placement.task_queue import Task, TaskQueue
-from mmrl.report.clock import Clock
-from mmrl.report.rundir import RunDir
 from mmrl.rollout.async_rollout import AsyncRollout
 from mmrl.rollout.dynamic_sampling import DynamicSampling
-from mmrl.run import build
-from mmrl.session import Session
-from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
-from mmrl.trajectory import DenoisingRows
 from tests.ray_runs import ended, learned, rows, run, same_heldout, train
 from tests.tiny_diffusion import two_blocks
 
@@ -371,7 +372,7 @@ def test_work_that_ends_as_the_step_does_counts_once():
     ],
 )
 def test_what_cannot_be_drawn_ahead_is_refused(recipe, overrides, message):
-    from mmrl.errors import UserError
+    from mmrl.core.errors import UserError
 
     with pytest.raises(UserError, match=message):
         load_recipe([recipe], overrides)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmrl.config.schema import Reward
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 ROOT = Path(__file__).resolve().parents[1]
 CRITIC = ROOT / "pipelines" / "llm" / "models" / "sums-critic" / "model.safetensors"

@@ -11,16 +11,16 @@ from rich.console import Console
 from mmrl.algorithms.advantages import group_advantages, leave_one_out
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
+from mmrl.core.clock import Clock
+from mmrl.logging.metrics import describe
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
 from mmrl.rollout.branches import shared_credit
 from mmrl.rollout.collect import collect_batch
 from mmrl.rollout.midway import chosen
+from mmrl.step.micro_batches import split_micro_batches
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import backward, train_step
-from mmrl.training.micro_batches import split_micro_batches
-from mmrl.training.step_metrics import StepMetrics
 from tests.midway_text import AT, LONGEST, make, responses, rounds, write
 from tests.test_midway import AFTER, SMALL, run_of
 

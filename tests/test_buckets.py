@@ -11,28 +11,28 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
+from mmrl.app.sample import draw
+from mmrl.app.trainer import Session
 from mmrl.cli import app
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.sampling import Sampling, Size
-from mmrl.controller.randomness import noise
-from mmrl.datasets.buckets import SizesInNoBucket, SizesNotUsed, bucket_of, by_size
-from mmrl.datasets.build import _members
-from mmrl.datasets.loading import load_prompts
-from mmrl.errors import BadPromptError, UserError
-from mmrl.media import Media
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import Media
+from mmrl.core.randomness import noise
+from mmrl.core.signals import Stop
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import AskedSize, Prompt, Rows, SampleId, Slot
+from mmrl.data.buckets import SizesInNoBucket, SizesNotUsed, bucket_of, by_size
+from mmrl.data.build import _members
+from mmrl.data.loading import load_prompts
+from mmrl.logging.rundir import RunDir
 from mmrl.planner.buckets import others
 from mmrl.planner.operations import Call, Operations, Work, mean_of
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
-from mmrl.sample import draw
-from mmrl.session import Session
-from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
-from mmrl.trajectory import AskedSize, Prompt, Rows, SampleId, Slot
 from tests import test_families, test_picture_dpo
 from tests.tiny_diffusion import save, two_blocks
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.app.build import build
+from mmrl.app.trainer import Session
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group, interface_to
-from mmrl.episodes.contract import Observation
-from mmrl.report.clock import Clock
-from mmrl.report.rundir import RunDir
+from mmrl.core.clock import Clock
+from mmrl.core.episode import Observation
+from mmrl.core.signals import Stop
+from mmrl.logging.rundir import RunDir
 from mmrl.rewards import wire
 from mmrl.rewards.serve import RewardServer
-from mmrl.run import build
-from mmrl.session import Session
-from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
 from tests import judging
 from tests.hosts import network
@@ -38,7 +38,7 @@ RECIPES["episodes"] = ("scenes-zoom", TOLD)
 WORLD = """
 import numpy
 from PIL import Image
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
 
 class Environment:
     pictures = True

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
+from mmrl.core.reward_contract import Asks, Weights
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.planner import calibration, calibration_file
 from mmrl.planner.calibration import Calibration, Launches, Over, Timing
 from mmrl.planner.calibration_file import find, keep, key_of
@@ -16,8 +18,6 @@ from mmrl.planner.judge_work import answering
 from mmrl.planner.operations import Call, Tally, Work
 from mmrl.planner.plan import plan
 from mmrl.planner.rates import ALIKE, Calibrated, place, rate_at, seconds
-from mmrl.rewards.contract import Asks, Weights
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()

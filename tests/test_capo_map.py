@@ -12,10 +12,10 @@ import pytest
 
 import mmrl
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.judge.rubric import split_steps
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.rubric import split_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 CRITIC = ROOT / "benchmarks/step_critic.py"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests import tiny_diffusion
 
 allow_cpu_only()

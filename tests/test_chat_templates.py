@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.datasets.loading import load_prompts
-from mmrl.datasets.mixture import Interleaved, Mixture
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
+from mmrl.data.loading import load_prompts
+from mmrl.data.mixture import Interleaved, Mixture
+from mmrl.families.text.export import usage
 from mmrl.planner.plan import plan
-from mmrl.text.export import usage
-from mmrl.trajectory import Prompt
 from tests import tiny
 
 allow_cpu_only()

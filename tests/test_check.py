@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mmrl.algorithms import grpo
+from mmrl.app.conformance import algorithms, datasets, rewards
+from mmrl.app.conformance.algorithms import Case
+from mmrl.app.conformance.finding import kind_of
+from mmrl.app.conformance.running import results
 from mmrl.cli import app
 from mmrl.config.algorithms import algorithm_names, find_algorithm
-from mmrl.contracts import algorithms, datasets, rewards
-from mmrl.contracts.algorithms import Case
-from mmrl.contracts.finding import kind_of
-from mmrl.contracts.running import results
-from mmrl.errors import UserError
-from mmrl.user_code import place_of, short_path
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.user_code import place_of, short_path
 
 REWARDS = [
     ("colour:brightness", {}, None),
@@ -135,7 +135,7 @@ def of_one(image):
     return 1.0
 import random
 import mmrl
-from mmrl.trajectory import Prompt
+from mmrl.core.trajectory import Prompt
 
 @mmrl.reward(inputs=("text",))
 def drawn(samples, *, context, **options):

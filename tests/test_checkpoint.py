@@ -11,9 +11,10 @@ import time
 import pytest
 import torch
 
-from mmrl.checkpoint import reader, writer
-from mmrl.checkpoint.reader import Checkpoint
-from mmrl.errors import UserError
+from mmrl.checkpoint import writer
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.checkpoint_reader import Checkpoint
+from mmrl.core.errors import UserError
 from tests import damage
 
 
@@ -124,7 +125,7 @@ KILLED = """
 import sys
 import torch
 from pathlib import Path
-from mmrl.checkpoint.reader import Checkpoint
+from mmrl.core.checkpoint_reader import Checkpoint
 from mmrl.checkpoint.writer import Saver
 
 saver = Saver(Path(sys.argv[1]), keep=2)

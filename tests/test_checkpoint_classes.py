@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests.test_families import FAMILIES, folders, recipe  # noqa: F401
 from tests.tiny_diffusion import _unet
 

@@ -12,9 +12,9 @@ from mmrl import cli
 from mmrl.cli.arguments import read_recipe, reward_options
 from mmrl.config.algorithms import algorithm_names
 from mmrl.config.loader import find_recipe, load_recipe, shipped_recipes
-from mmrl.doctor import examine
-from mmrl.errors import UserError
-from mmrl.quiet import QUIET
+from mmrl.core.errors import UserError
+from mmrl.core.quiet import QUIET
+from mmrl.planner.doctor import examine
 
 RECIPE = """\
 # A recipe of a test
@@ -133,7 +133,7 @@ def test_what_mmrl_logs_reaches_stderr_from_the_level_on(folder: Path) -> None:
     code = (
         "import logging, sys, mmrl.cli\nsys.argv = ['mmrl', 'ls', 'rewards']\n"
         "try:\n    mmrl.cli.main()\nexcept SystemExit:\n    pass\n"
-        "log = logging.getLogger('mmrl.media')\nlog.warning('%s: odd', 'a.mp4')\nlog.info('plain')\n"
+        "log = logging.getLogger('mmrl.core.media')\nlog.warning('%s: odd', 'a.mp4')\nlog.info('plain')\n"
         "logging.getLogger('other').info('theirs')\nprint(logging.getLogger().handlers, logging.getLogger().level)\n"
     )
 

@@ -11,16 +11,16 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import app
 from mmrl.config.loader import load_recipe
-from mmrl.datasets.fields import read_fields
-from mmrl.datasets.loading import load_prompts
-from mmrl.datasets.record_media import media_from
-from mmrl.errors import BadPromptError, UserError
-from mmrl.media import ClipInfo, Media, Show
-from mmrl.text.clip_frames import limit_frames, shown_frames
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import ClipInfo, Media, Show
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
+from mmrl.data.fields import read_fields
+from mmrl.data.loading import load_prompts
+from mmrl.data.record_media import media_from
+from mmrl.models.text.clip_frames import limit_frames, shown_frames
 from tests import processors, tiny
 
 allow_cpu_only()

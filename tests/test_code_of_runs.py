@@ -5,17 +5,17 @@ from functools import partial
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.checkpoint.continuing import continued
+from mmrl.app.build import evaluate, open_run
+from mmrl.app.continuing import continued
+from mmrl.app.export import export
+from mmrl.app.sample import draw
+from mmrl.app.verify import verify
+from mmrl.app.verify.decisions import verify_decisions
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.export import export
-from mmrl.report.rundir import RunDir
-from mmrl.run import evaluate, open_run
-from mmrl.sample import draw
-from mmrl.trajectory import Prompt
-from mmrl.verify import verify
-from mmrl.verify.decisions import verify_decisions
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
+from mmrl.logging.rundir import RunDir
 
 allow_cpu_only()  # before transformers imports torchvision
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmrl.app.build import build, restored
+from mmrl.app.export import export
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.errors import UserError
-from mmrl.export import export
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.run import build, restored
 from mmrl.runtime.start import train
 from mmrl.training import loop
 from tests import tiny

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 import mmrl
 from mmrl.cli import app
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.logging.grids import write_samples
+from mmrl.logging.metrics import MetricsLog
+from mmrl.logging.rundir import RunDir
 from mmrl.report.charts import WIDTH
 from mmrl.report.compare import compare_runs
 from mmrl.report.compare_page import sentences, write_comparison
-from mmrl.report.grids import write_samples
-from mmrl.report.metrics import MetricsLog
-from mmrl.report.rundir import RunDir
 from tests.test_verdict import accuracy, made
 
 

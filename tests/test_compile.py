@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.checkpoint.resume import same_run
+from mmrl.app.build import build
+from mmrl.app.resume import same_run
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.errors import UserError
-from mmrl.report.clock import Clock
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.logging.rundir import RunDir
 from mmrl.training.loop import train_step
 from tests.tiny_diffusion import two_blocks
 

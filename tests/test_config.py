@@ -17,7 +17,7 @@ from mmrl.config.drop_ins import entries
 from mmrl.config.layers import parse_key, parse_value
 from mmrl.config.loader import LoadedRecipe, RecipeError, find_recipe, load_recipe, shipped_recipes
 from mmrl.config.names import resolve, resolve_drop_in
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 RECIPE = """\
 name: t

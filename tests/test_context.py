@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.engines.context import Group, attend, columns, refusals
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.models.context_parallel import Group, attend, columns, refusals
 from mmrl.planner.max_length import max_length
 from mmrl.planner.plan import plan
 from tests import test_megatron as megatron

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.context import Cut, Group, refusals
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.models.context_parallel import Cut, Group, refusals
 from tests.ranks import launched
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -17,7 +17,7 @@ pytest.importorskip("torchvision")
 WORLD = """
 import random
 from PIL import Image
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
 
 class Album:
     pictures = True

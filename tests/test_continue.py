@@ -9,12 +9,12 @@ import signal
 import pytest
 
 import mmrl
-from mmrl.checkpoint.continuing import continued
+from mmrl.app.continuing import continued
 from mmrl.config.learning_rate import learning_rate
 from mmrl.config.loader import load_recipe
+from mmrl.logging.metrics import read
+from mmrl.logging.rundir import read_ended
 from mmrl.report.html import write_report
-from mmrl.report.metrics import read
-from mmrl.report.rundir import read_ended
 from tests import recipes, tiny
 from tests.ranks import Command, free_port
 from tests.ray_runs import alike, ended
@@ -266,8 +266,8 @@ def test_a_run_that_early_stopping_ended_goes_on_and_says_how_it_ended(root, tmp
 
 def launched_with(monkeypatch):
     """What reaches the start of several controllers, in place of that."""
+    from mmrl.app.trainer import Outcome
     from mmrl.runtime import start
-    from mmrl.session import Outcome
 
     calls = []
 

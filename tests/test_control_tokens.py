@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.errors import BadPromptError
-from mmrl.media import Media
-from mmrl.trajectory import Prompt, Turn
+from mmrl.core.errors import BadPromptError
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Turn
 from tests import processors, tiny
 
 allow_cpu_only()
@@ -267,7 +267,7 @@ def test_a_run_says_it_once():
 
 
 def test_given_answers_have_no_special_token():
-    from mmrl.text.answered import response_tokens
+    from mmrl.models.text.answered import response_tokens
 
     chat = reads()
     special = {token.content for token in chat.saved.added_tokens_decoder.values() if token.special}

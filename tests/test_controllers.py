@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.errors import UserError
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import train_step
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Prompt
 from tests.ranks import launched
 from tests.rows import add_gap, contents
 

@@ -8,18 +8,18 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
-from mmrl.datasets.fields import Columns, UnreadColumns, digest_of_prompt, make_prompt, read_fields
-from mmrl.errors import BadPromptError, UserError
-from mmrl.judge.rubric import Rubric
-from mmrl.media import Media
-from mmrl.report.texts import write_texts
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot, Turn
+from mmrl.data.fields import Columns, UnreadColumns, digest_of_prompt, make_prompt, read_fields
+from mmrl.logging.texts import write_texts
+from mmrl.models.text.conversation import messages_of, messages_with_media
+from mmrl.models.text.features import key_of
+from mmrl.models.text.given import Pair, given_message, given_text, pair_of
+from mmrl.rewards.judging.rubric import Rubric
 from mmrl.rewards.wire import decode_request, encode_request
-from mmrl.text.conversation import messages_of, messages_with_media
-from mmrl.text.features import key_of
-from mmrl.text.given import Pair, given_message, given_text, pair_of
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Turn
 from tests import tiny
 from tests.rows import distance
 

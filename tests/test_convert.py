@@ -6,8 +6,8 @@ import pytest
 
 import mmrl
 from mmrl.cli import app
-from mmrl.datasets.convert import convert
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.data.convert import convert
 from mmrl.rewards.geneval import read_wishes
 
 jsonl = mmrl.load("datasets", "jsonl:prompts")

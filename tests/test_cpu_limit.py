@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.checkpoint import reader
-from mmrl.checkpoint.resume import same_run
+from mmrl.app.resume import same_run
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Optim
-from mmrl.engines.policy import Policy
-from mmrl.errors import UserError
-from mmrl.report import progress as shown
-from mmrl.report.expected import Pace, about, expected
-from mmrl.report.progress import Progress, status_line
-from mmrl.report.rundir import RunDir
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.errors import UserError
+from mmrl.logging import progress as shown
+from mmrl.logging.expected import Pace, about, expected
+from mmrl.logging.progress import Progress, status_line
+from mmrl.logging.rundir import RunDir
+from mmrl.models.policy import Policy
 from mmrl.runtime.start import train
 from tests.tiny_diffusion import two_blocks
 
@@ -39,7 +39,7 @@ def cpu_clock(monkeypatch):
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("mmrl.report.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mmrl.logging.progress.time.monotonic", lambda: now[0])
     return now
 
 

@@ -19,10 +19,10 @@ from PIL import Image
 
 import mmrl
 from mmrl.config.drop_ins import entries
-from mmrl.datasets.fields import Columns, read_fields
-from mmrl.datasets.records import checked
-from mmrl.errors import UserError
-from mmrl.media import open_clip, open_image, read_bytes
+from mmrl.core.errors import UserError
+from mmrl.core.media import open_clip, open_image, read_bytes
+from mmrl.data.fields import Columns, read_fields
+from mmrl.data.records import checked
 
 jsonl = mmrl.load("datasets", "jsonl:prompts")
 folder = mmrl.load("datasets", "folder:prompts")
@@ -159,7 +159,7 @@ def test_media_are_looked_at_once(tmp_path, monkeypatch):
         (tmp_path / f"{i}.png").write_bytes(png())
     path = lines(tmp_path / "q.jsonl", *({"prompt": f"p{i}", "image": f"{i}.png"} for i in range(3)))
     looked = []
-    monkeypatch.setattr("mmrl.datasets.checks.look", lambda media, verify: looked.append(media.path))
+    monkeypatch.setattr("mmrl.data.checks.look", lambda media, verify: looked.append(media.path))
     for _ in range(2):
         assert len(jsonl("train", path=path, heldout=0)) == 3
     assert len(looked) == 3
@@ -351,7 +351,7 @@ def test_clips_keep_their_colours_through_the_codec():
     pytest.importorskip("av")
     for colour, rgb in clips.COLOURS.items():
         frames = clips.clip(colour, "square", "left", random.Random(1))
-        (prompt_media,) = [mmrl.media.Media("video", data=clips.encode(frames))]
+        (prompt_media,) = [mmrl.core.media.Media("video", data=clips.encode(frames))]
         decoded = open_clip(prompt_media).frames
         for drawn, shown in zip(frames, decoded, strict=True):
             assert np.abs(np.asarray(drawn, int) - np.asarray(shown, int)).max() <= 16
@@ -401,7 +401,7 @@ def test_clips_that_cannot_be_are_refused(options):
 
 
 def test_clips_without_pyav_name_the_extra(monkeypatch):
-    monkeypatch.setattr("mmrl.media.decoding.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("mmrl.core.media.decoding.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install .*\[vlm\]'"):
         clips.prompts()
 

@@ -12,11 +12,11 @@ from PIL import Image
 import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.config.names import is_hub_data
-from mmrl.datasets.loading import load_prompts
-from mmrl.datasets.preferences import BETTER, WORSE, TieError, as_pair
-from mmrl.datasets.record_media import media_from
-from mmrl.errors import UserError
-from mmrl.media import read_bytes
+from mmrl.core.errors import UserError
+from mmrl.core.media import read_bytes
+from mmrl.data.loading import load_prompts
+from mmrl.data.preferences import BETTER, WORSE, TieError, as_pair
+from mmrl.data.record_media import media_from
 
 jsonl = mmrl.load("datasets", "jsonl:prompts")
 folder = mmrl.load("datasets", "folder:prompts")

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 import mmrl
-from mmrl.datasets.fields import clean_text
-from mmrl.datasets.limits import LIMITS, MIB
-from mmrl.datasets.split_lines import split_lines
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.data.fields import clean_text
+from mmrl.data.limits import LIMITS, MIB
+from mmrl.data.split_lines import split_lines
 
 from .sweeps import Sweep
 
@@ -77,8 +77,8 @@ def test_lines_are_split_alike_however_they_lie_in_the_pieces_that_are_read(tmp_
 
 
 def test_lines_that_hold_nothing_are_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmrl.datasets.limits.LIMITS.blank", 100)
-    monkeypatch.setattr("mmrl.datasets.limits.LIMITS.records", 200)
+    monkeypatch.setattr("mmrl.data.limits.LIMITS.blank", 100)
+    monkeypatch.setattr("mmrl.data.limits.LIMITS.records", 200)
     row = '{"prompt": "a"}\n{"prompt": "b"}'
     for name, first, rows in (("a.jsonl", "", row), ("a.csv", "prompt\n", "a\nb"), ("a.txt", "", "a\nb")):
         read, options = prompts if name.endswith("txt") else jsonl, {"path": str(tmp_path / name), "heldout": 0}

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.judge.local import LocalModel
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.rewards.judging.local import LocalModel
 from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start, train
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -142,8 +142,8 @@ def test_what_the_user_must_mend_on_one_device_alone_is_said(tmp_path):
 
 
 def test_a_judge_sleeps_for_real_and_answers_as_before():
-    from mmrl.judge.answers import parse_kind
-    from mmrl.judge.asking import Ask, Settings
+    from mmrl.rewards.judging.answers import parse_kind
+    from mmrl.rewards.judging.asking import Ask, Settings
 
     model = LocalModel(str(ROOT / "pipelines" / "vlm" / "models" / "shapes-judge"))
     size = sum(p.nbytes for p in model.model.parameters())

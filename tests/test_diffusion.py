@@ -10,14 +10,14 @@ from diffusers import StableDiffusion3Pipeline
 
 import mmrl
 from mmrl.algorithms.objective import GraphSteps
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
-from mmrl.controller.randomness import noise
-from mmrl.engines.policy import Policy
-from mmrl.errors import UserError
-from mmrl.run import build
-from mmrl.trajectory import SampleId, Slot
+from mmrl.core.errors import UserError
+from mmrl.core.randomness import noise
+from mmrl.core.trajectory import SampleId, Slot
+from mmrl.models.policy import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "pipelines" / "diffusion" / "models" / "shapes-sd3"

@@ -11,22 +11,22 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.distill.distilling import fitted
-from mmrl.distill.encoders import Backbone, backbone_of, fewer, tokens_of
-from mmrl.distill.folder import load_encoder
-from mmrl.distill.read_students import Features, ReadShape, ReadStudents
-from mmrl.distill.sides import VERDICTS, Pairs, read_pairs
-from mmrl.distill.students import Side
-from mmrl.distill.training import Settings
-from mmrl.errors import UserError
-from mmrl.readers.described import described, digest
-from mmrl.readers.pictures import Views
-from mmrl.readers.texts import Question, TextReader
-from mmrl.rewards.contract import Context
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.encoders.described import described, digest
+from mmrl.rewards.encoders.pictures import Views
+from mmrl.rewards.encoders.texts import Question, TextReader
 from mmrl.rewards.loading import Loaded, build, find
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.studies.distill.distilling import fitted
+from mmrl.studies.distill.encoders import Backbone, backbone_of, fewer, tokens_of
+from mmrl.studies.distill.folder import load_encoder
+from mmrl.studies.distill.read_students import Features, ReadShape, ReadStudents
+from mmrl.studies.distill.sides import VERDICTS, Pairs, read_pairs
+from mmrl.studies.distill.students import Side
+from mmrl.studies.distill.training import Settings
 from tests import asleep, tiny
 from tests.test_cli import mmrl
 from tests.test_distill import JUDGES, RECIPE

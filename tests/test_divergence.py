@@ -10,21 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl.checkpoint import reader
+from mmrl.app.build import build
+from mmrl.app.divergence import Divergence, divergence, settle
 from mmrl.checkpoint.writer import Saver
 from mmrl.config.loader import load_recipe
-from mmrl.errors import NotFiniteError, UserError
-from mmrl.finite import check_tokens
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.clock import Clock
+from mmrl.core.errors import NotFiniteError, UserError
+from mmrl.core.nan_check import check_tokens
+from mmrl.core.trajectory import SampleId
+from mmrl.logging.rundir import RunDir
+from mmrl.models.text.token_sampling import Draw, choose
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
 from mmrl.report.html import write_report
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
 from mmrl.runtime import start
-from mmrl.text.token_sampling import Draw, choose
 from mmrl.training import loop
-from mmrl.training.divergence import Divergence, divergence, settle
-from mmrl.trajectory import SampleId
 from tests import tiny
 from tests.test_checkpoint import make as saved_tensors
 from tests.tiny_diffusion import SHAPES

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import app
 from mmrl.config.schema import Reward
-from mmrl.rewards.contract import Context
+from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.loading import build
 from mmrl.rewards.scoring import check
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 allow_cpu_only()
 

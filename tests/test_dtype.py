@@ -6,6 +6,7 @@ import pickle
 import pytest
 import yaml
 
+from mmrl.app.build import evaluate, open_run
 from mmrl.cli import runs
 from mmrl.cli.arguments import read_recipe
 from mmrl.config.dtype import has_bfloat16
@@ -13,7 +14,6 @@ from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.config.schema import Recipe
 from mmrl.planner.plan import plan
-from mmrl.run import evaluate, open_run
 from mmrl.runtime.start import train
 from tests import tiny
 

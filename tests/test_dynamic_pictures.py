@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mmrl.app.build import build
+from mmrl.app.trainer import Session
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
-from mmrl.report.clock import Clock
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
-from mmrl.session import Session
-from mmrl.stopping import Stop
+from mmrl.core.clock import Clock
+from mmrl.core.signals import Stop
+from mmrl.logging.rundir import RunDir
 from mmrl.training.loop import train_step
 from tests.tiny_diffusion import two_blocks
 

@@ -9,20 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
-from mmrl.errors import BadPromptError
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError
+from mmrl.core.trajectory import Prompt, Slot
 from mmrl.rewards.scoring import Scores
 from mmrl.rollout.collect import collect_batch
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
 from mmrl.rollout.encoding import encode
-from mmrl.run import build
-from mmrl.training.batch import Round
+from mmrl.step.batch import Round
+from mmrl.step.step_context import FinishedStep
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import train_step
-from mmrl.training.step_context import FinishedStep
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Prompt, Slot
 from tests import tiny
 
 PROMPTS = [Prompt(str(n), str(n)) for n in range(40)]

@@ -5,15 +5,15 @@ import math
 
 import pytest
 
-from mmrl.checkpoint import reader
+from mmrl.app.build import evaluate, restored
+from mmrl.app.trainer import Session
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import EarlyStopping
-from mmrl.errors import UserError
-from mmrl.report.rundir import RunDir
-from mmrl.run import evaluate, restored
-from mmrl.session import Session
-from mmrl.stopping import Stop
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.errors import UserError
+from mmrl.core.signals import Stop
+from mmrl.logging.rundir import RunDir
 from mmrl.training.early_stopping import EarlyStop
 from tests.tiny_diffusion import two_blocks
 

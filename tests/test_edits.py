@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from tests.messages import content, edits, put
 
 RECIPES = [

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -27,19 +27,19 @@ import transformers  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 
 from mmrl.api.recipes import Objects, read  # noqa: E402
+from mmrl.app.lora_scale import sweep as scaled  # noqa: E402
 from mmrl.config.loader import load_recipe  # noqa: E402
 from mmrl.controller.features import FeatureStore  # noqa: E402
-from mmrl.engines import own_class  # noqa: E402
-from mmrl.engines.engine_weights import Counted, model_folder  # noqa: E402
-from mmrl.engines.weight_groups import WeightGroup  # noqa: E402
-from mmrl.errors import UserError  # noqa: E402
+from mmrl.core.errors import UserError  # noqa: E402
+from mmrl.inference import own_class  # noqa: E402
+from mmrl.inference.engine_weights import Counted, model_folder  # noqa: E402
+from mmrl.inference.weight_groups import WeightGroup  # noqa: E402
 from mmrl.planner.fit_check import edits  # noqa: E402
 from mmrl.planner.plan import plan  # noqa: E402
 from mmrl.report.compare import compare_runs  # noqa: E402
 from mmrl.report.curve import curve_picture  # noqa: E402
 from mmrl.runtime import start  # noqa: E402
-from mmrl.strength import sweep as scaled  # noqa: E402
-from mmrl.sweep.searching import Search, _value, combinations  # noqa: E402
+from mmrl.studies.sweep.searching import Search, _value, combinations  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.planning import planned, planned_in_short  # noqa: E402
 from tests.test_cli import mmrl as command  # noqa: E402
@@ -230,8 +230,8 @@ def test_an_engine_is_given_a_whole_folder(tmp_path):
 
 
 def test_a_log_prob_that_is_no_number_comes_of_weights():
-    from mmrl.engines.engine_weights import Allowance, completion
-    from mmrl.engines.rollout import Request
+    from mmrl.core.rollout_engine import Request
+    from mmrl.inference.engine_weights import Allowance, completion
 
     request, allowance = Request([1], "", 0), Allowance(4, "length", 0)
     wrong = lambda p: completion(request, allowance, [3], [p], "stop", 1, "vLLM")  # noqa: E731
@@ -240,7 +240,7 @@ def test_a_log_prob_that_is_no_number_comes_of_weights():
 
 
 def test_vllm_takes_an_adapter_of_a_lower_rank():
-    from mmrl.engines.vllm import engine_arguments
+    from mmrl.inference.vllm import engine_arguments
 
     take = lambda rank: engine_arguments("m", 64, "auto", 0, 0, rank, {}, cpu=True)  # noqa: E731
     refused(lambda: take(10_000), "lower model.lora.rank")
@@ -275,7 +275,7 @@ def test_an_engine_of_ones_own_takes_the_rank_or_no_adapter(tmp_path, says):
 
 
 def test_weights_go_through_files_where_memory_has_no_room():
-    from mmrl.engines.weight_files import place_for
+    from mmrl.inference.weight_files import place_for
 
     refused(lambda: place_for("shm", 2**60), "or set rollout.weight_transport=files")
     place_for("files", 2**60).rmdir()
@@ -321,9 +321,9 @@ class Half(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("edit", ["shm", "files"])
 def test_weights_whose_connection_breaks_go_through_files(tmp_path, edit):
-    from mmrl.engines.server_process import Client, Timeouts
-    from mmrl.engines.vllm_server import GroupSender, VllmServer
-    from mmrl.engines.weight_files import Room, Sending
+    from mmrl.inference.server_process import Client, Timeouts
+    from mmrl.inference.vllm_server import GroupSender, VllmServer
+    from mmrl.inference.weight_files import Room, Sending
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Half)
     server.work, server.files = ThreadPoolExecutor(1), []
@@ -347,7 +347,7 @@ def test_weights_whose_connection_breaks_go_through_files(tmp_path, edit):
 
 
 def test_a_server_that_needs_longer_is_waited_for():
-    from mmrl.engines.server_process import Client
+    from mmrl.inference.server_process import Client
 
     server = HTTPServer(("127.0.0.1", 0), Slow)
     server.told = threading.Event()
@@ -363,8 +363,8 @@ def test_a_server_that_needs_longer_is_waited_for():
 
 
 def test_a_prompt_that_is_too_long_is_cut_left_out_or_allowed():
-    from mmrl.text.overlong import Fitter, Limit, OverlongError
-    from mmrl.trajectory import Prompt
+    from mmrl.core.trajectory import Prompt
+    from mmrl.models.text.overlong import Fitter, Limit, OverlongError
     from tests.test_template_answers import chat_of
 
     chat, prompt = chat_of(tiny.tokenizer(), tiny.CHATML), Prompt("p", "a b c d e f g h " * 9)
@@ -528,7 +528,7 @@ def test_a_cpu_and_a_gpu_without_bfloat16_compute_in_float32(monkeypatch, says):
 
 
 def test_a_gradient_is_declared_or_not_followed(tmp_path):
-    from mmrl.run import build
+    from mmrl.app.build import build
 
     (tmp_path / "own.py").write_text(
         "import mmrl\n\n@mmrl.reward(inputs=('tensor',), differentiable=True, per='group')\n"
@@ -595,7 +595,7 @@ def test_features_that_have_room_are_kept(tmp_path, capsys, says):
 def test_adapters_of_other_programs_and_with_whole_weights(tmp_path, says):
     from safetensors.torch import load_file, save_file
 
-    from mmrl.run import build
+    from mmrl.app.build import build
 
     pair = {"lora_down.weight": torch.randn(4, 8), "lora_up.weight": torch.randn(8, 4)}
     key = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -635,8 +635,8 @@ def test_noise_levels_of_the_checkpoint_are_taken_by_its_schedule(folders, tmp_p
 
 
 def test_geneval_reads_the_meta_that_data_give(tmp_path, says):
-    from mmrl.datasets.loading import load_prompts
-    from mmrl.trajectory import Sample, SampleId
+    from mmrl.core.trajectory import Sample, SampleId
+    from mmrl.data.loading import load_prompts
 
     row = {"tag": "single_object", "include": [{"class": "cat", "count": 1}], "exclude": []}
     (tmp_path / "evaluation_metadata.jsonl").write_text(
@@ -705,7 +705,7 @@ def test_engines_and_judges_sleep_or_take_less(says):
 
 def test_without_triton_nothing_is_compiled(monkeypatch):
     compiling = mmrl.load("pipelines", "diffusion/loading")
-    from mmrl.run import build
+    from mmrl.app.build import build
 
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     layer = torch.nn.Linear(2, 2)
@@ -754,7 +754,7 @@ CONNECT = """
 import ray, sys
 ray.__version__ = sys.argv[2] or ray.__version__
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.runtime.cluster import cluster
 try:
     with cluster(load_recipe(["sums"], ["controllers=2", "ray=" + sys.argv[1]]).recipe):

@@ -16,22 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl.engines import engine_weights
-from mmrl.engines.engine_weights import (
-    Allowance,
-    Counted,
-    allowances,
-    completion,
-    values_of,
-    write_adapter,
-)
-from mmrl.engines.lazy_engine import RESTARTS, LazyEngine, unfailing
-from mmrl.engines.rollout import Request, Settings
-from mmrl.engines.server_process import Client, Process, flags
-from mmrl.engines.vllm import engine_arguments, sampling_parameters
-from mmrl.engines.weight_files import write_weights
-from mmrl.errors import LostServerError, UserError
-from mmrl.report.notices import listen
+from mmrl.core.errors import LostServerError, UserError
+from mmrl.core.notices import listen
+from mmrl.core.rollout_engine import Request, Settings
+from mmrl.inference import engine_weights
+from mmrl.inference.engine_weights import Allowance, Counted, allowances, completion, values_of, write_adapter
+from mmrl.inference.lazy_engine import RESTARTS, LazyEngine, unfailing
+from mmrl.inference.server_process import Client, Process, flags
+from mmrl.inference.vllm import engine_arguments, sampling_parameters
+from mmrl.inference.weight_files import write_weights
 from tests.ranks import free_port
 
 
@@ -178,7 +171,7 @@ STUBBORN = (
 STARTER = """
 import sys, time
 from pathlib import Path
-from mmrl.engines.server_process import Process
+from mmrl.inference.server_process import Process
 folder = Path(sys.argv[1])
 process = Process("it", [sys.executable, "-c", sys.argv[2]], {}, folder, folder.parent / "log")
 process.wait_until(lambda: "up" in process.last_lines(), 60)
@@ -220,15 +213,15 @@ def test_a_process_ends_when_its_starter_is_killed(tmp_path, death, child_too):
 
 
 def test_a_process_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmrl.engines.server_process._CLOSE_S", 0.5)
+    monkeypatch.setattr("mmrl.inference.server_process._CLOSE_S", 0.5)
     process = started(STUBBORN, tmp_path / "private")
     process.close()
     until(lambda: not running(process._process.pid))
 
 
 def test_a_process_that_does_not_start_shows_its_last_lines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.engines.server_process.PROGRESS_EVERY_S", 0.1)
-    monkeypatch.setattr("mmrl.engines.server_process._CLOSE_S", 0.5)
+    monkeypatch.setattr("mmrl.inference.server_process.PROGRESS_EVERY_S", 0.1)
+    monkeypatch.setattr("mmrl.inference.server_process._CLOSE_S", 0.5)
     folder = tmp_path / "private"
     folder.mkdir()
     code = (

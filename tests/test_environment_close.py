@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.conformance import environments
+from mmrl.app.conformance.running import results
 from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
-from mmrl.contracts import environments
-from mmrl.contracts.running import results
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.episodes.loading import closed, closer_of, opened
-from mmrl.errors import UserError
 from tests.test_episode_journal import play
 from tests.test_episodes import SMALL, call, figures, played
 
@@ -21,7 +21,7 @@ allow_cpu_only()  # before transformers imports torchvision
 
 WORLDS = '''
 import asyncio, os, pathlib, time, uuid
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
 
 class Base:
     """Notes who begins and who is closed; ``how``: what ``step`` or ``close`` does."""

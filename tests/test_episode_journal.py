@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.verify import verify
 from mmrl.config.loader import load_recipe
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Slot
 from mmrl.episodes.journal import FOLDER, Journal, Kept
-from mmrl.trajectory import Prompt, SampleId, Slot
-from mmrl.verify import verify
 from tests import ray_runs
 from tests.test_episodes import SMALL, Script, figures, written
 
@@ -27,7 +27,7 @@ allow_cpu_only()  # before transformers imports torchvision
 
 WORLD = '''
 import os, pathlib, random, time
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
 
 class Counter:
     """Adds up what it is told, from a number that ``reset`` draws; every call is noted in a file."""

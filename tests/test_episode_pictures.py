@@ -15,26 +15,26 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.conformance import environments
+from mmrl.app.conformance.running import results
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.contracts import environments
-from mmrl.contracts.running import results
-from mmrl.engines.policy import Policy
-from mmrl.episodes.contract import Action, Episode, Exchange, Observation
+from mmrl.core.episode import Action, Episode, Exchange, Observation
+from mmrl.core.errors import UserError
+from mmrl.core.media import BadMediaError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot
 from mmrl.episodes.environment import observations
 from mmrl.episodes.journal import Journal
 from mmrl.episodes.shown import content_of
-from mmrl.errors import UserError
-from mmrl.judge.rubric import Rubric
-from mmrl.media import BadMediaError
+from mmrl.logging.rundir import RunDir
+from mmrl.logging.texts import write_texts
+from mmrl.models.policy import Policy
+from mmrl.models.text.features import with_told
+from mmrl.models.text.retold import Past, Teller
+from mmrl.models.text.template_probe import TemplateFaultError
 from mmrl.planner.plan import plan
-from mmrl.report.rundir import RunDir
-from mmrl.report.texts import write_texts
-from mmrl.text.features import with_told
-from mmrl.text.retold import Past, Teller
-from mmrl.text.template_probe import TemplateFaultError
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.rewards.judging.rubric import Rubric
 from tests import processors, tiny
 from tests.test_episodes import SMALL, Script, played, written
 

@@ -10,27 +10,27 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._load import load_from_file
-from mmrl._torchvision import allow_cpu_only
 from mmrl.algorithms.objective import Scored
+from mmrl.app.conformance import environments
+from mmrl.app.conformance.finding import kind_of
+from mmrl.app.conformance.running import results
 from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
-from mmrl.config.objectives import load_objective
-from mmrl.contracts import environments
-from mmrl.contracts.finding import kind_of
-from mmrl.contracts.running import results
-from mmrl.engines.rollout import Completion
+from mmrl.core.episode import Action, Episode, Exchange, Observation, note_of_calls, of_episodes
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.loading import load_from_file
+from mmrl.core.rollout_engine import Completion
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot
 from mmrl.episodes.calls import calls_in, reader_of
-from mmrl.episodes.contract import Action, Episode, Exchange, Observation, note_of_calls, of_episodes
 from mmrl.episodes.environment import observations
 from mmrl.episodes.loading import opened
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
-from mmrl.errors import UserError
-from mmrl.judge.rubric import Rubric, steps_of
 from mmrl.planner.plan import measured_episodes, plan
-from mmrl.simulator.trace_from_run import read_run
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.planner.simulator.trace_from_run import read_run
+from mmrl.rewards.judging.rubric import Rubric, steps_of
+from mmrl.step.objectives import load_objective
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -295,7 +295,7 @@ def test_mistakes_are_refused_in_the_plan(tools, changes, words):
 
 SLEEPS = """
 import time
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
 
 class Sleeps:
     def reset(self, prompt, seed):
@@ -370,7 +370,7 @@ def test_capo_counts_wrong_steps_of_every_turn():
 
 def test_spans_of_the_last_turn_are_placed_in_the_episode(tmp_path):
     (tmp_path / "own.py").write_text(
-        "import mmrl\nfrom mmrl.rewards.contract import Spans\n"
+        "import mmrl\nfrom mmrl.core.reward_contract import Spans\n"
         "@mmrl.reward(inputs=('text',), spans=True)\n"
         "def score(samples, *, context):\n"
         "    return {'score': [0.0] * len(samples), 'spans': [Spans([(0, len(s.text), -1.0)]) for s in samples]}\n"
@@ -411,7 +411,7 @@ def test_a_picture_recipe_has_no_turns():
 
 WORLDS = """
 import time
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
 
 class World:
     def __init__(self, how, when="step"):
@@ -473,7 +473,7 @@ def test_control_tokens_in_an_answer_are_text(tmp_path):
 def test_a_failed_episode_is_not_trained_on(tmp_path):
     file = tmp_path / "worlds.py"
     file.write_text(
-        "from mmrl.episodes.contract import Observation\n"
+        "from mmrl.core.episode import Observation\n"
         "class World:\n"
         "    def reset(self, prompt, seed):\n        self.text = prompt.text\n"
         "    def step(self, action):\n"

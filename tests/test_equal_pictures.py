@@ -10,9 +10,9 @@ import pytest
 from PIL import ExifTags, Image, PngImagePlugin
 
 import mmrl
-from mmrl.errors import BadPromptError
-from mmrl.media import Media
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import BadPromptError
+from mmrl.core.media import Media
+from mmrl.core.trajectory import Prompt
 from tests.sweeps import Sweep
 
 pair_of = mmrl.load("pipelines", "diffusion/flow:pair_of")

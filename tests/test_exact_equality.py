@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 
 answer = mmrl.load("rewards", "answer")
 TINY = [Fraction(1, 10**60), Fraction(1, 10**200), Fraction(1, math.factorial(90)), Fraction(1, 2**170)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from mmrl.app.conformance import pipelines
 from mmrl.cli import app
-from mmrl.contracts import pipelines
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.rewards.loading import build, find
 from tests import tiny_diffusion
 

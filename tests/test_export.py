@@ -21,14 +21,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import mmrl
+from mmrl.app.build import build, restored
+from mmrl.app.export import export
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.export import export
-from mmrl.report.card import public
-from mmrl.run import build, restored
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.logging.card import public
 from mmrl.runtime.start import train
 from mmrl.training.evaluation import SEED
-from mmrl.trajectory import Prompt, SampleId, Slot
 from tools.make_models import shapes_sd3
 
 PROMPT = "two red circles"
@@ -340,7 +340,7 @@ def test_a_lora_file_of_a_run_draws_the_runs_pictures(root: Path, tmp_path: Path
 def test_what_cannot_be_exported_is_refused_before_a_model_is_loaded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmrl.export.restored", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("mmrl.app.export.restored", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("keep me")
     (tmp_path / "file").write_text("")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -17,12 +17,12 @@ import diffusers  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from mmrl.app.build import build  # noqa: E402
+from mmrl.app.export import new_directory  # noqa: E402
 from mmrl.config.loader import load_recipe  # noqa: E402
-from mmrl.engines.engine_weights import write_adapter  # noqa: E402
-from mmrl.errors import UserError  # noqa: E402
-from mmrl.export import new_directory  # noqa: E402
-from mmrl.run import build  # noqa: E402
-from mmrl.text.engine_sampling import Given, streamed  # noqa: E402
+from mmrl.core.errors import UserError  # noqa: E402
+from mmrl.families.text.engine_sampling import Given, streamed  # noqa: E402
+from mmrl.inference.engine_weights import write_adapter  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.test_saved_lora import FAMILIES, model_of, recipe, velocity  # noqa: E402
 from tests.test_saved_peft import by_mmrl, logits, saved  # noqa: E402

@@ -11,17 +11,17 @@ from PIL import Image
 from safetensors import safe_open
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
+from mmrl.app.trainer import Session
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError, UserError
-from mmrl.media import Media
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import Media
+from mmrl.core.signals import Stop
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Slot
+from mmrl.logging.rundir import RunDir
 from mmrl.planner.plan import plan
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
-from mmrl.session import Session
-from mmrl.stopping import Stop
-from mmrl.trajectory import Prompt, Slot
 from tests.planning import run_steps
 from tests.tiny_diffusion import SHAPES, TIMES, cut, save
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mmrl.report import notices
+from mmrl.core import notices
 from mmrl.runtime import stall_watchdog as pulses
 from mmrl.runtime.stall_watchdog import Sign, StallWatchdog, Stuck, blamed
 from tests.ray_runs import SMALL, ended, learned, rows, train

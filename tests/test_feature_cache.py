@@ -9,8 +9,8 @@ import torch
 import mmrl
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.controller.feature_cache import FeatureCache
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt, Slot
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, Slot
 from tests.test_families import recipe
 from tests.test_features import features, same
 from tests.tiny_diffusion import save

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.errors import UserError
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
 from mmrl.training.loop import train_step
-from mmrl.trajectory import Prompt
 from tests.tiny_diffusion import two_blocks
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Slot, TextRows
 from mmrl.training.loop import train_step
-from mmrl.trajectory import Slot, TextRows
 from tests import midway_text, tiny
 from tests.midway_text import asked
 from tests.test_slots import arrived, settings
 
 allow_cpu_only()
 
-from mmrl.engines.fixed_cache import FAMILIES, attending  # noqa: E402 (imports transformers)
+from mmrl.models.fixed_cache import FAMILIES, attending  # noqa: E402 (imports transformers)
 
 SEE = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "idefics3")
 """Of those, the ones that see pictures: ``test_slots.py`` has them."""

@@ -6,10 +6,10 @@ from PIL import Image
 
 import mmrl
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.rewards.contract import Context, Failed
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 frames = mmrl.load("rewards", "frames")
 BRIGHT = "colour:brightness"

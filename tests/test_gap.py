@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import train_step
-from mmrl.training.step_metrics import StepMetrics
 from tests import tiny
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from mmrl.garbage import rarely_collected
+from mmrl.core.garbage import rarely_collected
 
 
 def test_thresholds_are_as_before_after_an_error_too():

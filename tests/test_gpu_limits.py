@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests import tiny, tiny_diffusion
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,20 +9,20 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.app.build import build
+from mmrl.app.trainer import Session
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Guards
 from mmrl.controller import Controller
-from mmrl.datasets.loading import load_prompts
+from mmrl.core.signals import Stop
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.data.loading import load_prompts
+from mmrl.logging.rundir import RunDir
 from mmrl.report.html import write_report
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
-from mmrl.session import Session
-from mmrl.stopping import Stop
 from mmrl.training import guards
 from mmrl.training.evaluation import Evaluator
 from mmrl.training.guards import Limits, Measures
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 WATCHED = "eval.rewards=[{name: 'colour:target', label: halfway, options: {rgb: [150, 150, 170]}}]"

@@ -7,11 +7,11 @@ from torch.nn.functional import logsigmoid
 import mmrl
 from mmrl.algorithms.objective import copies_of
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import SampleId, Slot
 from mmrl.planner.plan import plan
 from mmrl.planner.render import _arithmetic
-from mmrl.training.batch import with_group_noise
-from mmrl.trajectory import SampleId, Slot
+from mmrl.step.batch import with_group_noise
 from tests.test_training_loop import SMALL, make
 
 KINDS = {

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests import test_megatron as megatron
 from tests.products import counter
 from tests.ranks import launched

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Reward
-from mmrl.library_loading import try_tokenizer
+from mmrl.core.library_loading import try_tokenizer
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import hostile, judging, tiny
 
 allow_cpu_only()  # before transformers imports torchvision

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.datasets.limits import LIMITS, MIB
+from mmrl.data.limits import LIMITS, MIB
 
 from .sweeps import Sweep
 

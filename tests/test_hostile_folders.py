@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl.distill import folder as distilled
-from mmrl.distill.students import Shape, Students
-from mmrl.knowledge import folder as knowledge
-from mmrl.knowledge.graph import of_rows
-from mmrl.knowledge.training import Settings, train
-from mmrl.labels import folder as labels
-from mmrl.soup.record import Soup, read_soup
-from mmrl.sweep.searching import Result, Sweep, read_sweep
+from mmrl.studies.distill import folder as distilled
+from mmrl.studies.distill.students import Shape, Students
+from mmrl.studies.knowledge import folder as knowledge
+from mmrl.studies.knowledge.graph import of_rows
+from mmrl.studies.knowledge.training import Settings, train
+from mmrl.studies.labels import folder as labels
+from mmrl.studies.soup.record import Soup, read_soup
+from mmrl.studies.sweep.searching import Result, Sweep, read_sweep
 from tests import hostile
 from tests.test_knowledge import towns
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.rewards import loading
 
 REWARDS = {

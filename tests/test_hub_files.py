@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.hub_files import check_files, check_weights
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import check_files, check_weights
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.plan import plan
 
 allow_cpu_only()

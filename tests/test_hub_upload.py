@@ -10,9 +10,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from mmrl import export as module
-from mmrl.errors import UserError
-from mmrl.hub_upload import Upload
+from mmrl.app import export as module
+from mmrl.app.hub_upload import Upload
+from mmrl.core.errors import UserError
 from tests.test_cli import mmrl
 
 TOKEN = "hf_a_token_of_the_test"

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.logging.metrics import describe
 from mmrl.training import loop
 from tests import tiny
 from tests.rows import add_gap

@@ -12,17 +12,17 @@ from PIL import Image
 
 import mmrl
 from mmrl import cli
-from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import init
 from mmrl.config.left_to_plan import left_open
 from mmrl.config.loader import load_recipe
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.episodes.tools import Toolbox, schemas_of
-from mmrl.errors import UserError
-from mmrl.planner import first_model
-from mmrl.planner.first_data import UnknownColumnError, look_at_data
-from mmrl.planner.first_model import Modality, look_at_model
-from mmrl.planner.first_reward import named_in_recipe, starting_point, usual_reward
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.planner.new_recipe import model as first_model
+from mmrl.planner.new_recipe.data import UnknownColumnError, look_at_data
+from mmrl.planner.new_recipe.model import Modality, look_at_model
+from mmrl.planner.new_recipe.reward import named_in_recipe, starting_point, usual_reward
 from tests import tiny, tiny_diffusion
 
 QUESTIONS = "Question,Solution,level\n" + "".join(f"What is {n} + 1?,{n + 1},1\n" for n in range(20))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrl import installing
-from mmrl.doctor import examine
+from mmrl.core import installing
+from mmrl.planner.doctor import examine
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -116,7 +116,7 @@ def test_from_a_wheel_every_extra_has_a_command_that_pip_accepts(tmp_path):
         check=True,
         env=env,
     )
-    code = "from mmrl.installing import install; import sys; print(*map(install, sys.argv[1:]), sep='\\n')"
+    code = "from mmrl.core.installing import install; import sys; print(*map(install, sys.argv[1:]), sep='\\n')"
     env["PYTHONPATH"] = os.pathsep.join([str(target), *(p for p in sys.path if p and Path(p) != ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", code, *EXTRAS], cwd=tmp_path, capture_output=True, text=True, check=True, env=env
@@ -133,7 +133,7 @@ def test_from_a_wheel_every_extra_has_a_command_that_pip_accepts(tmp_path):
 
 def test_doctor_names_another_project_of_the_same_import(monkeypatch):
     versions = {"mmrl": None, installing.DISTRIBUTION: "0.1.0"}
-    monkeypatch.setattr("mmrl.doctor.version_of", lambda name: versions.get(name, "1"))
+    monkeypatch.setattr("mmrl.planner.doctor.version_of", lambda name: versions.get(name, "1"))
     assert not [problem for problem in examine().problems if "beside" in problem]
     versions["mmrl"] = "0.1.7"
     (problem,) = [problem for problem in examine().problems if "beside" in problem]

@@ -8,11 +8,11 @@ import torch
 
 import mmrl
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import asleep, tiny
 
 data = mmrl.load("datasets", "instructions")
@@ -199,8 +199,8 @@ def test_relevance_sleeps_whole_and_scores_the_same(encoder, monkeypatch):
 
 
 def test_minilm_where_it_is_set_up_knows_what_a_text_is_about():
-    from mmrl.packages.places import is_set_up
-    from mmrl.packages.table import BY_NAME
+    from mmrl.core.packages.places import is_set_up
+    from mmrl.core.packages.table import BY_NAME
 
     if not is_set_up(BY_NAME["all-minilm-l6-v2"]):
         pytest.skip("mmrl fetch all-minilm-l6-v2")

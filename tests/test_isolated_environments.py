@@ -12,16 +12,16 @@ from functools import partial
 import pytest
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
+from mmrl.core.episode import Action
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
 from mmrl.episodes import loading
-from mmrl.episodes.contract import Action
 from mmrl.episodes.environment import told_of
 from mmrl.episodes.isolated import Isolated, end
 from mmrl.episodes.loading import opened
 from mmrl.episodes.pool import returned_by
-from mmrl.trajectory import Prompt
 from tests.test_episode_journal import WORLD, calls, play, section
 from tests.test_episodes import SMALL, TOOLS, call, figures, played
 
@@ -31,7 +31,7 @@ WORLDS = '''
 import os, pathlib, signal, subprocess, sys, time
 import numpy as np
 from PIL import Image
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
 
 class Once:
     """One of its episodes does what ``how`` says; the others end well."""
@@ -275,7 +275,7 @@ PARENT = """
 import sys
 from mmrl.config.environment import Environment
 from mmrl.episodes import loading
-from mmrl.episodes.contract import Action
+from mmrl.core.episode import Action
 from mmrl.episodes.isolated import Isolated
 world = Isolated(Environment(name=sys.argv[1], options={"how": "hang", "folder": sys.argv[2]})).make()
 world.step(Action("x"))

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from mmrl.cli.arguments import json_alone, plain
+from mmrl.core.secrets import remember
 from mmrl.planner.plan_json import as_json
-from mmrl.secrets import remember
 from tests.planning import LEFT_OUT, planned, without_the_step
 from tests.test_cli import mmrl
 from tests.tiny_diffusion import two_blocks

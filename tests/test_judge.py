@@ -10,21 +10,21 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 import mmrl
-from mmrl import lines
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.judge.answers import Json, Number, Ranking, UnreadableError, Words, WrongSteps, parse_kind
-from mmrl.judge.asking import Ask
-from mmrl.judge.json_answer import check_schema, json_in, mismatch
-from mmrl.judge.modes import Mode, ranking_scores, vote_number, vote_steps
-from mmrl.judge.report import extremes
-from mmrl.judge.rubric import Rubric, RubricError, split_steps
-from mmrl.judge.store import CACHE, TRANSCRIPTS, Cache
-from mmrl.lines import Lines, rows_of
-from mmrl.media import Media
-from mmrl.rewards.contract import Context, Failed, Span, Spans
+from mmrl.core import lines
+from mmrl.core.errors import UserError
+from mmrl.core.lines import Lines, rows_of
+from mmrl.core.media import Media
+from mmrl.core.reward_contract import Context, Failed, Span, Spans
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.answers import Json, Number, Ranking, UnreadableError, Words, WrongSteps, parse_kind
+from mmrl.rewards.judging.asking import Ask
+from mmrl.rewards.judging.json_answer import check_schema, json_in, mismatch
+from mmrl.rewards.judging.modes import Mode, ranking_scores, vote_number, vote_steps
+from mmrl.rewards.judging.report import extremes
+from mmrl.rewards.judging.rubric import Rubric, RubricError, split_steps
+from mmrl.rewards.judging.store import CACHE, TRANSCRIPTS, Cache
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
 REPO = Path(__file__).resolve().parent.parent
@@ -503,7 +503,7 @@ def test_opponents_are_the_next_in_the_ring_and_everyone_meets_as_many():
 
 
 def test_critiques_vote_and_more_than_half_must_have_an_answer():
-    from mmrl.judge.asking import Outcome
+    from mmrl.rewards.judging.asking import Outcome
 
     mode = Mode.of("pointwise", 4, "median", None, 0)
     made = [sample("a"), sample("b", 1)]

@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.judge.agreement import measure, read_cases
-from mmrl.judge.rubric import Rubric
-from mmrl.judge.statistics import Confusions, auc, auc_interval, concordance, spearman, wilson
-from mmrl.judge.store import TRANSCRIPTS
-from mmrl.lines import rows_of
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.errors import UserError
+from mmrl.core.lines import rows_of
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.agreement import measure, read_cases
+from mmrl.rewards.judging.rubric import Rubric
+from mmrl.rewards.judging.statistics import Confusions, auc, auc_interval, concordance, spearman, wilson
+from mmrl.rewards.judging.store import TRANSCRIPTS
 from tests import judging
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,7 +196,7 @@ def test_rows_are_read_with_pictures_and_bad_ones_are_named(tmp_path):
 
 def test_a_data_set_of_cases_is_read_by_name(tmp_path):
     (tmp_path / "cases.py").write_text(
-        "from mmrl.trajectory import Prompt\n"
+        "from mmrl.core.trajectory import Prompt\n"
         "def prompts(split, **_):\n    assert split == 'heldout'\n"
         "    return [Prompt(str(i), 'p', {'response': 'r', 'truth': i / 4}) for i in range(5)]\n"
         "def bare(split):\n    return [Prompt('x', 'p', {'answer': 1})]\n"

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import mmrl
-from mmrl import lines
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.judge.asking import Outcome
-from mmrl.judge.store import CACHE, Cache
-from mmrl.rewards.contract import Context
+from mmrl.core import lines
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.asking import Outcome
+from mmrl.rewards.judging.store import CACHE, Cache
 from mmrl.runtime.start import train
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,8 +29,8 @@ SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 
 url, folder = sys.argv[1:]
 model = {"url": url, "name": "tiny"}

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from mmrl.judge.calibration import calibration
-from mmrl.judge.statistics import wilson
+from mmrl.rewards.judging.calibration import calibration
+from mmrl.rewards.judging.statistics import wilson
 from tests import judging
 from tests.test_cli import mmrl
 

@@ -11,17 +11,17 @@ from transformers import AutoTokenizer
 import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.judge import remote
-from mmrl.judge.rubric import Rubric
-from mmrl.judge.usage import USAGE, Spending, usage_in, used
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.logging.metrics import read
 from mmrl.report.html import write_report
-from mmrl.report.metrics import read
 from mmrl.report.transcripts import transcripts
-from mmrl.rewards.contract import Context, Failed
+from mmrl.rewards.judging import remote
+from mmrl.rewards.judging.rubric import Rubric
+from mmrl.rewards.judging.usage import USAGE, Spending, usage_in, used
 from mmrl.rewards.scoring import RewardSet
 from mmrl.runtime.start import train
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
 REPO = Path(__file__).resolve().parent.parent
@@ -366,7 +366,7 @@ def test_an_own_token_that_begins_inside_another_is_broken_too():
 
 
 def test_a_server_of_our_own_breaks_the_tokens_of_its_tokenizer(tmp_path, monkeypatch):
-    from mmrl.judge import server
+    from mmrl.rewards.judging import server
 
     folder = judging.text_model(tmp_path / "judge")
     tok = AutoTokenizer.from_pretrained(folder)
@@ -421,7 +421,7 @@ def test_an_answer_of_a_model_in_this_process_that_was_cut_is_no_verdict(tmp_pat
 
 
 def test_the_marks_of_a_thought_are_kept_where_they_are_special_tokens(tmp_path):
-    from mmrl.judge.local import LocalModel
+    from mmrl.rewards.judging.local import LocalModel
 
     folder = judging.text_model(tmp_path / "judge")
     tok = AutoTokenizer.from_pretrained(folder)

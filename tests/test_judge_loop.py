@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.judge.store import CACHE, TRANSCRIPTS
-from mmrl.lines import rows_of
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.lines import rows_of
+from mmrl.rewards.judging.store import CACHE, TRANSCRIPTS
 from mmrl.training.loop import train_step
 from tests import judging, tiny
 

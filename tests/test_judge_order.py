@@ -8,11 +8,11 @@ import re
 import pytest
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.judge.modes import Mode
-from mmrl.judge.rubric import Rubric
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.modes import Mode
+from mmrl.rewards.judging.rubric import Rubric
 from tests import judging
 
 BIAS = 0.2

@@ -21,13 +21,13 @@ from PIL import Image
 
 import mmrl
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.judge import remote
-from mmrl.judge.server import VllmServer
-from mmrl.media import Media
-from mmrl.rewards.contract import Context, Failed
+from mmrl.core.errors import UserError
+from mmrl.core.media import Media
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging import remote
+from mmrl.rewards.judging.server import VllmServer
 from mmrl.rewards.scoring import RewardError, RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
 REPO = Path(__file__).resolve().parent.parent
@@ -498,7 +498,7 @@ def test_a_vllm_of_our_own_writes_by_the_schema(tmp_path):
 def test_a_vllm_of_our_own_ends_when_we_are_killed(unsure):
     pytest.importorskip("vllm")
     program = (
-        "import json, sys, time; from mmrl.judge.server import VllmServer\n"
+        "import json, sys, time; from mmrl.rewards.judging.server import VllmServer\n"
         "server = VllmServer(sys.argv[1], json.loads(sys.argv[2]))\n"
         "print(server._process._process.pid, flush=True); time.sleep(600)"
     )

@@ -10,12 +10,12 @@ import zlib
 import pytest
 
 import mmrl
-from mmrl.judge import remote
-from mmrl.judge.answers import Json, Ranking, WrongSteps, schema_of
-from mmrl.judge.remote import response_format
-from mmrl.reply_bytes import ReplyBytes, ReplyError
-from mmrl.rewards.contract import Context, Failed
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.reply_bytes import ReplyBytes, ReplyError
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging import remote
+from mmrl.rewards.judging.answers import Json, Ranking, WrongSteps, schema_of
+from mmrl.rewards.judging.remote import response_format
 from tests import judging
 
 NUMBER = {"type": "number", "min": 0, "max": 10}

@@ -5,9 +5,9 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.rewards.contract import Context, Failed
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from tests import tiny
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -61,7 +61,7 @@ def test_a_picture_is_judged_by_the_models_own_log_probs(seeing):
 def test_questions_with_and_without_pictures_stand_in_one_batch(seeing):
     import io
 
-    from mmrl.media import Media
+    from mmrl.core.media import Media
 
     buffer = io.BytesIO()
     Image.new("RGB", (30, 30), "red").save(buffer, "PNG")
@@ -90,9 +90,9 @@ def test_a_picture_the_processor_refuses_costs_its_neighbours_nothing(seeing):
 
 def test_a_clip_that_a_pipeline_made_is_judged_by_its_frames(seeing):
     """The small Wan's own clips, through the rewards of a run; and the model sees which frames."""
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.run import build
-    from mmrl.trajectory import SampleId, Slot
+    from mmrl.core.trajectory import SampleId, Slot
 
     options = f'{{model: "{seeing}", rubric: "{{{{ clip }}}}Does it show {{{{ prompt }}}}?", frames: 2, '
     options += "answer: {floor: 0, type: yes_no}}"

@@ -10,15 +10,15 @@ import torch
 from pydantic import BaseModel
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.app.build import build
+from mmrl.config.algorithm_settings import AlgorithmSettings
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.engines.policy import Policy
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.models.policy import Policy
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.planner.plan import plan
-from mmrl.run import build
 from mmrl.runtime import cluster, start
 from mmrl.runtime.program import watchdog
 from tests.key_reads import recorded

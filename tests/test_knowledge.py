@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.errors import UserError
-from mmrl.knowledge import __main__ as command
-from mmrl.knowledge import folder, formulas
-from mmrl.knowledge.embeddings import KINDS, Embedding
-from mmrl.knowledge.graph import Graph, kept_back, of_rows, read
-from mmrl.knowledge.towns import towns
-from mmrl.knowledge.training import Settings, Trained, ranks, train
-from mmrl.rewards.contract import Failed
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Failed
 from mmrl.rewards.knowledge import Knowledge
+from mmrl.studies.knowledge import __main__ as command
+from mmrl.studies.knowledge import folder, formulas
+from mmrl.studies.knowledge.embeddings import KINDS, Embedding
+from mmrl.studies.knowledge.graph import Graph, kept_back, of_rows, read
+from mmrl.studies.knowledge.towns import towns
+from mmrl.studies.knowledge.training import Settings, Trained, ranks, train
 
 
 def gram_schmidt(columns):

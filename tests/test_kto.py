@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from mmrl.algorithms.kto import KTO, RATIO, KTOSettings
+from mmrl.app.build import build
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.datasets.loading import load_prompts
-from mmrl.errors import BadPromptError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError
+from mmrl.core.trajectory import Prompt
+from mmrl.data.loading import load_prompts
+from mmrl.logging.metrics import describe
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
-from mmrl.run import build
 from mmrl.runtime.start import train
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import Prompt
 from tests import tiny
 from tests.test_sft import SLICES, flat, gradient_of, lines, write
 
@@ -131,7 +131,7 @@ def test_each_prompt_is_scored_with_the_response_of_the_one_before(folder):
 
 
 def _rows(slots):
-    from mmrl.trajectory import Rows, SampleId
+    from mmrl.core.trajectory import Rows, SampleId
 
     return Rows(slots, [SampleId(0, s.index, 0, 0) for s in slots])
 

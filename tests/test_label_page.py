@@ -17,10 +17,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mmrl.cli import app
-from mmrl.errors import UserError
-from mmrl.labels import table
-from mmrl.labels.items import items_of
-from mmrl.labels.server import STARS, YES_NO, LabelServer, in_order
+from mmrl.core.errors import UserError
+from mmrl.studies.labels import table
+from mmrl.studies.labels.items import items_of
+from mmrl.studies.labels.server import STARS, YES_NO, LabelServer, in_order
 
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
@@ -220,7 +220,7 @@ def test_a_table_of_words_is_refused_before_numbers_are_added_to_it(folder):
 
 
 def test_the_page_needs_no_torch():
-    code = "import sys, mmrl.labels.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, mmrl.studies.labels.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrl.errors import UserError
-from mmrl.labels import table
-from mmrl.labels.items import items_of
-from mmrl.labels.server import LabelServer
+from mmrl.core.errors import UserError
+from mmrl.studies.labels import table
+from mmrl.studies.labels.items import items_of
+from mmrl.studies.labels.server import LabelServer
 
 from .sweeps import Sweep
 

@@ -15,26 +15,26 @@ from typer.testing import CliRunner
 
 from mmrl.cli import app
 from mmrl.config.loader import load_recipe
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.data.loading import load_prompts
 from mmrl.datasets import shapes
-from mmrl.datasets.loading import load_prompts
-from mmrl.distill.formulas import platt
-from mmrl.errors import UserError
-from mmrl.labels import baselines, table
-from mmrl.labels.agreement import TEMPERATURES, Agreement
-from mmrl.labels.embeddings import Encoders, Space
-from mmrl.labels.folder import NAME, WEIGHTS, load_known, read, write
-from mmrl.labels.graph import Graph, directed, fields, nearest, symmetric
-from mmrl.labels.items import Item, items_of
-from mmrl.labels.model import GraphAttention, GraphTransformer, Shape
-from mmrl.labels.pairs import check as check_pairs
-from mmrl.labels.pairs import paired
-from mmrl.labels.pixels import of_clips, of_pictures, of_texts
-from mmrl.labels.readers import ModelReader, described
-from mmrl.labels.spreading import GRAPH, HEAD, spread
-from mmrl.labels.training import Settings, masked, parted, to_label_next, train
-from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.loading import build, find
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.studies.distill.formulas import platt
+from mmrl.studies.labels import baselines, table
+from mmrl.studies.labels.agreement import TEMPERATURES, Agreement
+from mmrl.studies.labels.embeddings import Encoders, Space
+from mmrl.studies.labels.folder import NAME, WEIGHTS, load_known, read, write
+from mmrl.studies.labels.graph import Graph, directed, fields, nearest, symmetric
+from mmrl.studies.labels.items import Item, items_of
+from mmrl.studies.labels.model import GraphAttention, GraphTransformer, Shape
+from mmrl.studies.labels.pairs import check as check_pairs
+from mmrl.studies.labels.pairs import paired
+from mmrl.studies.labels.pixels import of_clips, of_pictures, of_texts
+from mmrl.studies.labels.readers import ModelReader, described
+from mmrl.studies.labels.spreading import GRAPH, HEAD, spread
+from mmrl.studies.labels.training import Settings, masked, parted, to_label_next, train
 
 QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)
 
@@ -43,7 +43,7 @@ QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)
 def trained_once():
     """The command parts the labels once, and not three times, and trains for 40 epochs; tests of more say so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.labels.training.Settings", partial(Settings, repeats=1, epochs=40))
+        patch.setattr("mmrl.studies.labels.training.Settings", partial(Settings, repeats=1, epochs=40))
         yield
 
 
@@ -109,7 +109,7 @@ def test_training_asks_only_for_labels_that_it_does_not_give(monkeypatch):
         return torch.nn.functional.mse_loss(logits, labels)
 
     monkeypatch.setattr(GraphTransformer, "forward", spied)
-    monkeypatch.setattr("mmrl.labels.training.binary_cross_entropy_with_logits", loss)
+    monkeypatch.setattr("mmrl.studies.labels.training.binary_cross_entropy_with_logits", loss)
     features, labels, given = torch.randn(40, 5), (torch.arange(40) % 2).float(), torch.arange(40) < 20
     train(features, symmetric(features, 3), labels, given, Settings(epochs=4, hidden=8, folds=2))
     assert told
@@ -282,8 +282,8 @@ def test_a_labelled_sample_learns_from_a_head_that_does_not_know_its_label(monke
             seen.append(logits.detach())
         return loss(logits, asked, **how)
 
-    monkeypatch.setattr("mmrl.labels.training.binary_cross_entropy_with_logits", spied)
-    monkeypatch.setattr("mmrl.labels.training.masked", lambda place, rate: torch.arange(len(place)) >= 10)
+    monkeypatch.setattr("mmrl.studies.labels.training.binary_cross_entropy_with_logits", spied)
+    monkeypatch.setattr("mmrl.studies.labels.training.masked", lambda place, rate: torch.arange(len(place)) >= 10)
     train(embeddings, symmetric(embeddings, 4), labels, given, Settings(epochs=5, folds=2, hidden=8, repeats=1))
     known = given.clone()
     known[parted(labels, given, 2, 0)[0]] = False

@@ -8,17 +8,17 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import app
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.labels import table
-from mmrl.labels.embeddings import Content, Embedder, Encoders, model_of
-from mmrl.labels.folder import read
-from mmrl.media import Media
-from mmrl.rewards.contract import Context
+from mmrl.core.errors import UserError
+from mmrl.core.media import Media
+from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.loading import build, find
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.studies.labels import table
+from mmrl.studies.labels.embeddings import Content, Embedder, Encoders, model_of
+from mmrl.studies.labels.folder import read
 from tests import tiny
 
 allow_cpu_only()  # before transformers is asked for a model

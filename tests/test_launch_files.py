@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from tests.test_cli import mmrl
 
 

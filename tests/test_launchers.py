@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.runtime.board import meet
 from mmrl.runtime.joined import _refuse, _told
 from mmrl.runtime.launchers import Launched, first_host, hidden_from_each_other, launched, own_devices

@@ -86,7 +86,7 @@ def test_algorithms_are_pure():
         "__future__",
         "mmrl.algorithms",
         "pydantic",
-        "mmrl.errors",
+        "mmrl.core.errors",
         "mmrl.config",
     )
     for path in (ROOT / "mmrl" / "algorithms").glob("*.py"):
@@ -121,8 +121,8 @@ sys.modules.update(dict.fromkeys(absent))  # they cannot be imported; transforme
 import torch
 from mmrl.training import loop
 from mmrl.config.loader import load_recipe
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.app.build import build
 small = ["train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2", "sampling.steps=3"]
 loaded = load_recipe(["shapes-lora"], [*small, 'rewards=[{name: "jpeg:compressibility"}]'])
 row, _ = loop.train_step(build(loaded.recipe), 0, Clock(torch.device("cpu")))

@@ -7,10 +7,12 @@ import time
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.engines.policy import Version
-from mmrl.errors import UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.models.policy import Version
 from mmrl.placement import device_tasks, lending
 from mmrl.placement.adaptive import Split, worth_lending
 from mmrl.placement.multi_device import MultiDevice
@@ -18,8 +20,6 @@ from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_devices import SimulatedTask
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.tasks import LENT
-from mmrl.report.clock import Clock
-from mmrl.run import build
 from mmrl.runtime import worker
 from mmrl.training.loop import train_step
 from tests import ray_runs

@@ -14,17 +14,17 @@ import torch
 from rich.console import Console
 
 import mmrl
-from mmrl import local_rows
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
+from mmrl.core import sharded_loading as local_rows
+from mmrl.core.clock import Clock
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.models.text import row_loading
+from mmrl.models.text.row_loading import load_rows
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.report.clock import Clock
-from mmrl.run import build
-from mmrl.text import row_loading
-from mmrl.text.row_loading import load_rows
 from mmrl.training.loop import train_step
 from tests import tiny_diffusion
 from tests.ranks import launched

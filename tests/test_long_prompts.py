@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError, UserError
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Slot
 from mmrl.planner.data_check import check_recipe
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.trajectory import Prompt, Slot
 from tests.test_families import FAMILIES, folders, recipe  # noqa: F401
 
 allow_cpu_only()  # before transformers imports torchvision

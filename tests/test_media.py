@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import mmrl
-import mmrl.media
-from mmrl.errors import UserError
-from mmrl.media import (
+import mmrl.core.media
+from mmrl.core.errors import UserError
+from mmrl.core.media import (
     BadMediaError,
     ClipInfo,
     Limits,
@@ -34,7 +34,7 @@ from mmrl.media import (
     probe_image,
     read_bytes,
 )
-from mmrl.media.decoder import FinalError, container_of, select
+from mmrl.core.media.decoder import FinalError, container_of, select
 
 RED, BLUE = (225, 45, 45), (60, 95, 235)
 
@@ -51,7 +51,7 @@ def encoded(image: Image.Image, kind: str, **options) -> bytes:
     return file.getvalue()
 
 
-def picture(data: bytes, limits: Limits = mmrl.media.LIMITS) -> Image.Image:
+def picture(data: bytes, limits: Limits = mmrl.core.media.LIMITS) -> Image.Image:
     return open_image(Media("image", data=data), limits)
 
 
@@ -127,7 +127,7 @@ def test_of_an_animated_picture_the_first_frame_is_shown(kind, caplog):
     frames = [Image.new("RGB", (8, 8), c) for c in (RED, BLUE, (9, 9, 9))]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
-    with caplog.at_level(logging.INFO, "mmrl.media"):
+    with caplog.at_level(logging.INFO, "mmrl.core.media"):
         assert near(picture(data), (4, 4), RED)
     assert "first of 3 frames" in caplog.text
 
@@ -317,7 +317,7 @@ def test_what_decord_cannot_decode_goes_to_pyav_and_the_log_says_so_once(tmp_pat
         pytest.skip(f"this PyAV has no {codec}")
     write_film(str(tmp_path / "odd.mp4"), grey(8, size), codec=codec)
     (tmp_path / "plain.mp4").write_bytes(film(8))
-    with caplog.at_level(logging.INFO, "mmrl.media"):
+    with caplog.at_level(logging.INFO, "mmrl.core.media"):
         for name in ("odd.mp4", "plain.mp4", "odd.mp4", "plain.mp4"):
             assert numbers(open_clip(Media("video", str(tmp_path / name)))) == list(range(8))
     odd, plain = (r.getMessage() for r in caplog.records)
@@ -329,7 +329,7 @@ def test_what_decord_cannot_decode_goes_to_pyav_and_the_log_says_so_once(tmp_pat
 def test_without_decord_the_log_names_pyav(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(decoding, "DECODERS", ("no_such_decord", "av"))
     (tmp_path / "a.mp4").write_bytes(film(2))
-    with caplog.at_level(logging.INFO, "mmrl.media"):
+    with caplog.at_level(logging.INFO, "mmrl.core.media"):
         open_clip(Media("video", str(tmp_path / "a.mp4")))
     assert "decoded with PyAV (no decord here)" in caplog.text
 
@@ -458,7 +458,7 @@ def test_a_clip_that_ends_the_first_decoder_goes_to_the_second(caplog):
     process = running("decord")
     process.kill()
     process.wait()
-    with caplog.at_level(logging.INFO, "mmrl.media"):
+    with caplog.at_level(logging.INFO, "mmrl.core.media"):
         assert numbers(open_clip(media)) == [0, 1, 2, 3]
     assert "decoded with PyAV (decord cannot: ended the decoder's process" in caplog.text
 
@@ -554,12 +554,12 @@ def many_tiles(count: int) -> bytes:
 )
 def test_little_data_that_makes_much_work_is_refused_soon(monkeypatch, data, why):
     """Each takes seconds to decode; measured in seconds of this process, since others may have the machine."""
-    from mmrl.media import images
+    from mmrl.core.media import images
 
     if "within" in why:
         monkeypatch.setattr(images, "DECODE_S", 0.2)
     began = time.process_time()
-    for opened in (picture, lambda data: mmrl.media.probe_image(Media("image", data=data), decode=False)):
+    for opened in (picture, lambda data: mmrl.core.media.probe_image(Media("image", data=data), decode=False)):
         with pytest.raises(BadMediaError, match=f"{why}|not a readable picture"):
             opened(data)
     with pytest.raises(BadMediaError, match=why):

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.engines.megatron.mapping import LAYER, parts, places, refusals
-from mmrl.errors import UserError
-from mmrl.run import build
-from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
-from mmrl.trajectory import SampleId, Slot
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import SampleId, Slot
+from mmrl.models.megatron.mapping import LAYER, parts, places, refusals
+from mmrl.models.text.likelihood import Vocabulary, entropy, token_log_probs
 from tests.planning import LEFT_OUT, planned, planned_in_short
 from tests.ranks import launched
 
@@ -230,7 +230,7 @@ def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_who
 @pytest.mark.parametrize(("multiple", "least"), [(1, 0), (4, 0), (2, 31)])
 def test_packed_rows_attend_to_their_own_tokens_alone(multiple, least):
     pytest.importorskip("megatron.core")
-    from mmrl.engines.megatron.rows import packed
+    from mmrl.models.megatron.rows import packed
 
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 0]])  # before and behind
     made = torch.Generator().manual_seed(0)

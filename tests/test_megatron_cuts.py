@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.config.megatron_layouts import TESTED, combination, untested
 from mmrl.config.placement_checks import of_placement
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.engines.megatron.mapping import refusals
-from mmrl.text.critic import Critic
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.models.megatron.mapping import refusals
+from mmrl.models.text.critic import Critic
 from tests import test_megatron as megatron
 from tests import test_megatron_critic as critic
 from tests import test_megatron_experts as experts

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.engines.megatron.mapping import refusals, shares
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.families.text.engine_sampling import streamed
+from mmrl.models.megatron.mapping import refusals, shares
 from mmrl.planner.plan import plan
-from mmrl.text.engine_sampling import streamed
 from tests.ray_runs import alike, rows, run
 from tests.test_megatron import SHIPPED, equal, made, rows_of, tiny, together, updates
 
@@ -89,7 +89,7 @@ def test_experts_compute_what_hugging_face_has_them_compute():
     pytest.importorskip("megatron.core")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-    from mmrl.engines.megatron.model import Experts
+    from mmrl.models.megatron.model import Experts
 
     theirs = Qwen3MoeExperts(Qwen3MoeConfig(**SIZES, hidden_size=64, experts_implementation="eager"))
     for p in theirs.parameters():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl import local_rows
-from mmrl._torchvision import allow_cpu_only
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
+from mmrl.core import sharded_loading as local_rows
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests import test_megatron as megatron
 from tests.ranks import launched
 from tests.test_local_rows import experts

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.engines.megatron.mapping import refusals
-from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.models.megatron.mapping import refusals
 from tests import test_megatron as megatron
 from tests import tiny
 

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 import yaml
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.plan import plan
 from tests.carried import note, said_by
 from tests.carried_table import CARRIED, PLANNED, SEEING

@@ -8,22 +8,22 @@ import pytest
 import torch
 from rich.console import Console
 
+from mmrl.app.build import build
 from mmrl.cli.simulate import micro_batches
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import AskedSize, SampleId, Slot
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import RewardError
 from mmrl.rollout.collect import collect_batch
 from mmrl.rollout.midway import chosen
 from mmrl.rollout.rounds import sample_and_score
-from mmrl.run import build
-from mmrl.training.batch import rows_of_update
+from mmrl.step.batch import rows_of_update
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import train_step
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import AskedSize, SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 STEPS, BEGUN, SIZE, AT = 5, 6, 4, 2

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests.ray_runs import alike, rows, run
 
 allow_cpu_only()  # before transformers imports torchvision

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Slot
+from mmrl.logging.metrics import describe
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
 from mmrl.rollout.midway import chosen
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import train_step
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Slot
 from tests.midway_text import AT, BEGUN, LONGEST, SIZE, asked, make, responses, rounds, write
 from tests.partial_rollouts import Sampler
 
@@ -137,7 +137,7 @@ def test_rewards_of_pieces_count_midway(folder, run):
 
 
 def test_an_engine_finishes_the_same_beginnings(folder, monkeypatch):
-    monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
     made = make(folder, "rollout.engine=vllm")
     whole = rounds(made)
     assert [call[0] for call in made.pipeline.engine.calls] == [AT, LONGEST - AT]

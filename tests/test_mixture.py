@@ -6,19 +6,19 @@ from collections import Counter
 import pytest
 import torch
 
+from mmrl.app.build import build, open_run
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.controller import Controller
-from mmrl.datasets.loading import load_prompts
-from mmrl.datasets.mixture import BLOCK, Interleaved, Mixture, Part, by_source, shares
-from mmrl.errors import UserError
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
+from mmrl.data.loading import load_prompts
+from mmrl.data.mixture import BLOCK, Interleaved, Mixture, Part, by_source, shares
+from mmrl.logging.metrics import describe, read
 from mmrl.report.html import write_report
-from mmrl.report.metrics import describe, read
-from mmrl.run import build, open_run
 from mmrl.runtime.start import train
 from mmrl.training.evaluation import Evaluator, means_of_pairs
 from mmrl.training.loop import train_step
-from mmrl.trajectory import Prompt
 from tests import tiny
 
 

@@ -7,13 +7,13 @@ import pytest
 from PIL import Image
 
 import mmrl
+from mmrl.app.trainer import Session
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.report.metrics import read
-from mmrl.report.rundir import RunDir
-from mmrl.session import Session
-from mmrl.stopping import Stop
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.errors import UserError
+from mmrl.core.signals import Stop
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.logging.metrics import read
+from mmrl.logging.rundir import RunDir
 
 motions = mmrl.load("datasets", "motions")
 motion = mmrl.load("rewards", "motion")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.placement.portions import Claims
 from mmrl.rollout.moving import portions
-from mmrl.training.step_context import StepPart
+from mmrl.step.step_context import StepPart
 from tests import ray_runs
 from tests.ranks import launched
 from tests.test_controllers import make, work

@@ -9,10 +9,10 @@ from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.planner.counts import count
-from mmrl.training.batch import rows_with_weight
-from mmrl.training.micro_batches import chosen
+from mmrl.step.batch import rows_with_weight
+from mmrl.step.micro_batches import chosen
 from tests.test_training_loop import FORWARD, SMALL, make, step, update_gradient
 
 GROUPS = torch.tensor([0] * 4 + [1] * 4)

@@ -12,12 +12,12 @@ import torch
 import mmrl
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.config.loader import load_recipe
-from mmrl.datasets.build import _members
-from mmrl.datasets.fields import Columns, read_fields
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.data.build import _members
+from mmrl.data.fields import Columns, read_fields
 from mmrl.planner.plan import plan
 from mmrl.rewards.wire import decode_request, encode_request
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests.test_training_loop import SMALL, make
 
 GUIDED = ["sampling.guidance_scale=4.5", "sampling.window=null", "sampling.same_initial_noise=false"]

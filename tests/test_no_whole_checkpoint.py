@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from mmrl import cli
-from mmrl.checkpoint import manifest, reader, writer
+from mmrl.app.build import evaluate, restored
+from mmrl.checkpoint import writer
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.report.rundir import RunDir
-from mmrl.run import evaluate, restored
+from mmrl.core import checkpoint_manifest as manifest
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.errors import UserError
+from mmrl.logging.rundir import RunDir
 from mmrl.runtime.start import train
 from tests import damage
 from tests.test_checkpoint import make
@@ -73,7 +75,7 @@ def test_resume_stops_names_every_fault_and_cuts_nothing(run, monkeypatch, capsy
 
 def test_the_session_cuts_nothing_either(run):
     """As where a controller is started again, which nobody has looked for."""
-    from mmrl.session import Session
+    from mmrl.app.trainer import Session
 
     ruin(run)
     before = contents(run)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmrl.app.build import build
+from mmrl.app.divergence import divergence
+from mmrl.app.export import export
 from mmrl.config.loader import load_recipe
-from mmrl.errors import NotFiniteError, UserError
-from mmrl.export import export
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.errors import NotFiniteError, UserError
 from mmrl.runtime import start
 from mmrl.training import loop
-from mmrl.training.divergence import divergence
 from tests.tiny_diffusion import SHAPES
 
 SUMS = Path(__file__).resolve().parents[1] / "pipelines" / "llm" / "models" / "sums-qwen3"

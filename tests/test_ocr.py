@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.ocr import edit_distance, likeness
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import asleep, tiny
 
 allow_cpu_only()  # before transformers imports torchvision

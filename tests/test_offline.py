@@ -9,24 +9,24 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build, evaluate, restored
+from mmrl.app.export import export
+from mmrl.app.trainer import Session
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.datasets.loading import load_prompts
-from mmrl.errors import BadPromptError, UserError
-from mmrl.export import export
-from mmrl.media import Media
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
-from mmrl.rewards.contract import Context, Failed
-from mmrl.run import build, evaluate, restored
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import Media
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Rows, Sample, SampleId, Slot
+from mmrl.data.loading import load_prompts
+from mmrl.logging.metrics import describe
+from mmrl.models.text.answered import ending
+from mmrl.models.text.given import Pair, pair_of
 from mmrl.runtime.start import train
-from mmrl.session import Session
-from mmrl.text.answered import ending
-from mmrl.text.given import Pair, pair_of
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot
 from tests import tiny
 
 COLUMNS = "{path: pairs.jsonl, meta: [chosen, rejected], heldout: 64}"

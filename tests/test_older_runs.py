@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from mmrl.checkpoint.resume import same_run
+from mmrl.app.resume import same_run
 from mmrl.config.loader import load_recipe
 from mmrl.config.older_keys import moved
-from mmrl.errors import UserError
-from mmrl.report.rundir import RunDir
+from mmrl.core.errors import UserError
+from mmrl.logging.rundir import RunDir
 
 NEW = ("overlong", "guidance", "last_level")
 """Keys that an older version did not have; of ``data`` and of ``algorithm``."""

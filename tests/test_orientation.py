@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
-from mmrl.media import Media, images, open_image
-from mmrl.media.images import read_rgb
+from mmrl.core.media import Media, images, open_image
+from mmrl.core.media.images import read_rgb
 
 from .sweeps import Sweep
 

@@ -8,19 +8,19 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.out_of_memory import OutOfMemoryError, in_phase
+from mmrl.core import notices
+from mmrl.core.errors import UserError
+from mmrl.core.out_of_memory import OutOfMemoryError, in_phase
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import SampleId, Slot
 from mmrl.placement import device_tasks
 from mmrl.planner.fake_tensors import LiveBytes
-from mmrl.report import notices
-from mmrl.run import build
 from mmrl.runtime import start
 from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.runtime.worker import RemoteWorker, serve
-from mmrl.training.step_context import Chunk, SamplingSpec
-from mmrl.trajectory import SampleId, Slot
+from mmrl.step.step_context import Chunk, SamplingSpec
 from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()

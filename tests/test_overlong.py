@@ -7,22 +7,22 @@ import pytest
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
+from mmrl.app.trainer import Session
 from mmrl.config.loader import load_recipe
-from mmrl.datasets.fields import UnreadColumns
-from mmrl.datasets.loading import load_prompts
-from mmrl.errors import BadPromptError, UserError
-from mmrl.judge.rubric import Rubric
-from mmrl.media import Media
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import Media
+from mmrl.core.signals import Stop
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.data.fields import UnreadColumns
+from mmrl.data.loading import load_prompts
+from mmrl.logging.rundir import RunDir
+from mmrl.models.text.conversation import messages_with_media
+from mmrl.models.text.overlong import without_first
 from mmrl.planner.plan import plan
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
-from mmrl.session import Session
-from mmrl.stopping import Stop
-from mmrl.text.conversation import messages_with_media
-from mmrl.text.overlong import without_first
+from mmrl.rewards.judging.rubric import Rubric
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests import tiny
 
 allow_cpu_only()

@@ -5,14 +5,14 @@ import pickle
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import open_run, restored
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.config.objectives import load_objective
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.run import open_run, restored
 from mmrl.runtime.start import train
+from mmrl.step.objectives import load_objective
 from tests import tiny
 from tests.tiny_diffusion import two_blocks
 
@@ -29,7 +29,7 @@ from pydantic import PositiveFloat, field_validator
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
-from mmrl.algorithms.settings import TokenSettings
+from mmrl.config.algorithm_settings import TokenSettings
 
 
 class SAPOSettings(TokenSettings):
@@ -64,7 +64,7 @@ from typing import Literal
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.policy_gradient import TokenObjective
-from mmrl.algorithms.settings import ForwardSettings, PathwiseSettings, TokenSettings
+from mmrl.config.algorithm_settings import ForwardSettings, PathwiseSettings, TokenSettings
 
 
 class Mine(TokenSettings):
@@ -116,7 +116,7 @@ def score(samples, *, context):
 PICTURES = '''
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.algorithms.settings import PathwiseSettings
+from mmrl.config.algorithm_settings import PathwiseSettings
 
 
 class LastSettings(PathwiseSettings):

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mmrl.app.build import build
+from mmrl.app.conformance import engines
+from mmrl.app.conformance.running import CannotRun
 from mmrl.cli import app
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.contracts import engines
-from mmrl.contracts.running import CannotRun
-from mmrl.engines.lazy_engine import LazyEngine
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.inference.lazy_engine import LazyEngine
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.run import build
 from tests.planning import planned_in_short
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "engine.py"
@@ -187,8 +187,8 @@ def test_the_plan_shows_the_engine_and_its_settings():
 
 EACH = """
 import importlib.util
-from mmrl.engines.engine_weights import Counted
-from mmrl.engines.under_way import OneByOne
+from mmrl.inference.engine_weights import Counted
+from mmrl.inference.under_way import OneByOne
 
 spec = importlib.util.spec_from_file_location("example", EXAMPLE)
 example = importlib.util.module_from_spec(spec)

@@ -16,19 +16,19 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-import mmrl.packages.setup as setting_up
-from mmrl.checkpoint.manifest import sha256
+import mmrl.core.packages.setup as setting_up
+from mmrl.app.export import export
 from mmrl.cli import app
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.export import export
-from mmrl.packages.places import ORIGIN, folder_of, found, is_set_up, lacking, models_folder, network_of
-from mmrl.packages.setup import digest_of, set_up
-from mmrl.packages.table import BY_NAME, GGUF, PACKAGES, Origin, Package, Wheel
+from mmrl.core.checkpoint_manifest import sha256
+from mmrl.core.errors import UserError
+from mmrl.core.packages.places import ORIGIN, folder_of, found, is_set_up, lacking, models_folder, network_of
+from mmrl.core.packages.setup import digest_of, set_up
+from mmrl.core.packages.table import BY_NAME, GGUF, PACKAGES, Origin, Package, Wheel
+from mmrl.logging.card import Usage, public, write_card
+from mmrl.logging.rundir import RunDir
 from mmrl.planner.plan import plan
-from mmrl.report.card import Usage, public, write_card
-from mmrl.report.rundir import RunDir
 from mmrl.runtime.start import train
 from tests import tiny
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import mmrl
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller.workload_balance import line_tokens, lines, pack, pack_lines, padded
-from mmrl.errors import UserError
-from mmrl.run import build
-from mmrl.text.packing import FAMILIES, Packing, way
-from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.models.text.packing import FAMILIES, Packing, way
 from tests import tiny
 from tests.test_text import recipe
 

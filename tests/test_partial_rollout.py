@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.checkpoint import reader, run_state
+from mmrl.app.build import build
+from mmrl.checkpoint import run_state
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
-from mmrl.errors import BadPromptError, UserError
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
-from mmrl.run import build
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.logging.metrics import describe
 from mmrl.runtime.start import train
-from mmrl.training.step_metrics import StepMetrics
+from mmrl.step.step_metrics import StepMetrics
 from tests.partial_rollouts import (
     CUT,
     EXTRA,
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
-    monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
 
 
 def positions(slots):
@@ -206,7 +207,7 @@ def same_end(one, other):
 @pytest.fixture(scope="module")
 def uninterrupted(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
+        patch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
         return train(load(folder), tmp_path_factory.mktemp("whole") / "run")
 
 

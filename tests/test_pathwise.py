@@ -8,11 +8,11 @@ import torch
 
 import mmrl
 from mmrl.algorithms.objective import GraphSteps
-from mmrl.controller.randomness import noise
-from mmrl.report.clock import Clock
-from mmrl.training.batch import groups_of, with_group_noise
+from mmrl.core.clock import Clock
+from mmrl.core.randomness import noise
+from mmrl.core.trajectory import SampleId, Slot
+from mmrl.step.batch import groups_of, with_group_noise
 from mmrl.training.loop import train_step
-from mmrl.trajectory import SampleId, Slot
 from tests.test_training_loop import make
 
 

@@ -13,23 +13,23 @@ import pytest
 import torch
 
 from mmrl import cli
-from mmrl.checkpoint import reader
+from mmrl.app.trainer import Session
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Reward, Scoring
 from mmrl.config.section import seconds_of
 from mmrl.controller.peers import Group
-from mmrl.errors import StoppedError, UnscoredError
-from mmrl.report.progress import status_line
-from mmrl.report.rundir import RunDir
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.errors import StoppedError, UnscoredError
+from mmrl.core.signals import Stop
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.logging.progress import status_line
+from mmrl.logging.rundir import RunDir
 from mmrl.rewards import patience as patiences
 from mmrl.rewards.patience import Patience, one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rewards.serve import RewardServer
-from mmrl.session import Session
-from mmrl.stopping import Stop
 from mmrl.training.evaluation import summary, unmeasured
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging, ray_runs
 from tests.ranks import launched
 

@@ -5,13 +5,13 @@ import inspect
 
 import pytest
 
+from mmrl.app.conformance.finding import kind_of
 from mmrl.config.schema import Reward
-from mmrl.contracts.finding import kind_of
-from mmrl.errors import UserError
-from mmrl.rewards.contract import Context
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.loading import build
 from mmrl.rewards.scoring import check
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 FUNCTIONS = {
     "TRL's, texts": """

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.checkpoint.resume import same_run
+from mmrl.app.resume import same_run
 from mmrl.config.loader import load_recipe
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Optim
-from mmrl.engines import performance
-from mmrl.engines.optimizers import bytes_in_8_bits
-from mmrl.engines.performance import Ability
-from mmrl.engines.policy import Policy
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.logging.rundir import RunDir
+from mmrl.models import performance
+from mmrl.models.optimizers import bytes_in_8_bits
+from mmrl.models.performance import Ability
+from mmrl.models.policy import Policy
 from mmrl.planner.fit_check import edits
 from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan import plan
-from mmrl.report.rundir import RunDir
 from tests.tiny import language_model
 from tests.tiny_diffusion import save, two_blocks
 
@@ -266,7 +266,7 @@ def test_what_no_device_can_do(overrides, said):
 
 
 def test_a_run_is_refused_before_its_model_is_loaded(monkeypatch):
-    from mmrl import run
+    from mmrl.app import build as run
 
     monkeypatch.setattr(run.mmrl, "load", None)
     loaded = recipe("performance.tf32=true")

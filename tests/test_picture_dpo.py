@@ -10,19 +10,19 @@ from PIL import Image
 
 import mmrl
 from mmrl.algorithms.picture_dpo import PictureDPO, PictureDPOSettings
+from mmrl.app.build import build
+from mmrl.app.trainer import Session
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
-from mmrl.controller.randomness import noise
-from mmrl.errors import BadPromptError
-from mmrl.media import Media
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError
+from mmrl.core.media import Media
+from mmrl.core.randomness import noise
+from mmrl.core.signals import Stop
+from mmrl.core.trajectory import Prompt, Rows, SampleId, Slot
+from mmrl.logging.rundir import RunDir
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
-from mmrl.session import Session
-from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
-from mmrl.trajectory import Prompt, Rows, SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 SMALL = ["train.prompts_per_step=4", "train.micro_batch_size=4", "sampling.steps=4", "eval.samples=4", "eval.grid=2"]

@@ -7,13 +7,13 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.errors import UserError
-from mmrl.media import Media
+from mmrl.core.errors import UserError
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
+from mmrl.families.text import engine_sampling
 from mmrl.planner.plan import plan
-from mmrl.text import engine_sampling
-from mmrl.trajectory import Prompt
 from tests import tiny
 
 allow_cpu_only()

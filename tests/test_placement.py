@@ -14,16 +14,16 @@ import torch
 
 from mmrl.config.loader import load_recipe
 from mmrl.config.placement import Placement
-from mmrl.errors import UserError
+from mmrl.core import notices
+from mmrl.core.errors import UserError
 from mmrl.placement import utilisation
 from mmrl.placement.adaptive import Split
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.utilisation import Sampler, of_gpu
-from mmrl.report import notices
 from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.runtime.worker import LostDeviceError, RemoteWorker, serve
-from mmrl.training.step_context import DeviceState
+from mmrl.step.step_context import DeviceState
 
 
 def task(role):

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe, shipped_recipes
-from mmrl.config.objectives import load_objective
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import DenoisingRows, Prompt, SampleId, Slot
 from mmrl.planner.counts import count
 from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.plan import _about_dtype, plan
 from mmrl.planner.render import render
 from mmrl.rollout.collect import SynchronousRollout
-from mmrl.training.batch import Batch, rows_of_update
-from mmrl.training.micro_batches import split_micro_batches
-from mmrl.trajectory import DenoisingRows, Prompt, SampleId, Slot
+from mmrl.step.batch import Batch, rows_of_update
+from mmrl.step.micro_batches import split_micro_batches
+from mmrl.step.objectives import load_objective
 from tests import planning
 from tests.planning import LEFT_OUT, random_weights, resident, run_steps, without_the_step
 from tests.tiny_diffusion import two_blocks

@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.config.objectives import load_objective
 from mmrl.config.placement import Placement
-from mmrl.errors import UserError
-from mmrl.judge.server import CACHE
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Declaration
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import calls, idle, inside, refusals, rows, split_of
 from mmrl.planner.fit_check import does_not_fit
@@ -29,9 +28,10 @@ from mmrl.planner.judges import Asked, on_devices
 from mmrl.planner.plan_data import Plan
 from mmrl.planner.render import render
 from mmrl.rewards.async_scoring import Entry, batches
-from mmrl.rewards.contract import Declaration
+from mmrl.rewards.judging.server import CACHE
 from mmrl.rewards.scoring import check
-from mmrl.training.batch import chunks
+from mmrl.step.batch import chunks
+from mmrl.step.objectives import load_objective
 from tests import planning
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -82,7 +82,7 @@ def partial():
 
 def test_a_judge_counts_with_the_bytes_that_it_has_when_it_is_loaded(tmp_path):
     pytest.importorskip("torchvision")
-    from mmrl.judge.local import LocalModel
+    from mmrl.rewards.judging.local import LocalModel
 
     model = LocalModel(str(JUDGE)).model.half()  # as it is stored
     parameters = sum(p.numel() for p in model.parameters())
@@ -118,7 +118,7 @@ def test_what_cannot_be_counted_is_said_and_what_is_not_there_is_refused(tmp_pat
 
 PICTURES = """
 import mmrl
-from mmrl.rewards.contract import Weights
+from mmrl.core.reward_contract import Weights
 
 @mmrl.reward(device=True, models=lambda options: [Weights(options["path"], "float32")])
 def own(samples, *, context, path):
@@ -448,7 +448,9 @@ def test_a_note_on_idle_devices_is_true_and_its_edit_mends_it(
 
 
 def test_a_reward_that_cannot_sleep_is_not_said_to(tmp_path):
-    head = f"import mmrl\nfrom mmrl.rewards.contract import Weights\nM = lambda options: [Weights({str(JUDGE)!r})]\n"
+    head = (
+        f"import mmrl\nfrom mmrl.core.reward_contract import Weights\nM = lambda options: [Weights({str(JUDGE)!r})]\n"
+    )
     own = "@mmrl.reward(device=True, models=M)\nclass Own:\n"
     own += "    def score(self, samples, *, context):\n        return [0.0 for _ in samples]\n"
     sleeps = "    def sleep(self, device):\n        pass\n    def wake(self, device):\n        pass\n"

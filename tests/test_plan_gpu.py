@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner import estimate
 from mmrl.planner.estimate import policy
 from mmrl.planner.fake_tensors import LiveBytes, fake
@@ -257,7 +257,7 @@ def test_a_batch_is_sampled_until_its_longest_response_ends(text):
 def test_what_a_token_leaves_in_the_cache_worked_out_by_hand():
     from transformers import Gemma3TextConfig, LlamaConfig, Mamba2Config, Qwen2Config, Qwen3NextConfig
 
-    from mmrl.text.meta_model import cached
+    from mmrl.families.text.meta_model import cached
 
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
     assert cached(Qwen2Config(**small, num_key_value_heads=2))(7) == 7 * 2 * 3 * 2 * 8

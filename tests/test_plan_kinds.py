@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.plan import plan
-from mmrl.run import build
 from tests import tiny
 from tests.small_models import small_model
 from tests.test_plan_text import RECIPE, REWARD, ratio_of
@@ -192,7 +192,7 @@ def test_a_window_forgets_and_a_state_keeps_its_size():
     """What a cache holds after tokens were put in at once is what it holds after they were read one by one."""
     from transformers import DynamicCache
 
-    from mmrl.text.meta_model import _grow
+    from mmrl.families.text.meta_model import _grow
 
     config = small_model("gpt_oss", 300, 1, 0).config
     one, other = DynamicCache(config=config), DynamicCache(config=config)

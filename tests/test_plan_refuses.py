@@ -14,12 +14,12 @@ from PIL import Image
 import mmrl
 from mmrl.config.drop_ins import entries
 from mmrl.config.loader import load_recipe
-from mmrl.datasets.loading import load_prompts
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import CheckedError, Context, Failed, before_loading, only_checks
+from mmrl.data.loading import load_prompts
 from mmrl.planner.judge_work import sample_like
 from mmrl.planner.plan import plan
 from mmrl.planner.prompt_check import unscored
-from mmrl.rewards.contract import CheckedError, Context, Failed, before_loading, only_checks
 from mmrl.rewards.loading import build, find, refused
 from tests.planning import planned_in_short
 
@@ -217,7 +217,7 @@ def scores(found, recipe, sample):
     ],
 )
 def test_what_this_machine_lacks_is_refused(change, said, monkeypatch):
-    monkeypatch.setattr("mmrl.report.trackers._installed", lambda name: False)
+    monkeypatch.setattr("mmrl.logging.trackers._installed", lambda name: False)
     assert any(said in problem for problem in planned_in_short("sums", change).problems)
 
 

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller.workload_balance import LAUNCH, packing_cost
+from mmrl.core.clock import Clock
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.counts import count
 from mmrl.planner.fake_tensors import LiveBytes, nbytes
 from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.step.micro_batches import packed
 from mmrl.training.loop import train_step
-from mmrl.training.micro_batches import packed
 from tests import tiny
 
 allow_cpu_only()

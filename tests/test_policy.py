@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from mmrl.config.schema import Optim
-from mmrl.engines.policy import Policy
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.models.policy import Policy
 
 
 def make(total=10, **settings):

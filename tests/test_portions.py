@@ -9,16 +9,16 @@ from itertools import pairwise
 import pytest
 
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.placement import claimed
 from mmrl.placement.adaptive import Split
 from mmrl.placement.portions import Claims, Numbers, Progress, ahead, slowest
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTime
 from mmrl.placement.simulated_moving import step
 from mmrl.placement.task_queue import Task, TaskQueue
-from mmrl.simulator.simulate import Cluster, adaptive
-from mmrl.simulator.trace import LOADS, Trace, Work, synthetic
-from mmrl.training.step_context import Chunk, ComingChunks
+from mmrl.planner.simulator.simulate import Cluster, adaptive
+from mmrl.planner.simulator.trace import LOADS, Trace, Work, synthetic
+from mmrl.step.step_context import Chunk, ComingChunks
 
 
 class Locked(Numbers):

@@ -84,11 +84,11 @@ def settings(family, folder, kind, lora):
 
 @pytest.mark.parametrize(("family", "kind", "lora"), COMBINED)
 def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, monkeypatch, family, kind, lora):
+    from mmrl.app.trainer import Session
     from mmrl.config.loader import load_recipe
+    from mmrl.core.signals import Stop
+    from mmrl.logging.rundir import RunDir
     from mmrl.pipelines.diffusion.flow import FlowPipeline
-    from mmrl.report.rundir import RunDir
-    from mmrl.session import Session
-    from mmrl.stopping import Stop
     from tests import pretend
 
     predict, waited = FlowPipeline.velocity, []

@@ -143,7 +143,7 @@ def scorers(tmp_path_factory):
 def test_scorers_of_pictures_multiply_in_half_precision(scorers, name, form):
     import torch
 
-    from mmrl.rewards.contract import Context
+    from mmrl.core.reward_contract import Context
     from mmrl.rewards.loading import build, find
     from tests.test_reward_models import samples
 
@@ -166,9 +166,9 @@ def test_scorers_of_pictures_multiply_in_half_precision(scorers, name, form):
 def test_a_reward_model_multiplies_in_half_precision_but_for_its_head(texts):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from mmrl.rewards.contract import Context
+    from mmrl.core.reward_contract import Context
+    from mmrl.core.trajectory import Prompt, Sample, SampleId
     from mmrl.rewards.loading import build, find
-    from mmrl.trajectory import Prompt, Sample, SampleId
 
     made = AutoModelForSequenceClassification.from_pretrained(texts / "qwen3", num_labels=1)
     made.save_pretrained(texts / "scorer")
@@ -202,8 +202,8 @@ def texts(tmp_path_factory):
 
 
 def built(folder, *words):
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.run import build
 
     loaded = load_recipe([folder / "recipe.yaml"], words)
     return build(loaded.recipe)
@@ -211,7 +211,7 @@ def built(folder, *words):
 
 def counted_step(folder, *words):
     """What a whole step counts."""
-    from mmrl.report.clock import Clock
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
 
     run = built(folder, *words)
@@ -230,7 +230,7 @@ def test_the_gradient_of_text_is_float32s(texts, kind, lora):
     """At equal tokens. The numbers that leave the model, gradients and weights that train are float32."""
     import torch
 
-    from mmrl.trajectory import SampleId, Slot
+    from mmrl.core.trajectory import SampleId, Slot
 
     words = [f"model.path={kind}", f"device={TEXTS[kind]}", f"model.lora={lora}", *SHORT]
     found, drawn = [], None

@@ -41,15 +41,15 @@ def family_of(tmp_path_factory):
 
 
 def _built(words, controller=None):
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.run import build
 
     loaded = load_recipe(words[:1], words[1:])
     return build(loaded.recipe, controller)
 
 
 def _step(run):
-    from mmrl.report.clock import Clock
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
 
     _, failures = train_step(run, 0, Clock(run.compute.device))

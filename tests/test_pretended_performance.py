@@ -16,8 +16,8 @@ def policy(group=None, **performance):
 
     from mmrl.config.performance import Performance
     from mmrl.config.schema import Optim
-    from mmrl.engines.policy import Policy
-    from mmrl.engines.sharded import Sharded
+    from mmrl.models.policy import Policy
+    from mmrl.models.sharded import Sharded
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).to("cuda")
@@ -31,7 +31,7 @@ def update(made, n):
     """Two slices that ask for the reference, and the optimizer's step."""
     import torch
 
-    from mmrl.transfer import to_device
+    from mmrl.core.transfer import to_device
 
     generator = torch.Generator().manual_seed(n)
     for _ in range(2):
@@ -152,8 +152,8 @@ def test_memory_is_page_locked_by_threads_and_every_copy_is_equal(monkeypatch):
     from torch import nn
 
     from mmrl.config.performance import Performance
-    from mmrl.engines import performance
-    from mmrl.frozen_modules import Frozen
+    from mmrl.core.offload import Frozen
+    from mmrl.models import performance
 
     given, setter = [], torch._C._accelerator_setAllocatorSettings
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda s: (given.append(s), setter(s)))
@@ -178,7 +178,7 @@ def test_memory_is_page_locked_by_threads_and_every_copy_is_equal(monkeypatch):
 
 
 def test_threads_that_lock_pages_are_a_power_of_two_up_to_eight():
-    from mmrl.engines.performance import page_locking
+    from mmrl.models.performance import page_locking
 
     for cores in range(1, 300):
         threads = int(page_locking({}, cores).rpartition(":")[2])

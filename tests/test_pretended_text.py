@@ -54,10 +54,10 @@ def folder(tmp_path_factory):
 
 def trained(recipe, out, *overrides):
     """The rows of two steps with an evaluation and a checkpoint, and of a third after that."""
+    from mmrl.app.trainer import Session
     from mmrl.config.loader import load_recipe
-    from mmrl.report.rundir import RunDir
-    from mmrl.session import Session
-    from mmrl.stopping import Stop
+    from mmrl.core.signals import Stop
+    from mmrl.logging.rundir import RunDir
 
     for steps in (2, 3):
         loaded = load_recipe([recipe], [*overrides, f"train.steps={steps}"])
@@ -109,10 +109,10 @@ def test_weights_in_shards_over_eight_devices(folder, world, case):
     """Shapes, devices and waits are those of eight ranks; the numbers are not, as what others would send is a copy."""
     from torch.distributed.tensor import DTensor
 
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
     from mmrl.controller import Controller
-    from mmrl.report.clock import Clock
-    from mmrl.run import build
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
     from tests.tiny_diffusion import two_blocks
 
@@ -145,9 +145,9 @@ def test_a_model_that_sees_with_a_judge_on_the_same_device(tmp_path):
 
 def stepped(folder, *words):
     """The rows of two steps, where the model that scores was when they sampled and trained."""
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.report.clock import Clock
-    from mmrl.run import build
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
     from tests.asleep import modules
 

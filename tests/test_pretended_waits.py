@@ -136,7 +136,7 @@ def test_a_slice_of_an_update_waits_once_at_most(pictures, kind):
 
 @pytest.mark.parametrize("kind", ["policy_gradient", "pathwise", "offline"])
 def test_what_leaves_the_device_and_comes_back_moves_once_a_phase_and_nobody_waits(pictures, kind, monkeypatch):
-    from mmrl import frozen_modules
+    from mmrl.core import offload as frozen_modules
 
     moved, come = Counter(), frozen_modules.Frozen.wake
 
@@ -156,7 +156,7 @@ def test_what_leaves_the_device_and_comes_back_moves_once_a_phase_and_nobody_wai
 
 def test_tokens_at_fixed_places_are_waited_for_together(text):
     """Nobody waits for each of them: the host looks at several, of prompts of any length."""
-    from mmrl.engines.slots import UNSEEN
+    from mmrl.inference.slots import UNSEEN
 
     for data in ("data.jsonl", padded(text)):
         words = [f"data.train.path={text / data}"]
@@ -231,9 +231,9 @@ def test_what_mixes_devices_is_refused_and_what_waits_is_counted_where_it_does()
 
 def test_a_step_is_that_of_the_cpu(pictures):
     """The kernels are the CPU's; only attention is taken apart, as no kernel of CUDA is there."""
+    from mmrl.app.build import build
     from mmrl.config.loader import load_recipe
-    from mmrl.report.clock import Clock
-    from mmrl.run import build
+    from mmrl.core.clock import Clock
     from mmrl.training.loop import train_step
 
     rows = []

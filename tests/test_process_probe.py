@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 import psutil
 import pytest
 
-from mmrl.checkpoint.resume import same_run
+from mmrl.app.resume import same_run
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
-from mmrl.report.rundir import RunDir
+from mmrl.logging.rundir import RunDir
 from mmrl.runtime import process_probe
 from mmrl.runtime.cluster import Cluster, ClusterLostError, Local
 from mmrl.runtime.process_probe import Silence, read

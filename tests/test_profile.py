@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.report.profile import Traces
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.logging.profile import Traces
 from mmrl.runtime import start
 from tests.recipes import metrics
 from tests.tiny_diffusion import two_blocks

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import mmrl
 from mmrl.config.loader import load_recipe
-from mmrl.datasets.loading import load_prompts
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.data.loading import load_prompts
 
 prompts = mmrl.load("datasets", "prompts:prompts")
 module = mmrl.load("datasets", "prompts")

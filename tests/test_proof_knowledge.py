@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import mmrl
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 
 ROOT = Path(__file__).resolve().parents[1]
 

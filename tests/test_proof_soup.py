@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import mmrl
-from mmrl._load import names
 from mmrl.algorithms import (
     alignprop,
     awm,
@@ -44,24 +43,25 @@ from mmrl.algorithms import (
 )
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
 from mmrl.config.algorithms import algorithm_names
-from mmrl.engines.context import InContext
-from mmrl.engines.lazy_engine import LazyEngine, NoEngine
-from mmrl.engines.rollout import RolloutEngine
-from mmrl.engines.sglang import SglangServer
-from mmrl.engines.sharded import Sharded
-from mmrl.engines.vllm import VllmEngine
-from mmrl.engines.vllm_server import VllmServer
-from mmrl.engines.weights import Replicated, Weights
-from mmrl.judge.local import LocalModel
-from mmrl.judge.protocol import LocalJudge, RemoteJudge
-from mmrl.judge.remote import Endpoint
-from mmrl.judge.server import ServedJudge
-from mmrl.pipelines.protocol import DenoisingPipeline, TextPipeline
-from mmrl.rewards.contract import RewardClass, RewardFunction, Sleeper
-from mmrl.text.pipeline import LanguagePipeline
+from mmrl.core.plugins.loading import names
+from mmrl.core.reward_contract import RewardClass, RewardFunction, Sleeper
+from mmrl.core.rollout_engine import RolloutEngine
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.inference.lazy_engine import LazyEngine, NoEngine
+from mmrl.inference.sglang import SglangServer
+from mmrl.inference.vllm import VllmEngine
+from mmrl.inference.vllm_server import VllmServer
+from mmrl.models.context_parallel import InContext
+from mmrl.models.protocol import DenoisingPipeline, TextPipeline
+from mmrl.models.sharded import Sharded
+from mmrl.models.weights import Replicated, Weights
+from mmrl.rewards.judging.local import LocalModel
+from mmrl.rewards.judging.protocol import LocalJudge, RemoteJudge
+from mmrl.rewards.judging.remote import Endpoint
+from mmrl.rewards.judging.server import ServedJudge
 
 if TYPE_CHECKING:  # the drop-in folders join the package at run time
-    from mmrl.engines.megatron.weights import ModelParallel
+    from mmrl.models.megatron.weights import ModelParallel
     from pipelines.diffusion.flow import FlowPipeline
     from rewards import (
         aesthetic,
@@ -261,7 +261,8 @@ def test_no_pipeline_has_methods_of_the_other_kind(ours: list[type], other: type
     ],
 )
 def test_no_engine_and_no_layout_of_weights_is_missing(method: str, others: set[str], listed: list[str]):
-    trees = [ast.parse(path.read_bytes()) for path in (ROOT / "mmrl" / "engines").rglob("*.py")]
+    files = (path for folder in ("core", "models", "inference") for path in (ROOT / "mmrl" / folder).rglob("*.py"))
+    trees = [ast.parse(path.read_bytes()) for path in files]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     having = {c.name for c in classes if any(isinstance(f, ast.FunctionDef) and f.name == method for f in c.body)}
     assert having == {*others, *listed}
@@ -291,7 +292,7 @@ def test_every_reward_is_a_function_or_a_class_and_none_is_missing():
 
 
 def test_no_judge_is_missing():
-    trees = [ast.parse(path.read_bytes()) for path in (ROOT / "mmrl" / "judge").rglob("*.py")]
+    trees = [ast.parse(path.read_bytes()) for path in (ROOT / "mmrl" / "rewards" / "judging").rglob("*.py")]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     asked = {c.name: [f for f in c.body if getattr(f, "name", "") == "ask"] for c in classes}
     there = {name for name, found in asked.items() if found}

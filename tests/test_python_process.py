@@ -16,7 +16,7 @@ import torch
 
 import mmrl
 from mmrl.api.entry import in_python_words
-from mmrl.quiet import QUIET
+from mmrl.core.quiet import QUIET
 from tests import tiny
 from tests.test_sweep import RECIPE, REWARDS
 

@@ -8,19 +8,19 @@ import sys
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe, shipped_recipes
-from mmrl.errors import UserError
-from mmrl.quiet import Plain
-from mmrl.run import build
+from mmrl.core.errors import UserError
+from mmrl.core.quiet import Plain
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests.messages import content
 
 allow_cpu_only()  # before transformers imports torchvision
 
 SCRIPT = """
 import warnings
-from mmrl.datasets.fields import UnreadColumns
-from mmrl.quiet import warn_plainly
+from mmrl.data.fields import UnreadColumns
+from mmrl.core.quiet import warn_plainly
 warn_plainly()
 for _ in range(2):
     with warnings.catch_warnings():  # makes Python forget what it has printed, as libraries do
@@ -39,7 +39,7 @@ def test_a_warning_of_ours_is_printed_once_and_without_a_line_of_code():
 
 LIBRARY = """
 import os
-from mmrl.quiet import be_quiet
+from mmrl.core.quiet import be_quiet
 be_quiet()
 from LIBRARY.utils import logging
 logger = logging.get_logger("LIBRARY.models")

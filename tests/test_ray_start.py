@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.runtime.cluster import ClusterLostError, cluster
 from mmrl.runtime.process_probe import ProcessProbe
 

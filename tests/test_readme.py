@@ -7,8 +7,8 @@ from pathlib import Path
 
 import mmrl
 from mmrl.config.loader import load_recipe
-from mmrl.judge.answers import Number, parse_kind
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.answers import Number, parse_kind
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

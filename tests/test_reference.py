@@ -14,13 +14,13 @@ from PIL import Image
 from pydantic import BaseModel
 
 import mmrl
-from mmrl.algorithms.settings import TokenSettings
 from mmrl.cli import app
+from mmrl.config.algorithm_settings import TokenSettings
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.judge.answers import Number, parse_kind
-from mmrl.judge.rubric import Rubric
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.answers import Number, parse_kind
+from mmrl.rewards.judging.rubric import Rubric
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference"

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.engines.engine_weights import model_folder, values_of
-from mmrl.engines.sglang import SglangServer
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Declaration
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.inference.engine_weights import model_folder, values_of
+from mmrl.inference.sglang import SglangServer
 from mmrl.planner.plan import plan
-from mmrl.rewards.contract import Declaration
 from mmrl.rewards.loading import find
 from mmrl.rewards.scoring import check
-from mmrl.run import build
 from mmrl.runtime.start import train
 from tests import tiny
 
@@ -154,7 +154,7 @@ def test_an_instance_declares_what_exists_too():
 
 def test_a_run_is_refused_before_its_model_is_loaded(folder, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from mmrl.rewards.contract import Declaration\nclass Mine:\n"
+        "from mmrl.core.reward_contract import Declaration\nclass Mine:\n"
         "    def __init__(self): self.__mmrl_reward__ = Declaration(inputs=('video',))\n"
         "    def score(self, samples, *, context): return []\n"
         "import mmrl\nMine = mmrl.reward(inputs=('text',))(Mine)\n"

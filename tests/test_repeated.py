@@ -9,16 +9,16 @@ from fractions import Fraction
 import pytest
 
 import mmrl
+from mmrl.app.build import build
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.controller import Controller
-from mmrl.datasets.loading import load_prompts
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.data.loading import load_prompts
 from mmrl.planner.plan import plan
 from mmrl.report.html import write_report
-from mmrl.run import build
 from mmrl.runtime.start import train
 from mmrl.training.evaluation import Evaluator, majority_at, pass_at, sums_at
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import tiny
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.replicas import devices_of_workers, has_replicas, in_workers
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.device_roles import rows
 from tests import judging, ray_runs
 from tests.planning import planned_in_short

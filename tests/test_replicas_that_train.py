@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.placement import Placement
 from mmrl.config.replicas import devices_of_workers, leaders
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.placement.simulated_devices import MicroBatch
 from mmrl.planner.device_roles import rows, shares
 from mmrl.planner.fit_check import edits

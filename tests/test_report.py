@@ -18,15 +18,15 @@ from PIL import Image, ImageSequence
 import mmrl
 from mmrl.api.run import Run, load_run
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.labels.items import items_of
-from mmrl.report.card import _table
+from mmrl.core.errors import UserError
+from mmrl.logging.card import _table
+from mmrl.logging.grids import LARGE, before_after, grid, score_line, write_samples
+from mmrl.logging.metrics import MetricsLog
+from mmrl.logging.pictures import pairs, read_evaluations
+from mmrl.logging.rundir import FILES, LOCK, RunDir
 from mmrl.report.charts import Series, line_chart, short, stacked_chart, ticks
-from mmrl.report.grids import LARGE, before_after, grid, score_line, write_samples
 from mmrl.report.html import curve_png, write_report
-from mmrl.report.metrics import MetricsLog
-from mmrl.report.pictures import pairs, read_evaluations
-from mmrl.report.rundir import FILES, LOCK, RunDir
+from mmrl.studies.labels.items import items_of
 from tests import hostile
 
 HOSTILE = (
@@ -264,7 +264,7 @@ def test_report_escapes_hostile_text_everywhere(tmp_path, shapes):
     ["heldout.jsonl", "metrics.jsonl", "samples", "resolved.json", "recipe.yaml", "env.json", "failures.jsonl", "all"],
 )
 def test_report_of_a_run_with_parts_missing(tmp_path, shapes, missing):
-    from mmrl.files import remove
+    from mmrl.core.files import remove
 
     run = recorded(tmp_path / "run", shapes)
     names = (

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mmrl.report.metrics import read
+from mmrl.logging.metrics import read
 from tests import recipes
 
 

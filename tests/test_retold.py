@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.text.retold import Past, Teller
-from mmrl.text.template_probe import TemplateFaultError
-from mmrl.trajectory import Prompt, SampleId, Slot, TextRows
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Slot, TextRows
+from mmrl.models.text.retold import Past, Teller
+from mmrl.models.text.template_probe import TemplateFaultError
 from tests.templates import TEMPLATES, WORDS, squeezed, tokenizer_of, whole
 
 allow_cpu_only()  # before transformers imports torchvision

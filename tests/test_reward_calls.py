@@ -14,21 +14,21 @@ import mmrl
 from mmrl.cli import app
 from mmrl.cli.simulate import CONCURRENCY
 from mmrl.config.placement import Placement
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
 from mmrl.placement.adaptive import Split
-from mmrl.placement.hindsight import rounds, tried
 from mmrl.placement.multi_device import Outside
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedCalls, SimulatedDevices
 from mmrl.placement.step_records import as_rows
 from mmrl.placement.task_queue import TaskQueue
 from mmrl.placement.tasks import Call
+from mmrl.placement.what_if import rounds, tried
+from mmrl.planner.simulator.simulate import Cluster, adaptive, bound, disaggregated, static
+from mmrl.planner.simulator.trace import LOADS, HttpJudge, Trace, Work, synthetic
+from mmrl.planner.simulator.trace_from_run import read_run
 from mmrl.report.timeline import timeline
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
-from mmrl.simulator.simulate import Cluster, adaptive, bound, disaggregated, static
-from mmrl.simulator.trace import LOADS, HttpJudge, Trace, Work, synthetic
-from mmrl.simulator.trace_from_run import read_run
 from tests import judging
 from tests.ray_runs import rows, run
 

@@ -13,15 +13,15 @@ from PIL import Image
 from torch import nn
 from torch.nn.functional import gelu, interpolate, layer_norm, linear, normalize
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.checkpoints import read_tensors
-from mmrl.rewards.contract import Context
 from mmrl.rewards.hpsv2 import letterboxed
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import asleep, tiny
 
 allow_cpu_only()  # before transformers imports torchvision

@@ -24,21 +24,21 @@ from PIL import Image, PngImagePlugin
 import mmrl
 import mmrl.rewards.http
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.media import Media
+from mmrl.core.errors import UserError
+from mmrl.core.media import Media
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import subprocess_server, wire
-from mmrl.rewards.contract import Context
 from mmrl.rewards.scoring import RewardError, RewardSet
 from mmrl.rewards.serve import RewardServer, is_loopback
 from mmrl.rewards.subprocess_server import started_elsewhere
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
 REPO = Path(__file__).resolve().parent.parent
 
 PARTS = """
 import mmrl
-from mmrl.rewards.contract import Failed
+from mmrl.core.reward_contract import Failed
 def score(samples, *, context, factor=1):
     if any(s.prompt.text == "boom" for s in samples):
         raise ValueError("exploded")
@@ -179,8 +179,8 @@ def test_group_text_and_tensor_rewards_are_served_too(file):
 
 WHOLE = """
 import hashlib, mmrl
-from mmrl.media import open_image, read_bytes
-from mmrl.rewards.contract import Failed, Spans
+from mmrl.core.media import open_image, read_bytes
+from mmrl.core.reward_contract import Failed, Spans
 seen = []
 @mmrl.reward(inputs=("text",), spans=True)
 def pieces(samples, *, context):

@@ -10,18 +10,18 @@ import torch
 from PIL import Image
 
 import mmrl
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Reward
-from mmrl.datasets.loading import load_prompts
-from mmrl.media import Media
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.media import Media
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.data.loading import load_prompts
 from mmrl.rewards import calling
 from mmrl.rewards.scoring import RewardSet
 from mmrl.rewards.serve import RewardServer
-from mmrl.run import build
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
 VANDAL = """

@@ -18,12 +18,12 @@ from rich.console import Console
 
 import mmrl
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.user_code import column_hint, raised
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import calling
 from mmrl.rewards.bench import score_folder
 from mmrl.rewards.scoring import RewardError, RewardSet, check, normalise
-from mmrl.trajectory import Prompt, Sample, SampleId
-from mmrl.user_code import column_hint, raised
 from tests import tiny
 
 REPO = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ BAD = {
     "infinite": ("    return [1.0, 10 ** 400, 3.0]", "returned inf"),
     "None for one": ("    return [1.0, None, 3.0]", "returned None"),
     "Failed for one": (
-        "    from mmrl.rewards.contract import Failed; return [1.0, Failed('too dark'), 3.0]",
+        "    from mmrl.core.reward_contract import Failed; return [1.0, Failed('too dark'), 3.0]",
         "too dark",
     ),
     "None in a part": ("    return {'a': [1, 2, 3], 'b': [1, None, 3]}", "part 'b' returned None"),
@@ -156,7 +156,7 @@ import os, sys
 from PIL import Image
 from mmrl.config.schema import Reward
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 
 def judged():
     rewards = RewardSet([Reward(name={str(root / "mine.py")!r} + ":Judge")])
@@ -206,9 +206,9 @@ def test_an_async_reward_that_blocks_its_loop_is_given_up(reward_file):
 def test_the_process_ends_while_a_reward_hangs(reward_file):
     root = reward_file("import time\ndef score(samples, *, context):\n    time.sleep(600)\n")
     program = (
-        "import sys; from mmrl.rewards.calling import Caller; from mmrl.rewards.contract import Context\n"
+        "import sys; from mmrl.rewards.calling import Caller; from mmrl.core.reward_contract import Context\n"
         "from mmrl.rewards.loading import build, find\n"
-        "from mmrl.trajectory import Prompt, Sample, SampleId\n"
+        "from mmrl.core.trajectory import Prompt, Sample, SampleId\n"
         "made = [Sample(Prompt('p', 'p'), SampleId(0, 0, 0, 0))]\n"
         "print(Caller(build(find(sys.argv[1]), {}), 0.1).one(made, Context()).reasons)"
     )

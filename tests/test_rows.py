@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mmrl.trajectory import DenoisingRows, Prompt, Rows, SampleId, Segment, Slot, TextRows, denoised, text_rows
+from mmrl.core.trajectory import DenoisingRows, Prompt, Rows, SampleId, Segment, Slot, TextRows, denoised, text_rows
 
 
 def named(count):

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrl.errors import UserError
-from mmrl.files import write_atomic
-from mmrl.report.durations import duration
-from mmrl.report.grids import write_samples
-from mmrl.report.metrics import METRICS, MetricsLog, describe, read
-from mmrl.report.progress import Progress, status_line
-from mmrl.report.rundir import RunDir, looks_like_run
-from mmrl.report.trackers import check_trackers, open_trackers
+from mmrl.core.durations import duration
+from mmrl.core.errors import UserError
+from mmrl.core.files import write_atomic
+from mmrl.logging.grids import write_samples
+from mmrl.logging.metrics import METRICS, MetricsLog, describe, read
+from mmrl.logging.progress import Progress, status_line
+from mmrl.logging.rundir import RunDir, looks_like_run
+from mmrl.logging.trackers import check_trackers, open_trackers
 
 # ---- run directory
 
@@ -98,7 +98,7 @@ def test_an_unwritable_place_is_a_users_error(tmp_path):
 
 HOLD = """
 import sys, time
-from mmrl.report.rundir import RunDir
+from mmrl.logging.rundir import RunDir
 run = RunDir.create(sys.argv[1])
 print("in", flush=True)
 time.sleep(60)
@@ -217,8 +217,8 @@ def test_a_run_forgets_rows_failures_and_samples_after_the_checkpoint(tmp_path):
 
 FULL_DISK = """
 import resource, sys
-from mmrl.errors import UserError
-from mmrl.report.metrics import MetricsLog
+from mmrl.core.errors import UserError
+from mmrl.logging.metrics import MetricsLog
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 log = MetricsLog(sys.argv[1])
 try:
@@ -290,7 +290,7 @@ class Terminal(io.StringIO):
 
 def test_plain_progress_is_one_line_every_few_seconds_and_the_last(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("mmrl.report.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mmrl.logging.progress.time.monotonic", lambda: now[0])
     out = io.StringIO()
     with Progress(100, "train", "steps", done=40, file=out) as progress:
         for _ in range(60):

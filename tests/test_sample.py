@@ -11,15 +11,15 @@ import pytest
 import torch
 from PIL import Image, ImageChops
 
-from mmrl import sample as module
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app import sample as module
+from mmrl.app.build import build, opened
+from mmrl.app.sample import draw, prompts_of
 from mmrl.checkpoint.run_state import of_run, saver_of
 from mmrl.config.loader import load_recipe
-from mmrl.errors import BadPromptError, UserError
-from mmrl.report.rundir import RunDir
-from mmrl.run import build, opened
-from mmrl.sample import draw, prompts_of
-from mmrl.trajectory import Prompt, Slot
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Slot
+from mmrl.logging.rundir import RunDir
 from tests import tiny
 from tests.test_cli import mmrl
 from tests.tiny_diffusion import two_blocks

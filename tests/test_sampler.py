@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.data import Sampler
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.controller import Controller
-from mmrl.datasets.sampler import Chosen, GroupResult, score_of
-from mmrl.errors import UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, SampleId
+from mmrl.data.sampler import Chosen, GroupResult, score_of
+from mmrl.logging.metrics import read
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import read
 from mmrl.rollout.curriculum import Curriculum
-from mmrl.run import build
 from mmrl.runtime.start import train
+from mmrl.step.step_context import FinishedStep
 from mmrl.training.loop import train_step
-from mmrl.training.step_context import FinishedStep
-from mmrl.trajectory import Prompt, SampleId
 from tests import tiny
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "sampler.py"
@@ -174,7 +174,7 @@ def test_controllers_that_choose_differently_are_told():
 
 
 BAD = """
-from mmrl.datasets.sampler import PromptSampler
+from mmrl.data.sampler import PromptSampler
 
 class Few(PromptSampler):
     def choose(self, step, n): return [0]

@@ -7,22 +7,22 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.datasets.fields import Columns, make_prompt, read_fields
-from mmrl.engines import own_class, sampling_options
-from mmrl.engines.engine_weights import Allowance, allowances
-from mmrl.engines.rollout import Completion, Request, Settings
-from mmrl.engines.vllm import sampling_parameters
-from mmrl.errors import UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.rollout_engine import Completion, Request, Settings
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.data.fields import Columns, make_prompt, read_fields
+from mmrl.families.text.engine_sampling import request, settings_of
+from mmrl.inference import own_class, sampling_options
+from mmrl.inference.engine_weights import Allowance, allowances
+from mmrl.inference.vllm import sampling_parameters
+from mmrl.models.text.stop_strings import StopStrings
+from mmrl.models.text.token_sampling import Draw, Penalty, narrowed
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.run import build
-from mmrl.text.engine_sampling import request, settings_of
-from mmrl.text.stop_strings import StopStrings
-from mmrl.text.token_sampling import Draw, Penalty, narrowed
 from mmrl.training import loop
-from mmrl.trajectory import Prompt, SampleId, Slot
 from tests import tiny
 from tests.rows import distance
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 
 from mmrl.config.schema import Recipe  # noqa: E402
-from mmrl.errors import UserError  # noqa: E402
+from mmrl.core.errors import UserError  # noqa: E402
 from tests.tiny_diffusion import SHAPES, save  # noqa: E402
 
 FAMILIES = ["sd", "sdxl", "sd3", "flux", "qwen_image", "wan", "z_image", "flux2_klein", "sana"]

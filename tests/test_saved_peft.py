@@ -8,18 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
+from mmrl.app.build import build  # noqa: E402
 from mmrl.config.adapters import Settings, read_adapter  # noqa: E402
 from mmrl.config.loader import RecipeError, load_recipe  # noqa: E402
-from mmrl.errors import UserError  # noqa: E402
+from mmrl.core.errors import UserError  # noqa: E402
 from mmrl.planner.plan import plan  # noqa: E402
-from mmrl.run import build  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.test_sft import RECIPE, answers, write  # noqa: E402
 

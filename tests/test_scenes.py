@@ -10,7 +10,7 @@ from PIL import Image
 from scipy import ndimage
 
 import mmrl
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 scenes = mmrl.load("datasets", "scenes")
 shapes = mmrl.load("datasets", "shapes")

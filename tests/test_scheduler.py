@@ -10,9 +10,9 @@ import pytest
 from mmrl.config.placement import Placement
 from mmrl.placement import adaptive
 from mmrl.placement.adaptive import Decision, Split, decide, starting
-from mmrl.placement.hindsight import tried
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTask
+from mmrl.placement.what_if import tried
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 try:

@@ -12,10 +12,10 @@ import torch
 import mmrl
 from mmrl.config.names import located, resolve_options
 from mmrl.config.schema import Reward
+from mmrl.core.reward_contract import Span, Spans
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import loading
-from mmrl.rewards.contract import Span, Spans
 from mmrl.rewards.scoring import RewardError, RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 SLEEPER = """
 import mmrl, threading, time
@@ -53,7 +53,7 @@ def breaks(samples, *, context, at=0):
 """
 SPANS = """
 import mmrl
-from mmrl.rewards.contract import Failed, Spans
+from mmrl.core.reward_contract import Failed, Spans
 @mmrl.reward(inputs=("text",), spans=True)
 def steps(samples, *, context, spans=None):
     made = [Spans([(0, 1, -1.0), (1, len(s.text), 0.5)]) for s in samples] if spans is None else eval(spans)
@@ -315,7 +315,7 @@ def test_spans_hold_plain_numbers():
 
 RUDE = """
 import threading, mmrl
-from mmrl.rewards.contract import Failed
+from mmrl.core.reward_contract import Failed
 
 @mmrl.reward(inputs=('text',))
 def fails(samples, *, context):

@@ -7,10 +7,10 @@ import string
 import pytest
 import yaml
 
-from mmrl import secrets
 from mmrl.config.masked_text import masked_document, masked_override
-from mmrl.report.rundir import RunDir
-from mmrl.secrets import MASK, hidden, masked, masks, remember
+from mmrl.core import secrets
+from mmrl.core.secrets import MASK, hidden, masked, masks, remember
+from mmrl.logging.rundir import RunDir
 
 _RNG = random.Random(0)
 

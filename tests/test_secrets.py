@@ -7,25 +7,25 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mmrl import secrets
-from mmrl.checkpoint.resume import same_run
+from mmrl.app.build import open_run
+from mmrl.app.resume import same_run
 from mmrl.config.loader import load_recipe
 from mmrl.config.masked_text import masked_document, masked_override
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
+from mmrl.core import secrets
+from mmrl.core.errors import UserError
+from mmrl.core.secrets import MASK, given_again, hidden, is_secret, masked
+from mmrl.logging.rundir import RunDir
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.report.rundir import RunDir
-from mmrl.run import open_run
 from mmrl.runtime import start
-from mmrl.secrets import MASK, given_again, hidden, is_secret, masked
 from tests.recipes import SMALL
 
 SECRETS = {"api_key": "k-5f1", "hf_token": "hf_abcdefgh", "password": "tr0ub4dor", "client_secret": "12345678"}
 URL = "https://me:open-sesame@example.org/v1"
 REWARD = """
 import mmrl
-from mmrl.rewards.contract import Failed
+from mmrl.core.reward_contract import Failed
 @mmrl.reward(inputs=("image",))
 def score(samples, *, context, api_key, hf_token, password, client_secret, url, key):
     assert (api_key, password, url) == ("k-5f1", "tr0ub4dor", "https://me:open-sesame@example.org/v1")

@@ -8,7 +8,7 @@ import pytest
 from mmrl.api.recipes import Objects, read
 from mmrl.config.algorithms import shipped_algorithms
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 PLACEMENTS = ["colocate", "partial", "disaggregated", "greedy", "adaptive"]
 KEYS = {"judges": 1, "sleep": True, "log": True, "staleness": 1, "lend": True, "split": "greedy"}

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import app
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.rewards.contract import Failed
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Failed
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.scoring import RewardSet
 from mmrl.rewards.serve import RewardServer
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import tiny
 
 allow_cpu_only()  # before anything imports torchvision

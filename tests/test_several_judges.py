@@ -9,13 +9,13 @@ import pytest
 
 from mmrl.config.loader import load_recipe
 from mmrl.config.placement import Placement
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.placement.adaptive import Split
-from mmrl.placement.hindsight import rounds
 from mmrl.placement.scheduler import Judges, shares
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices
 from mmrl.placement.step_records import as_rows
-from mmrl.simulator.trace_from_run import read_run
+from mmrl.placement.what_if import rounds
+from mmrl.planner.simulator.trace_from_run import read_run
 from tests.planning import planned, planned_in_short
 from tests.ray_runs import JUDGED, alike, placed, rows, run
 

@@ -9,20 +9,20 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build, evaluate
+from mmrl.app.export import export
+from mmrl.app.trainer import Session
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.errors import BadPromptError, UserError
-from mmrl.export import export
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
+from mmrl.logging.metrics import describe
+from mmrl.models.text.given import Responses
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
-from mmrl.run import build, evaluate
 from mmrl.runtime.start import train
-from mmrl.session import Session
-from mmrl.text.given import Responses
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import Prompt
 from tests import tiny
 
 DATA = "{path: answers.jsonl, heldout: 16}"

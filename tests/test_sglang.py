@@ -17,16 +17,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.engines.engine_weights import values_of
-from mmrl.engines.lazy_engine import LazyEngine
-from mmrl.engines.policy import Policy
-from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
-from mmrl.engines.sglang import SglangServer, _command
-from mmrl.errors import UserError
-from mmrl.media import Clip
-from mmrl.text.pipeline import LanguagePipeline
+from mmrl.core.errors import UserError
+from mmrl.core.media import Clip
+from mmrl.core.rollout_engine import AnswersAsItGoes, Request, Settings
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.inference.engine_weights import values_of
+from mmrl.inference.lazy_engine import LazyEngine
+from mmrl.inference.sglang import SglangServer, _command
+from mmrl.models.policy import Policy
 
 allow_cpu_only()  # before transformers imports torchvision
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFilter
 
 import mmrl
-from mmrl.media import open_image
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.media import open_image
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 
 data = mmrl.load("datasets", "shapes")
 verifier = mmrl.load("rewards", "shapes")

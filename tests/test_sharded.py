@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.checkpoint import reader, run_state
+from mmrl.app.build import build
+from mmrl.checkpoint import run_state
 from mmrl.checkpoint.writer import Saver
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.clock import Clock
 from mmrl.training.loop import train_step
 from tests import damage
 from tests.ranks import launched

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.placement.device_shares import all_of
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.planner.plan import plan

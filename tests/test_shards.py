@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import mmrl
-import mmrl.media
+import mmrl.core.media
 from mmrl import cli
 from mmrl.controller import Controller
-from mmrl.controller.randomness import permutation
-from mmrl.datasets import index as indexing
-from mmrl.datasets.index import build_index, load_index
-from mmrl.datasets.records import BadRecord, Records, checked, in_split
-from mmrl.datasets.tar import read_members
-from mmrl.errors import UserError
-from mmrl.media import open_clip, open_image
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.media import open_clip, open_image
+from mmrl.core.randomness import permutation
+from mmrl.core.trajectory import Prompt
+from mmrl.data import index as indexing
+from mmrl.data.index import build_index, load_index
+from mmrl.data.records import BadRecord, Records, checked, in_split
+from mmrl.data.tar import read_members
 
 prompts = mmrl.load("datasets", "shards:prompts")
 COLOURS = [(225, 45, 45), (40, 175, 70), (60, 95, 235)]
@@ -334,7 +334,7 @@ def test_absurd_sizes_cost_nothing(tmp_path):
 
 
 def test_a_member_larger_than_the_limit_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmrl.datasets.tar.LIMITS", mmrl.media.Limits(bytes=400))
+    monkeypatch.setattr("mmrl.data.tar.LIMITS", mmrl.core.media.Limits(bytes=400))
     shard_of(tmp_path, sample("a"), sample("b", None, {"png": png() + bytes(400)}))
     (bad,) = prompts("train", path=str(tmp_path), heldout=0).bad
     assert "at most 400 are read" in bad.why
@@ -540,7 +540,7 @@ def test_webdataset_itself_reads_what_is_built(tmp_path):
     read = list(webdataset.WebDataset(str(tmp_path / "out" / "train-00000.tar"), shardshuffle=False))
     ours = prompts("train", path=str(tmp_path / "out"))
     assert [json.loads(s["json"])["prompt"] for s in read] == [p.text for p in ours]
-    assert [s["mp4"] for s in read] == [mmrl.media.read_bytes(p.media[0]) for p in ours]
+    assert [s["mp4"] for s in read] == [mmrl.core.media.read_bytes(p.media[0]) for p in ours]
 
 
 def test_bad_records_are_named_by_the_command_and_cost_the_exit_code(tmp_path, capsys):
@@ -570,7 +570,7 @@ def test_mistakes_are_refused_with_the_edit(tmp_path, monkeypatch, capsys, argum
 
 
 def test_without_webdataset_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
-    from mmrl.media import decoding
+    from mmrl.core.media import decoding
 
     monkeypatch.setattr(decoding.importlib.util, "find_spec", lambda name: None)
     assert run("build", "clips", "--samples", "3", "--out", str(tmp_path / "o")) == 2

@@ -7,15 +7,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.errors import NotFiniteError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import NotFiniteError
+from mmrl.core.trajectory import AskedSize, Rows, SampleId, Slot
 from mmrl.planner.counts import count
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from mmrl.report.clock import Clock
 from mmrl.rollout.rounds import sample_and_score
-from mmrl.run import build
-from mmrl.trajectory import AskedSize, Rows, SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 STEPS, SIZE, FIRST = 5, 4, 2

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from mmrl.config.loader import find_recipe, load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.runtime import shipped
 
 REWARD = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests import shouting, tiny, tiny_diffusion
 from tests.test_plan_text import RECIPE, REWARD
 

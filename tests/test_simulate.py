@@ -12,13 +12,13 @@ import pytest
 
 from mmrl.cli.simulate import MadeUp, micro_batches, shape
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 from mmrl.placement.adaptive import Split, splits
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTask, SimulatedTime
 from mmrl.placement.step_records import as_rows
-from mmrl.simulator.simulate import (
+from mmrl.planner.simulator.simulate import (
     Cluster,
     adaptive,
     best_disaggregated,
@@ -30,8 +30,8 @@ from mmrl.simulator.simulate import (
     static,
     three_roles,
 )
-from mmrl.simulator.trace import LOADS, Load, Trace, Work, synthetic
-from mmrl.simulator.trace_from_run import fitted, read_run
+from mmrl.planner.simulator.trace import LOADS, Load, Trace, Work, synthetic
+from mmrl.planner.simulator.trace_from_run import fitted, read_run
 from tests.test_cli import folder, mmrl  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]

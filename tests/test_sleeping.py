@@ -10,15 +10,15 @@ from threading import Thread
 import psutil
 import pytest
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.lazy_engine import LazyEngine, unfailing
-from mmrl.engines.rollout import Request, Settings
-from mmrl.engines.vllm_server import VllmServer
-from mmrl.judge.answers import parse_kind
-from mmrl.judge.asking import Ask
-from mmrl.judge.asking import Settings as Asking
-from mmrl.judge.server import ServedJudge
-from mmrl.report.notices import listen
+from mmrl.core.notices import listen
+from mmrl.core.rollout_engine import Request, Settings
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.inference.lazy_engine import LazyEngine, unfailing
+from mmrl.inference.vllm_server import VllmServer
+from mmrl.rewards.judging.answers import parse_kind
+from mmrl.rewards.judging.asking import Ask
+from mmrl.rewards.judging.asking import Settings as Asking
+from mmrl.rewards.judging.server import ServedJudge
 from tests import judging, tiny
 from tests.ray_runs import SMALL, children, ended, rows, train, wait_for
 
@@ -163,7 +163,7 @@ def test_a_judge_in_a_server_gives_its_memory_back_and_judges_the_same_again(jud
 def servers(process):
     """The servers that a run has up now: engines and judges."""
     found = [(child, _command(child)) for child in children(process.pid)]
-    found = [(child, w) for child, w in found if "-m mmrl.engines.vllm_server" in w and "process_guard.py" not in w]
+    found = [(child, w) for child, w in found if "-m mmrl.inference.vllm_server" in w and "process_guard.py" not in w]
     return [[child for child, w in found if f"--served-model-name {name}" in w] for name in ("policy", "judge")]
 
 

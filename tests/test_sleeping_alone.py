@@ -3,18 +3,18 @@
 import pytest
 import torch
 
+from mmrl.app.build import load_prompts
 from mmrl.config.loader import load_recipe
-from mmrl.engines.sleep_mode import SleepMode
-from mmrl.errors import UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.inference.sleep_mode import SleepMode
+from mmrl.logging.metrics import describe
 from mmrl.placement import device_tasks
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
 from mmrl.rollout.encoding import encode
-from mmrl.run import load_prompts
-from mmrl.training.batch import chunks, samples_of
+from mmrl.step.batch import chunks, samples_of
+from mmrl.step.step_context import Chunk, SamplingSpec
 from mmrl.training.evaluation import Evaluator
-from mmrl.training.step_context import Chunk, SamplingSpec
 from tests.asleep import modules
 from tests.partial_rollouts import Sampler, load, make, step, write
 from tests.planning import planned_in_short
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
-    monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
 
 
 def awake(run):

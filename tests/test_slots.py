@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
-from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
-from mmrl.errors import UserError
-from mmrl.text.engine_sampling import settings_of
-from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.core.errors import UserError
+from mmrl.core.rollout_engine import AnswersAsItGoes, Request, Settings
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.families.text.engine_sampling import settings_of
 from tests import midway_text, tiny
 from tests.midway_text import LONGEST, asked
 from tests.test_vlm import picture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()
 pytest.importorskip("torchvision")

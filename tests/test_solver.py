@@ -6,10 +6,10 @@ from diffusers import DPMSolverMultistepScheduler
 
 from mmrl.algorithms import sde
 from mmrl.algorithms.solver import NoiselessSteps, corrections
+from mmrl.app.build import build
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
-from mmrl.run import build
-from mmrl.trajectory import SampleId, Slot
+from mmrl.core.trajectory import SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 STEPS, SIZE = 6, 3

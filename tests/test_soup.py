@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mmrl.errors import UserError
-from mmrl.export import export
-from mmrl.run import evaluate
-from mmrl.soup.evaluation import report
-from mmrl.soup.formulas import (
+from mmrl.app.build import evaluate
+from mmrl.app.export import export
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
+from mmrl.studies.soup.evaluation import report
+from mmrl.studies.soup.formulas import (
     combination,
     controllability,
     guaranteed_interval,
@@ -30,8 +31,7 @@ from mmrl.soup.formulas import (
     pareto_front,
     sparsity,
 )
-from mmrl.soup.page import write_page
-from mmrl.trajectory import Prompt
+from mmrl.studies.soup.page import write_page
 from tests import tiny
 from tests.test_cli import mmrl
 from tests.tiny_diffusion import two_blocks

@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import RecipeError, load_recipe
+from mmrl.core.clock import Clock
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.counts import count, with_steps
 from mmrl.planner.plan import plan, resolved
 from mmrl.planner.steps_per_forward import settle
-from mmrl.report.clock import Clock
-from mmrl.run import build
 from mmrl.training.loop import train_step
 from tests.tiny_diffusion import two_blocks
 

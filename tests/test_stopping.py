@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from mmrl.checkpoint import reader
 from mmrl.config.loader import load_recipe
-from mmrl.report.metrics import read
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.signals import stop_on_signal
+from mmrl.logging.metrics import read
 from mmrl.runtime.start import train
-from mmrl.stopping import stop_on_signal
 from tests.recipes import ROOT
 from tests.test_divergence import PICTURES
 

@@ -12,10 +12,11 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import save, save_file
 
-from mmrl import stored, tensor_files, user_code
-from mmrl.checkpoint import manifest
 from mmrl.cli import of_system
-from mmrl.stored import BadFileError, Number
+from mmrl.core import checkpoint_manifest as manifest
+from mmrl.core import stored, tensor_files
+from mmrl.core.plugins import user_code
+from mmrl.core.stored import BadFileError, Number
 
 
 class Schema(BaseModel):

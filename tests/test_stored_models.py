@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mmrl.config.loader import load_recipe
-from mmrl.distill.encoders import Backbone
-from mmrl.errors import UserError
-from mmrl.readers.described import described, opened, stored
+from mmrl.core.errors import UserError
+from mmrl.rewards.encoders.described import described, opened, stored
+from mmrl.studies.distill.encoders import Backbone
 
 from .sweeps import Sweep
 

@@ -5,15 +5,15 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from mmrl.app.build import evaluate
+from mmrl.app.lora_scale import parse_strengths, sweep
+from mmrl.app.trainer import Session
 from mmrl.cli import app
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.signals import Stop
+from mmrl.logging.rundir import RunDir
 from mmrl.report.html import write_report
-from mmrl.report.rundir import RunDir
-from mmrl.run import evaluate
-from mmrl.session import Session
-from mmrl.stopping import Stop
-from mmrl.strength import parse_strengths, sweep
 from tests.test_guards import SMALL
 from tests.tiny_diffusion import two_blocks
 

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.judge.rubric import split_steps
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.rubric import split_steps
 from tools.make_models import sums
 
 data = mmrl.load("datasets", "sums")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.errors import UserError
-from mmrl.sweep.halving import kept, rounds, work
-from mmrl.sweep.searching import combinations, over_seeds, read_sweep
+from mmrl.core.errors import UserError
+from mmrl.studies.sweep.halving import kept, rounds, work
+from mmrl.studies.sweep.searching import combinations, over_seeds, read_sweep
 from tests import tiny
 from tests.test_cli import mmrl
 

@@ -9,17 +9,17 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.errors import BadPromptError, UserError
-from mmrl.media import Media
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Turn
+from mmrl.models.text.answered import answer_tokens
+from mmrl.models.text.chat import check_template
 from mmrl.planner.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.run import build
-from mmrl.text.answered import answer_tokens
-from mmrl.text.chat import check_template
 from mmrl.training import loop
-from mmrl.trajectory import Prompt, Turn
 from tests import tiny
 from tests.sweeps import Sweep
 

@@ -8,14 +8,14 @@ import torch
 
 import mmrl
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, Rows, SampleId, Slot, TextRows
+from mmrl.models.text import likelihood
+from mmrl.models.text.features import key_of
+from mmrl.models.text.likelihood import entropy, head_log_probs, token_log_probs
+from mmrl.models.text.token_sampling import Draw, choose, uniforms, without
 from mmrl.planner.fake_tensors import LiveBytes
-from mmrl.text import likelihood
-from mmrl.text.features import key_of
-from mmrl.text.likelihood import entropy, head_log_probs, token_log_probs
-from mmrl.text.token_sampling import Draw, choose, uniforms, without
-from mmrl.training.micro_batches import packed
-from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows
+from mmrl.step.micro_batches import packed
 from tests import tiny
 from tests.rows import distance
 

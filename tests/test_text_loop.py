@@ -8,23 +8,23 @@ from functools import cache
 import pytest
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
-from mmrl.report.rundir import RunDir
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Prompt, Slot
+from mmrl.logging.metrics import describe
+from mmrl.logging.rundir import RunDir
 from mmrl.rollout.collect import collect_batch
-from mmrl.run import build
 from mmrl.runtime.start import train
+from mmrl.step.micro_batches import split_micro_batches
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import train_step
-from mmrl.training.micro_batches import split_micro_batches
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Prompt, Slot
 from tests import tiny
 
 REWARD = '''
 import mmrl
-from mmrl.rewards.contract import Spans
+from mmrl.core.reward_contract import Spans
 
 @mmrl.reward(inputs=("text",))
 def score(samples, *, context):

@@ -19,24 +19,24 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import restored
+from mmrl.app.export import export
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.episodes.contract import Action, Call, Episode, Exchange, Observation
-from mmrl.export import export
-from mmrl.judge.store import TRANSCRIPTS
-from mmrl.labels.items import items_of
-from mmrl.media import Media
-from mmrl.report.card import Usage, write_card
+from mmrl.core.episode import Action, Call, Episode, Exchange, Observation
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.families.text.export import write
+from mmrl.logging.card import Usage, write_card
+from mmrl.logging.metrics import MetricsLog
+from mmrl.logging.pictures import extremes, pairs, read_evaluations
+from mmrl.logging.rundir import RunDir
+from mmrl.logging.texts import LONGEST, cell, fold, shorten, visible, write_texts
 from mmrl.report.html import write_report
-from mmrl.report.metrics import MetricsLog
-from mmrl.report.pictures import extremes, pairs, read_evaluations
-from mmrl.report.rundir import RunDir
-from mmrl.report.texts import LONGEST, cell, fold, shorten, visible, write_texts
-from mmrl.run import restored
+from mmrl.rewards.judging.store import TRANSCRIPTS
 from mmrl.runtime.start import train
-from mmrl.text.export import write
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.studies.labels.items import items_of
 from tests import tiny
 from tests.test_label_page import serving
 from tests.test_report import HOSTILE, Page

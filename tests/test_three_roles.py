@@ -6,17 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.config.placement import Placement
-from mmrl.errors import UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.placement import adaptive
 from mmrl.placement.adaptive import Split
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask
 from mmrl.placement.tasks import LENT
-from mmrl.report.clock import Clock
-from mmrl.run import build
 from mmrl.training.loop import train_step
 from tests import ray_runs
 from tests.test_lending import SMALL, Begins, Slow, Watched

@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from mmrl.logging.metrics import MetricsLog
+from mmrl.logging.rundir import RunDir
 from mmrl.report.html import write_report
-from mmrl.report.metrics import MetricsLog
-from mmrl.report.rundir import RunDir
 from mmrl.report.timeline import DECISIONS, DEVICES, timeline
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> {{ 7 * 7 }}"

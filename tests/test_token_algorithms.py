@@ -23,11 +23,11 @@ from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import clipped_surrogate, divergence, k3
 from mmrl.algorithms.ppo import clipped_value_loss
 from mmrl.algorithms.returns import gae, reward_to_go, whiten
-from mmrl.algorithms.settings import with_length_limit
+from mmrl.config.algorithm_settings import with_length_limit
 from mmrl.config.algorithms import find_algorithm
 from mmrl.config.rollout import Rejection, Rollout
 from mmrl.config.sampling import TextSampling
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "sapo", "ppo", "capo"]
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

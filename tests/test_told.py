@@ -8,7 +8,7 @@ import random
 import pytest
 
 import mmrl
-from mmrl.text.template_probe import TemplateFaultError
+from mmrl.models.text.template_probe import TemplateFaultError
 from tests.templates import TEMPLATES, WORDS, tokenizer_of, whole
 
 

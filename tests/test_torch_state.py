@@ -16,10 +16,10 @@ import torch
 from PIL import Image, ImageFile
 from safetensors.torch import load_file
 
-from mmrl import torch_state
+from mmrl.core import torch_state
+from mmrl.core.reward_contract import Context
 from mmrl.rewards import last_words
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
 
 OF_PROCESS = {

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mmrl.algorithms.dgpo import DGPOSettings
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import DenoisingRows, SampleId
 from mmrl.pipelines.diffusion.predictor import Renoising
-from mmrl.run import build
-from mmrl.trajectory import DenoisingRows, SampleId
 
 STEPS = 10
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UnscoredError, UserError
-from mmrl.report.clock import Clock
-from mmrl.report.metrics import describe
-from mmrl.run import build
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UnscoredError, UserError
+from mmrl.logging.metrics import describe
+from mmrl.step.step_metrics import StepMetrics
 from mmrl.training import loop
-from mmrl.training.step_metrics import StepMetrics
 from tests.tiny_diffusion import two_blocks
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.objective import Scored
+from mmrl.app.verify import verify
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
-from mmrl.episodes.contract import Action, Episode, Exchange, Observation
-from mmrl.media import Media
+from mmrl.core.episode import Action, Episode, Exchange, Observation
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Segment, Slot, TextRows
 from mmrl.rollout.collect import mask_of
 from mmrl.rollout.turn_credit import with_turns
-from mmrl.training.batch import Batch
-from mmrl.trajectory import Prompt, SampleId, Segment, Slot, TextRows
-from mmrl.verify import verify
+from mmrl.step.batch import Batch
 
 allow_cpu_only()  # before transformers imports torchvision
 

@@ -115,7 +115,7 @@ def test_a_directory_that_a_node_does_not_see_is_named(two):
 
 def test_other_sources_on_a_node_are_named(two, tmp_path):
     shutil.copytree(ROOT, tmp_path / "other", ignore=shutil.ignore_patterns(".*", "docs", "tests", "results", "runs"))
-    with (tmp_path / "other" / "mmrl" / "errors.py").open("a") as file:
+    with (tmp_path / "other" / "mmrl" / "core" / "errors.py").open("a") as file:
         file.write("# changed\n")
     code, said = train(two, tmp_path / "run", PYTHONPATH=str(tmp_path / "other"))
     assert code == 2

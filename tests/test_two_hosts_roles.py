@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
+from mmrl.app.verify.decisions import verify_decisions
 from mmrl.placement.tasks import LENT
-from mmrl.verify.decisions import verify_decisions
 from tests import ray_runs
 from tests.hosts import ENVIRONMENT, lose, network, ray
 from tests.test_three_roles import BRIGHT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.untrusted import (
+from mmrl.core.untrusted import (
     MAX_DEPTH,
     MAX_VALUES,
     check_folder,

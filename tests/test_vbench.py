@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Reward
-from mmrl.errors import UserError
-from mmrl.rewards.contract import Context, Failed
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.scoring import RewardSet
-from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import asleep, tiny
 
 allow_cpu_only()  # before transformers imports torchvision

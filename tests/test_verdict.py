@@ -12,18 +12,18 @@ import torch
 
 from mmrl.algorithms.dpo import DPO, DPOSettings
 from mmrl.algorithms.objective import Loss
+from mmrl.app.trainer import Outcome
 from mmrl.config.loader import load_recipe
+from mmrl.core.trajectory import Prompt, Slot
+from mmrl.logging.metrics import MetricsLog
+from mmrl.logging.rundir import RunDir
 from mmrl.report.advice import MOST, RULES, Advice
 from mmrl.report.heldout import Change, change, level, number, read_samples
 from mmrl.report.html import write_report
-from mmrl.report.metrics import MetricsLog
-from mmrl.report.rundir import RunDir
 from mmrl.report.verdict import judge_run
 from mmrl.runtime.start import finish
-from mmrl.session import Outcome
-from mmrl.training.batch import MicroBatch
+from mmrl.step.batch import MicroBatch
 from mmrl.training.per_sample import Records, gathered, of_records
-from mmrl.trajectory import Prompt, Slot
 
 RESOLVED = {
     "name": "sums",

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from mmrl.errors import UserError
-from mmrl.judge.answers import READING, UnreadableError, Words, parse_kind, read
+from mmrl.core.errors import UserError
+from mmrl.rewards.judging.answers import READING, UnreadableError, Words, parse_kind, read
 from tests import hostile
 from tests import verdict_oracle as oracle
 from tests.judge_answers import HIGH, ITEMS, LOW, SCHEMA, answers

@@ -11,14 +11,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mmrl import cli
-from mmrl.checkpoint.resume import with_older_defaults
+from mmrl.app.resume import with_older_defaults
+from mmrl.app.verify.notes import of_environment, of_servers
 from mmrl.config.loader import load_recipe
-from mmrl.judge import remote
-from mmrl.judge.store import CACHE, TRANSCRIPTS
-from mmrl.report.rundir import RunDir
-from mmrl.report.varying_values import MEASURED, OF_PROCESS, why_not_compared
+from mmrl.logging.rundir import RunDir
+from mmrl.report.nondeterministic_metrics import MEASURED, OF_PROCESS, why_not_compared
+from mmrl.rewards.judging import remote
+from mmrl.rewards.judging.store import CACHE, TRANSCRIPTS
 from mmrl.runtime.start import train
-from mmrl.verify.notes import of_environment, of_servers
 from tests import judging, partial_rollouts, tiny
 
 RECIPE = """
@@ -180,7 +180,7 @@ def test_what_a_run_keeps_beside_its_weights_is_taken_up(folder, tmp_path, capsy
 
 
 def test_responses_in_flight_are_taken_up(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: partial_rollouts.Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: partial_rollouts.Sampler)
     loaded = partial_rollouts.load(
         partial_rollouts.write(tmp_path), "train.steps=4", "checkpoint.every=3", "eval.every=null"
     )

@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
+from mmrl.app.build import possible
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.report.rundir import RunDir
+from mmrl.core.errors import UserError
+from mmrl.logging.rundir import RunDir
 from mmrl.report.timeline import timeline
-from mmrl.run import possible
 from tests import ray_runs
 from tests.test_cli import mmrl
 from tests.test_three_roles import JUDGE

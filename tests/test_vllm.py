@@ -18,16 +18,16 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
-from mmrl.engines.sampling_options import FIXED, OURS, fields
-from mmrl.engines.server_process import Timeouts
-from mmrl.engines.sleep_mode import SleepMode
-from mmrl.engines.vllm import VllmEngine
-from mmrl.engines.vllm_server import GroupSender, VllmServer
-from mmrl.engines.weight_files import Sending
-from mmrl.errors import UserError
-from mmrl.media import Clip
+from mmrl.core.errors import UserError
+from mmrl.core.media import Clip
+from mmrl.core.rollout_engine import AnswersAsItGoes, Request, Settings
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.inference.sampling_options import FIXED, OURS, fields
+from mmrl.inference.server_process import Timeouts
+from mmrl.inference.sleep_mode import SleepMode
+from mmrl.inference.vllm import VllmEngine
+from mmrl.inference.vllm_server import GroupSender, VllmServer
+from mmrl.inference.weight_files import Sending
 
 allow_cpu_only()  # before anything imports torchvision
 pytest.importorskip("vllm")

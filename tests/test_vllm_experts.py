@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.rollout import Settings
-from mmrl.engines.vllm import VllmEngine
+from mmrl.core.rollout_engine import Settings
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.inference.vllm import VllmEngine
 from tests.ranks import launched
 
 allow_cpu_only()  # before anything imports torchvision

@@ -8,14 +8,14 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError, UserError
-from mmrl.media import Media
-from mmrl.text.features import as_weights
-from mmrl.text.overlong import Fitter, Limit
-from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.models.text.features import as_weights
+from mmrl.models.text.overlong import Fitter, Limit
 from tests import tiny
 from tests.rows import distance, with_prompts_of
 

@@ -34,7 +34,7 @@ def slowly():
     # slower than the patience in all, and never without a sign of life for so long
     for _ in range(12):
         time.sleep(1.5)
-        mmrl.report.notices.alive()
+        mmrl.core.notices.alive()
 
 def plant(place, ranks, how):
     module, _, name = place.partition(":")
@@ -58,7 +58,7 @@ plant({place!r}, {ranks!r}, {how})
 """
 PLACES = {
     "gradients": ("mmrl.controller:Controller.gradients", "train"),
-    "load": ("mmrl.run:Policy.__init__", "load"),
+    "load": ("mmrl.app.build:Policy.__init__", "load"),
     "evaluation": ("mmrl.training.evaluation:Evaluator._make", "evaluation"),
     "transfer": ("mmrl.placement.device_tasks:_sync", "sample"),
     "data": ("mmrl.controller:Controller._read", "the time between phases"),
@@ -147,7 +147,7 @@ def test_under_ray_a_process_that_blocks_is_named_and_the_run_goes_on(tmp_path, 
 @pytest.mark.slow
 def test_the_second_device_of_a_controller_is_named(tmp_path):
     pytest.importorskip("ray")
-    given = words(tmp_path, "mmrl.engines.policy:Policy.accumulate", (1,), "hang", "devices_per_controller=2")
+    given = words(tmp_path, "mmrl.models.policy:Policy.accumulate", (1,), "hang", "devices_per_controller=2")
     code, said = ended(train("sums", tmp_path / "run", *given, "train.micro_batch_size=2", "ray=local"))
     assert code == 0, said
     assert "device 1 of controller 0 of 1 makes no progress: backward has shown no progress" in said

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmrl.config.loader import load_recipe
-from mmrl.engines import weight_files
-from mmrl.engines.weight_files import Room, checkpoint_dtypes, place_for, transport_for, write_weights
-from mmrl.errors import UserError
-from mmrl.text.engine_sampling import _sending
+from mmrl.core.errors import UserError
+from mmrl.families.text.engine_sampling import _sending
+from mmrl.inference import weight_files
+from mmrl.inference.weight_files import Room, checkpoint_dtypes, place_for, transport_for, write_weights
 
 
 def written(folder, weights, most=weight_files.BUCKET_BYTES, dtypes=None):

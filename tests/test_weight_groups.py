@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.engines import vllm_server
-from mmrl.engines.server_process import Timeouts
-from mmrl.engines.weight_files import Sending
-from mmrl.engines.weight_groups import WeightGroup, buckets
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.inference import vllm_server
+from mmrl.inference.server_process import Timeouts
+from mmrl.inference.weight_files import Sending
+from mmrl.inference.weight_groups import WeightGroup, buckets
 from tests import ranks
 
 CPU = torch.device("cpu")

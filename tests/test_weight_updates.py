@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.engines.engine_weights import write_adapter
-from mmrl.engines.weight_files import write_weights
-from mmrl.errors import UserError
-from mmrl.run import build
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.inference.engine_weights import write_adapter
+from mmrl.inference.weight_files import write_weights
 from tests.ranks import launched
 
 allow_cpu_only()  # before transformers imports torchvision

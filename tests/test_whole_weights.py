@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
-from mmrl.text.scoring import load_scorer
-from mmrl.whole_weights import whole_weights
+from mmrl.core.errors import UserError
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.whole_weights import whole_weights
+from mmrl.families.text.scoring import load_scorer
 from tests import tiny
 from tests.tiny_diffusion import save
 

@@ -10,21 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.checkpoint import reader, run_state, writer
+from mmrl.app.build import build, weights_of
+from mmrl.checkpoint import run_state, writer
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Optim
 from mmrl.controller import Controller
-from mmrl.controller.randomness import noise
-from mmrl.datasets.loading import load_prompts
-from mmrl.engines.merging import merged_weights
-from mmrl.engines.policy import Policy
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.randomness import noise
+from mmrl.core.trajectory import Prompt, SampleId
+from mmrl.data.loading import load_prompts
+from mmrl.families.text.engine_sampling import request
+from mmrl.models.merging import merged_weights
+from mmrl.models.policy import Policy
+from mmrl.models.text.token_sampling import uniforms
 from mmrl.planner.plan import plan
-from mmrl.run import build, weights_of
 from mmrl.runtime.start import train
-from mmrl.text.engine_sampling import request
-from mmrl.text.token_sampling import uniforms
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import Prompt, SampleId
 from tests import tiny
 from tests.partial_rollouts import Room
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.rewards.contract import Context
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Sample, SampleId
 from mmrl.rewards.ocr import OCR
-from mmrl.trajectory import Sample, SampleId
 
 data = mmrl.load("datasets", "words")
 

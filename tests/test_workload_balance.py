@@ -19,8 +19,8 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from mmrl._torchvision import allow_cpu_only
-from mmrl.checkpoint import reader, run_state, writer
+from mmrl.app.build import build
+from mmrl.checkpoint import run_state, writer
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
@@ -41,13 +41,14 @@ from mmrl.controller.workload_balance import (
     residual,
     unevenness,
 )
-from mmrl.datasets.records import Records
-from mmrl.media import Media
-from mmrl.report.clock import Clock
-from mmrl.run import build
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.clock import Clock
+from mmrl.core.media import Media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
+from mmrl.data.records import Records
+from mmrl.step.micro_batches import packed
 from mmrl.training.loop import train_step
-from mmrl.training.micro_batches import packed
-from mmrl.trajectory import Prompt
 from tests import tiny
 from tests.ranks import launched
 

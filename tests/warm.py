@@ -9,7 +9,7 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -21,10 +21,10 @@ import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 from diffusers import StableDiffusion3Pipeline
 
+import mmrl.app.build
 import mmrl.cli
-import mmrl.run
+import mmrl.families.text.pipeline
 import mmrl.runtime.start
-import mmrl.text.pipeline
 
 if importlib.util.find_spec("megatron") is not None:
-    import mmrl.engines.megatron.weights
+    import mmrl.models.megatron.weights

@@ -47,7 +47,7 @@ from pydantic import PositiveFloat
 
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
-from mmrl.algorithms.settings import TokenSettings
+from mmrl.config.algorithm_settings import TokenSettings
 
 
 class MineSettings(TokenSettings):
@@ -76,7 +76,7 @@ The settings are the keys of the section `algorithm`. They are a pydantic model:
 is an error when the recipe is read, and `mmrl plan` shows all of them. The class follows one of four protocols of
 `mmrl/algorithms/objective.py`; its `kind` says which, and the settings say the same. These bases do most of the work:
 
-| kind | trains on | class | settings, in `mmrl/algorithms/settings.py` |
+| kind | trains on | class | settings, in `mmrl/config/algorithm_settings.py` |
 |---|---|---|---|
 | `policy_gradient` | tokens | `policy_gradient.TokenObjective` | `TokenSettings`, `ClippedSettings`, `CriticSettings` |
 | `policy_gradient` | denoising steps | `denoising.DenoisingObjective` | `StepSettings` |

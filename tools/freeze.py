@@ -35,7 +35,7 @@ import psutil
 import yaml
 from freeze_compare import ERROR, Compared, Record, RefusedError, Renames, compare, without_measured
 
-from mmrl.report.varying_values import MEASURED
+from mmrl.report.nondeterministic_metrics import MEASURED
 
 ROOT = Path(__file__).resolve().parents[1]
 RENAMES = Path("tools") / "freeze_renames.yaml"

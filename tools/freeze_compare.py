@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mmrl.report.varying_values import MEASURED, matches
+from mmrl.report.nondeterministic_metrics import MEASURED, matches
 
 Record = dict[str, dict[str, Any]]
 

@@ -39,47 +39,42 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
-    "engines.rollout episodes.contract errors files finite frozen_modules garbage hub_files http_server installing "
-    "json_types library_loading lines local_rows media media_limits out_of_memory packages report.clock "
-    "report.durations report.notices report.sizes python_objects quiet reply_bytes rewards.contract samples "
-    "script_process secrets secrets stored tensor_files torch_state trajectory transfer "
-    "untrusted user_code whole_weights",
-    "config": "config.errors config.layers config.rollout config.sampling config.section",
-    "algorithms": "algorithms",
+    "core": "mmrl core",
     "recipe": "config",
-    "records": "report.card report.environment report.grids report.metrics report.pictures "
-    "report.progress report.rundir report.texts report.trackers",
-    "datasets": "datasets",
-    "controllers": "controller",
-    "protocols": "engines.optimizers engines.policy engines.weights pipelines.description "
-    "pipelines.lora pipelines.protocol",
-    "text": "text",
-    "engines": "engines",
-    "episodes": "episodes environments",
-    "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring",
-    "rewards, judge": "distill knowledge labels readers rewards judge",
-    "step context": "training.batch training.micro_batches training.step_context training.step_metrics training.update",
+    "algorithms": "algorithms",
+    "logging": "logging",
+    "data": "data",
+    "data sets": "datasets",
+    "controller": "controller",
+    "models": "models",
+    "inference": "inference",
+    "episodes": "episodes",
+    "environments": "environments",
+    "families": "families",
+    "pipelines": "pipelines",
+    "rewards": "rewards",
+    "step": "step",
     "placement": "placement",
     "checkpoint": "checkpoint",
-    "rollout": "controller.workload rollout",
+    "rollout": "rollout",
     "training": "training",
-    "planner, simulator, report": "planner report simulator",
-    "app": "callbacks checkpoint.continuing checkpoint.resume contracts doctor export hub_upload run sample session "
-    "stopping strength training.divergence verify",
+    "planner": "planner",
+    "report": "report",
+    "app": "app",
     "runtime": "runtime",
-    "python": "api distill.distilling labels.spread_folder soup sweep",
-    "cli": "__main__ cli",
+    "studies": "studies",
+    "python": "api",
+    "command line": "cli __main__",
 }
-"""Lowest first. A module and all below it, without ``mmrl.``; the longest name that fits counts, ``mmrl`` is itself."""
+"""Lowest first: the folder of a module says what it may import. ``mmrl`` is the package itself."""
 
-OPTIONAL = "engines.megatron engines.sglang engines.vllm engines.vllm_server judge.server"
+OPTIONAL = "models.megatron inference.sglang inference.vllm inference.vllm_server rewards.judging.server"
 """The modules that need vLLM, SGLang or Megatron-Core; they may be imported inside a function."""
 
 ALLOWED = {
-    "engines.row_tables engines.fixed_cache": "it has classes of transformers, which takes seconds to import",
-    "rewards.judge judge.local": "a judge that is asked over HTTP runs where there is no torch",
-    "rewards.judge judge.remote": "a judge in this process needs no HTTP client, which takes 0.2 s to import",
+    "models.row_tables models.fixed_cache": "it has classes of transformers, which takes seconds to import",
+    "rewards.judge rewards.judging.local": "a judge that is asked over HTTP runs where there is no torch",
+    "rewards.judge rewards.judging.remote": "a judge in this process needs no HTTP client, which takes 0.2 s to import",
 }
 """Imports inside functions that stay, as importer and imported without ``mmrl.``, and why."""
 

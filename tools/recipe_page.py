@@ -20,8 +20,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, ByteSize
 from pydantic.fields import FieldInfo
 
-from mmrl.algorithms import settings
-from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.config import algorithm_settings as settings
+from mmrl.config.algorithm_settings import AlgorithmSettings
 from mmrl.config.algorithms import Algorithm, shipped_algorithms
 from mmrl.config.sampling import Sampling, TextSampling
 from mmrl.config.schema import Recipe
@@ -55,7 +55,7 @@ SHARED: Mapping[type[AlgorithmSettings], str] = {
     settings.ForwardSettings: "Keys of algorithms on the forward process",
     settings.PathwiseSettings: "Keys of algorithms on a differentiable reward",
 }
-"""What algorithms share: the classes of ``mmrl.algorithms.settings`` that have keys of their own."""
+"""What algorithms share: the classes of ``mmrl.config.algorithm_settings`` that have keys of their own."""
 SLIP = 10**6
 """An upper limit from here on is there for slips of the pen, and is not shown."""
 PLAIN: Mapping[object, str] = {

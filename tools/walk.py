@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from layers import LAYERS, ROOT, modules, placed
 
-STARTS = ("mmrl.training.loop:train_step", "mmrl.run:build")
+STARTS = ("mmrl.training.loop:train_step", "mmrl.app.build:build")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _UNIONS = ("Optional", "Annotated", "Final", "ClassVar", "type")
 

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import mmrl
-from mmrl.errors import UserError
-from mmrl.rewards.contract import Failed
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Failed
 
 PATH = "CodeGoat24/UnifiedReward-2.0-qwen3vl-8b"
 AXES = ("Alignment", "Coherence", "Style")

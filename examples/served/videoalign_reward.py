@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import mmrl
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 PARTS = {"score": "Overall", "visual": "VQ", "motion": "MQ", "text": "TA"}
 

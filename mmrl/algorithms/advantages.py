@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmrl.algorithms.settings import Spread
+from mmrl.config.algorithm_settings import Spread
 
 _EPSILON = 1e-4
 

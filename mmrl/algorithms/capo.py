@@ -3,7 +3,7 @@
     R_t = outcome_weight r + step_weight s_t,   A_t = (R_t - mean) / std over all tokens of the group
 
 ``r`` is the response's reward (1 where a verifier accepts it); ``s_t`` is the reward of the single token, -1 in a step
-that the vote over critiques (``mmrl.judge.modes``) finds wrong, so that with the paper's weights a token
+that the vote over critiques (``mmrl.rewards.judging.modes``) finds wrong, so that with the paper's weights a token
 earns 2, 1, 0 or -1. The loss is GRPO's.
 
 Departs: the available sources give the mean; the division by the standard deviation is GRPO's. The loss is a mean
@@ -20,7 +20,7 @@ from pydantic import PositiveFloat
 from mmrl.algorithms.advantages import Advantages, token_group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings
+from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings
 from mmrl.config.section import NonNegative
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings, Spread, TurnSettings, length_limit
+from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings, Spread, TurnSettings, length_limit
 from mmrl.config.section import Fraction, NonNegative
 
 

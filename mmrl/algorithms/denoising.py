@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Loss, Scored
-from mmrl.algorithms.settings import Spread, StepSettings
+from mmrl.config.algorithm_settings import Spread, StepSettings
 
 
 @dataclass(frozen=True)

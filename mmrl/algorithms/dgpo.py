@@ -29,7 +29,7 @@ from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective, in_group
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.algorithms.settings import ForwardSettings, PictureSettings, Spread
+from mmrl.config.algorithm_settings import ForwardSettings, PictureSettings, Spread
 from mmrl.config.section import Fraction, NonNegative
 
 

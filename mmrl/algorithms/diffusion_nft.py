@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.sde import squared_distance
-from mmrl.algorithms.settings import ForwardSettings, PictureSettings
+from mmrl.config.algorithm_settings import ForwardSettings, PictureSettings
 from mmrl.config.section import Fraction, NonNegative
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.algorithms.settings import PairSettings
+from mmrl.config.algorithm_settings import PairSettings
 from mmrl.config.sampling import Sampling, TextSampling
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings, TurnSettings
+from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings, TurnSettings
 
 
 class DrGRPOSettings(ClippedSettings, TurnSettings):

@@ -16,7 +16,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
-from mmrl.algorithms.settings import StepSettings
+from mmrl.config.algorithm_settings import StepSettings
 from mmrl.config.section import NonNegative
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
 from mmrl.algorithms.policy_gradient import clipped_surrogate
-from mmrl.algorithms.settings import StepSettings
+from mmrl.config.algorithm_settings import StepSettings
 
 TEMPFLOW_SCALE = 2.25
 """UniRL's scale of TempFlow's weights, which makes them about 1 on average."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Loss, Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.algorithms.settings import Spread
+from mmrl.config.algorithm_settings import Spread
 
 
 class ForwardObjective(ABC):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective
-from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, ClippedSettings, Spread, TurnSettings
+from mmrl.config.algorithm_settings import AdvantageAggregation, AggregationMode, ClippedSettings, Spread, TurnSettings
 from mmrl.config.section import NonNegative
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
 from mmrl.algorithms.policy_gradient import clipped_surrogate
-from mmrl.algorithms.settings import StepSettings
+from mmrl.config.algorithm_settings import StepSettings
 from mmrl.config.sampling import Sampling, TextSampling
 from mmrl.config.section import NonNegative
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective, Surrogate, clipped_surrogate
-from mmrl.algorithms.settings import AdvantageAggregation, ClippedSettings, Spread
+from mmrl.config.algorithm_settings import AdvantageAggregation, ClippedSettings, Spread
 
 
 class GSPOSettings(ClippedSettings):

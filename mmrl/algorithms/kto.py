@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import AllSum
 from mmrl.algorithms.objective import Loss
-from mmrl.algorithms.settings import ResponseSettings
+from mmrl.config.algorithm_settings import ResponseSettings
 
 RATIO = "mismatched_log_ratio"
 

@@ -16,7 +16,7 @@ import torch
 
 from mmrl.algorithms.advantages import Advantages, batch_statistics, flat_groups
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.settings import AdvantageAggregation
+from mmrl.config.algorithm_settings import AdvantageAggregation
 
 _EPSILON = 1e-4
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeGuard, runtime_checkable
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, AllSum, alone
-from mmrl.algorithms.settings import Kind
+from mmrl.config.algorithm_settings import Kind
 
 __all__ = ["GraphSteps", "Kind", "Loss", "Objective", "Scored"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.algorithms.settings import PairSettings
+from mmrl.config.algorithm_settings import PairSettings
 
 _LARGEST = -1e-6
 """Mean log-probs are at most this: the odds of a certain response are infinite."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.algorithms.settings import AlgorithmSettings, Kind, TrainsOn
+from mmrl.config.algorithm_settings import AlgorithmSettings, Kind, TrainsOn
 
 
 class PictureDPOSettings(AlgorithmSettings):

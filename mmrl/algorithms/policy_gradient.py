@@ -31,7 +31,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.objective import Loss, Scored
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings, KLEstimator, TokenSettings, length_limit
+from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings, KLEstimator, TokenSettings, length_limit
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to it: exp would overflow, and infinity times a clipped gradient of 0 is NaN."""

@@ -20,7 +20,7 @@ from mmrl.algorithms.advantages import Advantages, flat_groups
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective
 from mmrl.algorithms.returns import gae, token_rewards, whiten
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings, CriticSettings
+from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings, CriticSettings
 from mmrl.config.section import Fraction, NonNegative
 
 

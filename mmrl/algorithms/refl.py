@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.algorithms.settings import PathwiseSettings
+from mmrl.config.algorithm_settings import PathwiseSettings
 from mmrl.config.section import Decay
 
 

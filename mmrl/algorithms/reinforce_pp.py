@@ -23,7 +23,7 @@ from mmrl.algorithms.advantages import Advantages, flat_groups, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, ClippedObjective
 from mmrl.algorithms.returns import reward_to_go, token_rewards, whiten
-from mmrl.algorithms.settings import AggregationMode, ClippedSettings
+from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings
 from mmrl.config.section import Fraction, NonNegative
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.algorithms.settings import PairSettings
+from mmrl.config.algorithm_settings import PairSettings
 from mmrl.config.section import NonNegative
 
 

@@ -18,7 +18,7 @@ from mmrl.algorithms.advantages import Advantages, leave_one_out
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, ClippedObjective, Surrogate, clipped_surrogate
 from mmrl.algorithms.returns import penalised_rewards
-from mmrl.algorithms.settings import ClippedSettings
+from mmrl.config.algorithm_settings import ClippedSettings
 from mmrl.config.section import NonNegative
 
 

@@ -22,7 +22,7 @@ from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.algorithms.settings import ForwardSettings
+from mmrl.config.algorithm_settings import ForwardSettings
 from mmrl.config.section import NonNegative
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from mmrl.algorithms.objective import Loss
-from mmrl.algorithms.settings import ResponseSettings
+from mmrl.config.algorithm_settings import ResponseSettings
 
 
 class SFTSettings(ResponseSettings):

@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 from PIL.Image import Image
 
-from mmrl.datasets.fields import digest_of_prompt, make_prompt, read_fields
-from mmrl.datasets.record_media import media_from
-from mmrl.datasets.records import BadRecord, Records, in_split
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt
-from mmrl.user_code import describe, place_of
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.user_code import describe, place_of
+from mmrl.core.trajectory import Prompt
+from mmrl.data.fields import digest_of_prompt, make_prompt, read_fields
+from mmrl.data.record_media import media_from
+from mmrl.data.records import BadRecord, Records, in_split
 
 AnyData: TypeAlias = "Sequence[object] | Callable[[str], Sequence[Prompt]]"
 """A list of texts, of records (mappings) or of ``Prompt``; a Hugging Face ``Dataset``; or a function

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from mmrl.errors import UserError
-from mmrl.quiet import as_before, quietly
+from mmrl.core.errors import UserError
+from mmrl.core.quiet import as_before, quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")

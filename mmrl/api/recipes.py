@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from mmrl.api.data import AnyData, Data
-from mmrl.checkpoint.continuing import Choice, continued
+from mmrl.app.continuing import Choice, continued
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.plugins.python_objects import in_this_process, name_of
 from mmrl.planner.gpus import Gpu, planned_for
-from mmrl.python_objects import in_this_process, name_of
 
 AnyRecipe: TypeAlias = "str | os.PathLike[str] | Mapping[str, Json] | Recipe"
 Changes: TypeAlias = "Mapping[str, Json] | Sequence[str]"

@@ -12,22 +12,22 @@ from PIL import Image
 
 from mmrl.api.entry import entry_point, step_of_run
 from mmrl.api.recipes import AnyRecipe, Changes, Objects, read
-from mmrl.callbacks import AnyCallback
+from mmrl.app.build import evaluate, open_run
+from mmrl.app.export import export
+from mmrl.app.trainer import Session
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
-from mmrl.export import export
-from mmrl.quiet import as_before
+from mmrl.core.errors import UserError
+from mmrl.core.quiet import as_before
+from mmrl.core.stored import blamed, read_as
+from mmrl.core.untrusted import inside, printable
+from mmrl.logging.metrics import read_numbers as read_rows
+from mmrl.logging.pictures import Listing
+from mmrl.logging.rundir import read_ended, refuse_directory
 from mmrl.report.curve import curve_picture
 from mmrl.report.html import write_report
-from mmrl.report.metrics import read_numbers as read_rows
-from mmrl.report.pictures import Listing
 from mmrl.report.recorded import read_run
-from mmrl.report.rundir import read_ended, refuse_directory
-from mmrl.run import evaluate, open_run
 from mmrl.runtime.start import OpenRun, opened
-from mmrl.session import Session
-from mmrl.stored import blamed, read_as
-from mmrl.untrusted import inside, printable
+from mmrl.training.callbacks import AnyCallback
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import TypeAlias
 from PIL.Image import Image
 
 from mmrl.api.entry import entry_point
-from mmrl.errors import UserError
-from mmrl.json_types import Json
-from mmrl.media.images import to_tensor
-from mmrl.python_objects import name_of
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
+from mmrl.core.media.images import to_tensor
+from mmrl.core.plugins.python_objects import name_of
+from mmrl.core.reward_contract import Context, Input
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.returned import Answer
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 AnySample: TypeAlias = "str | Image | Sequence[Image] | Sample"
 

@@ -11,10 +11,10 @@ from mmrl.api.data import AnyData
 from mmrl.api.entry import entry_point, in_python_words
 from mmrl.api.recipes import AnyAlgorithm, AnyEnvironment, AnyRecipe, AnyReward, Changes, Objects, read
 from mmrl.api.run import Run, load_run
-from mmrl.errors import UserError
-from mmrl.garbage import rarely_collected
-from mmrl.json_types import Json
-from mmrl.sweep.searching import Search
+from mmrl.core.errors import UserError
+from mmrl.core.garbage import rarely_collected
+from mmrl.core.json_types import Json
+from mmrl.studies.sweep.searching import Search
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ from mmrl.api.data import AnyData
 from mmrl.api.entry import entry_point, step_of_run
 from mmrl.api.recipes import AnyAlgorithm, AnyEnvironment, AnyRecipe, AnyReward, Changes, Objects, read, stored
 from mmrl.api.run import Run
-from mmrl.callbacks import AnyCallback
 from mmrl.config.loader import LoadedRecipe
-from mmrl.errors import UserError
-from mmrl.garbage import rarely_collected
+from mmrl.core.errors import UserError
+from mmrl.core.garbage import rarely_collected
 from mmrl.planner.gpus import gpu_of
 from mmrl.planner.plan import plan as make_plan
 from mmrl.planner.plan_data import Plan
 from mmrl.planner.render import render
 from mmrl.runtime.launchers import launched
 from mmrl.runtime.start import train as train_into
+from mmrl.training.callbacks import AnyCallback
 
 
 @entry_point

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mmrl.checkpoint import reader
-from mmrl.checkpoint.reader import Checkpoint, Saved, Stateful
 from mmrl.checkpoint.writer import Saver
-from mmrl.json_types import Json
-from mmrl.training.step_context import StepContext
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.checkpoint_reader import Checkpoint, Saved, Stateful
+from mmrl.core.json_types import Json
+from mmrl.step.step_context import StepContext
 
 
 def of_run(context: StepContext, step: int, others: Mapping[str, Stateful] | None = None, **state: Json) -> Checkpoint:

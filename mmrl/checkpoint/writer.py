@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmrl import finite
-from mmrl.checkpoint import reader
-from mmrl.checkpoint.manifest import MANIFEST, STATE, directory_of, entries, sha256
-from mmrl.checkpoint.reader import Checkpoint, best_step
-from mmrl.errors import NotFiniteError
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core import nan_check as finite
+from mmrl.core.checkpoint_manifest import MANIFEST, STATE, directory_of, entries, sha256
+from mmrl.core.checkpoint_reader import Checkpoint, best_step
+from mmrl.core.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager

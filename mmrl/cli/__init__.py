@@ -33,11 +33,11 @@ from mmrl.cli import (
     soup,
     sweep,
 )
-from mmrl.errors import UserError
-from mmrl.installing import DISTRIBUTION, version_of
-from mmrl.quiet import be_quiet, warn_plainly
+from mmrl.core.errors import UserError
+from mmrl.core.installing import DISTRIBUTION, version_of
+from mmrl.core.quiet import be_quiet, warn_plainly
+from mmrl.core.secrets import hidden
 from mmrl.rewards.last_words import end_without_threads
-from mmrl.secrets import hidden
 
 app = typer.Typer(
     name="mmrl",
@@ -100,7 +100,7 @@ def doctor(
 
         print(calibrated())
         return
-    from mmrl.doctor import examine
+    from mmrl.planner.doctor import examine
 
     examination = examine()
     print(examination)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject, MutableJson
-from mmrl.secrets import hidden, remember
-from mmrl.stored import read_object
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject, MutableJson
+from mmrl.core.secrets import hidden, remember
+from mmrl.core.stored import read_object
 
 if TYPE_CHECKING:
     from rich.console import Console

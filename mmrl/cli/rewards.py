@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mmrl.cli.arguments import JsonOption, OptionsOption, console, json_alone, reward_options
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 RewardArgument = Annotated[
     str, typer.Argument(metavar="FILE.py:NAME", help="A reward in a file, or one of ours (mmrl ls rewards).")

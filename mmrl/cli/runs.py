@@ -23,8 +23,8 @@ from mmrl.cli.arguments import (
     read_recipe,
     use_threads_of,
 )
-from mmrl.errors import UserError
-from mmrl.garbage import rarely_collected
+from mmrl.core.errors import UserError
+from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def train(
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
     _refuse_without_recipe(recipe, out, resume=resume)
 
-    from mmrl.report.rundir import refuse_directory
+    from mmrl.logging.rundir import refuse_directory
     from mmrl.runtime.launchers import launched
 
     found = launched(os.environ)
@@ -79,7 +79,7 @@ def train(
 
 def _refuse_without_recipe(recipe: str, out: Path | None, *, resume: bool) -> None:
     """Raise ``UserError`` where no recipe is given, or to resume a run the run itself, with what goes on with it."""
-    from mmrl.report.rundir import looks_like_run
+    from mmrl.logging.rundir import looks_like_run
 
     if not resume:
         if not recipe:
@@ -117,7 +117,7 @@ def continue_(
     found = launched(os.environ)
     use_threads_of(run)
     with rarely_collected():
-        from mmrl.checkpoint.continuing import continued
+        from mmrl.app.continuing import continued
 
         overlays, overrides = layers_of(changes or ())
         choice = "extend" if extend else "hold" if hold else None
@@ -211,11 +211,11 @@ def evaluate(
     use_threads_of(run)
     with json_alone() as write:
         if lora_strength is not None:
-            from mmrl.strength import parse_strengths, sweep
+            from mmrl.app.lora_scale import parse_strengths, sweep
 
             write({"strengths": sweep(run, parse_strengths(lora_strength), samples, checkpoint)})
             return
-        from mmrl.run import evaluate as measure
+        from mmrl.app.build import evaluate as measure
 
         write(measure(run, samples, checkpoint))
 
@@ -247,8 +247,8 @@ def export(
     if public and push_to_hub is None:
         raise UserError("--public is for --push-to-hub ORG/NAME; add that, or leave it out")
     use_threads_of(run)
-    from mmrl.export import export as write
-    from mmrl.hub_upload import Upload
+    from mmrl.app.export import export as write
+    from mmrl.app.hub_upload import Upload
 
     upload = None if push_to_hub is None else Upload(push_to_hub, public=public)
     print(write(run, out, what, checkpoint))
@@ -278,11 +278,11 @@ def verify(
         raise UserError("--decisions replays all steps; leave out --step")
     use_threads_of(run)
     if decisions:
-        from mmrl.verify.decisions import verify_decisions
+        from mmrl.app.verify.decisions import verify_decisions
 
         verified = verify_decisions(run)
     else:
-        from mmrl.verify import verify as repeat
+        from mmrl.app.verify import verify as repeat
 
         verified = repeat(run, step)
     print(verified)

@@ -34,7 +34,7 @@ def sample(
     the run's evaluation. Loads no reward.
     """
     use_threads_of(run)
-    from mmrl.sample import draw, prompts_of
+    from mmrl.app.sample import draw, prompts_of
 
     found = prompts_of(prompt or (), images or (), prompts)
     print(draw(run, found, out, n=n, checkpoint=checkpoint, compare=compare, seed=seed))

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, json_alone, read_recipe
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
-    from mmrl.simulator.simulate import Cluster, Comparison, Outcome
-    from mmrl.simulator.trace import HttpJudge, Trace
-    from mmrl.simulator.trace_from_run import Recorded
+    from mmrl.planner.simulator.simulate import Cluster, Comparison, Outcome
+    from mmrl.planner.simulator.trace import HttpJudge, Trace
+    from mmrl.planner.simulator.trace_from_run import Recorded
 
 MOST_OF_A_HOST = 16
 MOST_COLUMNS = 200
@@ -30,7 +30,7 @@ _NO_CALLS = (
 )
 
 MadeUp = Literal["steady", "judge-heavy", "drifting", "shifting", "tailed"]
-"""The loads of ``mmrl.simulator.trace.LOADS`` (a test compares them)."""
+"""The loads of ``mmrl.planner.simulator.trace.LOADS`` (a test compares them)."""
 
 
 def simulate(
@@ -65,11 +65,11 @@ def simulate(
 ) -> None:
     """Predict a step under every placement, beside the best static split and the bound; runs nothing."""
     loaded = read_recipe(recipe, changes or ())
-    from mmrl.simulator.simulate import compare
+    from mmrl.planner.simulator.simulate import compare
 
     own = None
     if trace is not None:
-        from mmrl.simulator.trace_from_run import read_run
+        from mmrl.planner.simulator.trace_from_run import read_run
 
         own = read_run(trace)
     recipe_of = loaded.recipe
@@ -94,7 +94,7 @@ def shape(recipe: Recipe, devices: int | None) -> Cluster:
     """How many controllers ``devices`` make: of the recipe's devices_per_controller each where it has that, else the
     recipe's controllers share them. Raises ``UserError`` where they cannot."""
     from mmrl.config.replicas import has_replicas
-    from mmrl.simulator.simulate import Cluster
+    from mmrl.planner.simulator.simulate import Cluster
 
     if has_replicas(recipe):
         raise UserError(
@@ -145,7 +145,7 @@ def micro_batches(recipe: Recipe, controllers: int) -> int:
 
 def _asked(recipe: Recipe, latency: float | None, concurrency: int | None, *, traced: bool) -> HttpJudge | None:
     """The judge behind HTTP that the options describe."""
-    from mmrl.simulator.trace import HttpJudge
+    from mmrl.planner.simulator.trace import HttpJudge
 
     if latency is None and concurrency is None:
         return None
@@ -187,8 +187,8 @@ def _trace(
     seed: int,
     asked: HttpJudge | None,
 ) -> Trace:
-    from mmrl.simulator.trace import LOADS, synthetic
-    from mmrl.simulator.trace_from_run import fitted
+    from mmrl.planner.simulator.trace import LOADS, synthetic
+    from mmrl.planner.simulator.trace_from_run import fitted
 
     count = micro_batches(recipe, cluster.controllers)
     if run is None:

@@ -18,11 +18,11 @@ from mmrl.cli.arguments import (
     use_threads_of,
 )
 from mmrl.cli.runs import Exported
-from mmrl.errors import UserError
-from mmrl.garbage import rarely_collected
+from mmrl.core.errors import UserError
+from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
-    from mmrl.soup.evaluation import Front, SoupReport
+    from mmrl.studies.soup.evaluation import Front, SoupReport
 
 app = typer.Typer(
     name="soup",
@@ -62,9 +62,9 @@ def train(
     with rarely_collected():
         first = out / "backbone-1"
         loaded = read_recipe(recipe, changes or (), (lambda _: first) if resume else None)
-        from mmrl.soup.backbones import train_backbones
-        from mmrl.soup.beta import train_with_best_beta
-        from mmrl.soup.record import AUTO
+        from mmrl.studies.soup.backbones import train_backbones
+        from mmrl.studies.soup.beta import train_with_best_beta
+        from mmrl.studies.soup.record import AUTO
 
     named = None if rewards is None else [label.strip() for label in rewards.split(",")]
     if beta == AUTO:
@@ -104,7 +104,7 @@ def merge(
         raise UserError(f"--weights {weights}: give numbers with commas between, 0.3,0.7, say") from None
     if (soup / "backbone-1").exists():
         use_threads_of(soup / "backbone-1")
-    from mmrl.soup.merging import merge as write
+    from mmrl.studies.soup.merging import merge as write
 
     shares = write(soup, mu, out, what, checkpoint, extrapolate=not no_extrapolate)
     print(f"backbones: {', '.join(f'{share:.4g}' for share in shares)}", file=sys.stderr)
@@ -133,8 +133,8 @@ def report(
     """
     if (soup / "backbone-1").exists():
         use_threads_of(soup / "backbone-1")
-    from mmrl.soup.evaluation import report as measure
-    from mmrl.soup.page import write_page
+    from mmrl.studies.soup.evaluation import report as measure
+    from mmrl.studies.soup.page import write_page
 
     if as_json:
         with json_alone() as write:
@@ -150,7 +150,7 @@ def report(
 def _show(made: SoupReport) -> None:
     from rich.table import Table
 
-    from mmrl.soup.formulas import guaranteed_interval
+    from mmrl.studies.soup.formulas import guaranteed_interval
 
     table = Table(title=f"{' and '.join(made.soup.rewards)}: means of {made.samples} held-out samples")
     for name in ("weights", "backbones", "soup", "lambda = mu"):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmrl.cli.arguments import ChangesArgument, JsonOption, RecipeArgument, console, json_alone, read_recipe
-from mmrl.garbage import rarely_collected
+from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
-    from mmrl.json_types import JsonObject
-    from mmrl.sweep.searching import Search
+    from mmrl.core.json_types import JsonObject
+    from mmrl.studies.sweep.searching import Search
 
 
 def sweep(
@@ -43,7 +43,7 @@ def sweep(
     """
     with rarely_collected():
         loaded = read_recipe(recipe, changes or ())
-        from mmrl.sweep.searching import Search
+        from mmrl.studies.sweep.searching import Search
 
     search = Search(loaded, out or Path("sweeps") / loaded.recipe.name, tried, factor, seeds, resume=resume)
     if not as_json:
@@ -60,7 +60,7 @@ def sweep(
 
 
 def _announce(search: Search) -> None:
-    from mmrl.sweep.halving import work
+    from mmrl.studies.sweep.halving import work
 
     lengths = ", ".join(f"{one.trials} x {_percent(float(one.share))}" for one in search.rounds)
     total = float(work(search.rounds, goes_on=search.goes_on)) * len(search.sweep.seeds)

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mmrl.json_types import Json, JsonObject
-from mmrl.untrusted import parse_json, read_json
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.untrusted import parse_json, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a folder that peft wrote."""

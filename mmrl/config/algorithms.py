@@ -18,15 +18,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args, get_type_hints
 
-from mmrl._load import absent, folders, load, load_from_file, shelf
-from mmrl.algorithms.settings import AlgorithmSettings, Kind
+from mmrl.config.algorithm_settings import AlgorithmSettings, Kind
 from mmrl.config.aliases import alias_message
 from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import kind_of, shown
-from mmrl.errors import UserError
-from mmrl.python_objects import in_this_process
-from mmrl.user_code import describe, place_of
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.loading import absent, folders, load, load_from_file, shelf
+from mmrl.core.plugins.python_objects import in_this_process
+from mmrl.core.plugins.user_code import describe, place_of
 
 
 class AlgorithmError(UserError, ValueError):
@@ -142,7 +142,7 @@ def _in_file(name: str, file: Path, attribute: str) -> Algorithm:
 
 _FORM = (
     "An algorithm is a class with def __init__(self, settings: MySettings), where MySettings is a subclass of "
-    "mmrl.algorithms.settings.AlgorithmSettings"
+    "mmrl.config.algorithm_settings.AlgorithmSettings"
 )
 
 
@@ -160,7 +160,7 @@ def _checked(cls: type, where: str) -> type[AlgorithmSettings]:
     if kind != settings.kind:
         raise AlgorithmError(
             f"{where} is of kind {kind}, and its settings {settings.__name__} of kind {settings.kind}; write the same "
-            f"kind in both, or build {settings.__name__} on the settings of that kind in mmrl.algorithms.settings"
+            f"kind in both, or build {settings.__name__} on the settings of that kind in mmrl.config.algorithm_settings"
         )
     if lacking := ", ".join(sorted(getattr(cls, "__abstractmethods__", ()))):
         raise AlgorithmError(f"{where} lacks {lacking}, which {cls.__mro__[1].__name__} leaves to it; write it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mmrl.algorithms.settings import TURN_KEYS, AlgorithmSettings
+from mmrl.config.algorithm_settings import TURN_KEYS, AlgorithmSettings
 
 SETTINGS: dict[str, list[str]] = {
     "DDPO (arXiv 2305.13301), on UNets": [

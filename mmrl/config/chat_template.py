@@ -10,7 +10,7 @@ from jinja2 import TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmrl.config.names import resolve
-from mmrl.json_types import JsonObject, as_object
+from mmrl.core.json_types import JsonObject, as_object
 
 _TAG = "unknown tag 'generation'"
 """transformers adds this tag to Jinja's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from mmrl.algorithms.settings import ResponseSettings, TurnSettings
+from mmrl.config.algorithm_settings import ResponseSettings, TurnSettings
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
 from mmrl.config.moving_checks import of_moving
@@ -14,8 +14,8 @@ from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
-from mmrl.episodes.contract import REWARD
-from mmrl.python_objects import in_this_process
+from mmrl.core.episode import REWARD
+from mmrl.core.plugins.python_objects import in_this_process
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
 MOST_SAMPLES = 10**6

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from mmrl.config.section import Fraction, Options, OwnClass, Section
-from mmrl.json_types import JsonObject
-from mmrl.media_limits import LIMITS
+from mmrl.core.json_types import JsonObject
+from mmrl.core.media_limits import LIMITS
 
 MOST_SOURCES = 64
 
@@ -30,7 +30,7 @@ class Source(Section):
 
 
 class Sampler(Section):
-    """A class that chooses the prompts of each step (``mmrl.datasets.sampler``)."""
+    """A class that chooses the prompts of each step (``mmrl.data.sampler``)."""
 
     name: OwnClass
     """``path/to/file.py:Class``."""

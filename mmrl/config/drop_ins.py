@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-from mmrl._load import Kind, absent, folders, shelf
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import shown
-from mmrl.python_objects import in_this_process
-from mmrl.rewards.contract import declaration_of
+from mmrl.core.plugins.loading import Kind, absent, folders, shelf
+from mmrl.core.plugins.python_objects import in_this_process
+from mmrl.core.reward_contract import declaration_of
 
 DEFAULT: dict[Kind, str] = {
     "pipelines": "build",

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from mmrl.json_types import JsonObject
-from mmrl.stored import read_object
+from mmrl.core.json_types import JsonObject
+from mmrl.core.stored import read_object
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 

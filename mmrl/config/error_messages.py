@@ -13,7 +13,7 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.config.algorithm_settings import AlgorithmSettings
 from mmrl.config.algorithms import AlgorithmError, find_algorithm, shipped_algorithms
 from mmrl.config.aliases import why_missing
 from mmrl.config.errors import Finding, KeyPath, did_you_mean
@@ -23,7 +23,7 @@ from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
 from mmrl.config.section import OWN_CLASS, seconds_of
-from mmrl.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject
 
 Annotation: TypeAlias = object
 """The annotation of a key: a type, a union, ``Annotated``, ``Literal``. Python has no narrower type for these; None

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from mmrl.config.errors import COMMAND_LINE, Finding, KeyPath, Source, format_key
-from mmrl.json_types import JsonScalar, MutableJson, item, set_item
+from mmrl.core.json_types import JsonScalar, MutableJson, item, set_item
 
 MOST_CHARACTERS = 1 << 16
 """Limit for all files and overrides of a recipe. A recipe has about 2,000; PyYAML reads some 100,000 a second."""

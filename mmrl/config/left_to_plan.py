@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mmrl.config.schema import Recipe
-from mmrl.json_types import Json
-from mmrl.stored import read_object
+from mmrl.core.json_types import Json
+from mmrl.core.stored import read_object
 
 KEYS = ("train.micro_batch_size", "sampling.batch_size", "model.gradient_checkpointing")
 

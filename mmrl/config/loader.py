@@ -24,8 +24,8 @@ from mmrl.config.names import (
 )
 from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
-from mmrl.json_types import Json, JsonObject, MutableJson
-from mmrl.secrets import masks, remember
+from mmrl.core.json_types import Json, JsonObject, MutableJson
+from mmrl.core.secrets import masks, remember
 
 __all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "shipped_recipes"]
 

@@ -7,8 +7,8 @@ import json
 import yaml
 
 from mmrl.config.layers import parse_key, parse_value
-from mmrl.json_types import Json, JsonObject
-from mmrl.secrets import mask_text, masked
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.secrets import mask_text, masked
 
 
 def masked_document(text: str, settings: JsonObject) -> str:

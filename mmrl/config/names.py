@@ -13,17 +13,17 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl._load import Kind, folders
 from mmrl.config.data import MOST_SOURCES
 from mmrl.config.drop_ins import declared_paths, missing_class, missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean, format_key
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject
-from mmrl.packages import places
-from mmrl.packages.table import PREFIX
-from mmrl.stored import read_object
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.packages import places
+from mmrl.core.packages.table import PREFIX
+from mmrl.core.plugins.loading import Kind, folders
+from mmrl.core.stored import read_object
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

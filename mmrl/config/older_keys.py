@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmrl._load import Kind, folders
-from mmrl.json_types import Json, JsonObject, as_object
+from mmrl.core.json_types import Json, JsonObject, as_object
+from mmrl.core.plugins.loading import Kind, folders
 
 MOVED = {"model.compile": "performance.compile", "sampling.chat_template": "sampling.chat_template_kwargs"}
 _KINDS: tuple[Kind, ...] = ("pipelines", "rewards", "datasets")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmrl.algorithms.settings import ForwardSettings, StepSettings
+from mmrl.config.algorithm_settings import ForwardSettings, StepSettings
 from mmrl.config.schema import Recipe
 
 

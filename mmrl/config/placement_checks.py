@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from mmrl.algorithms.settings import CriticSettings, GivenSettings
+from mmrl.config.algorithm_settings import CriticSettings, GivenSettings
 from mmrl.config.megatron_layouts import untested
 from mmrl.config.replicas import has_replicas, of_replicas, spread
 from mmrl.config.schema import Recipe

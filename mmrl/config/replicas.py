@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from mmrl.config.schema import Recipe
-from mmrl.json_types import Json
+from mmrl.core.json_types import Json
 
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size")
 """Options that spread a server over as many devices as their product; vLLM's, then SGLang's."""

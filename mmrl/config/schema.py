@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.config.algorithm_settings import AlgorithmSettings
 from mmrl.config.algorithms import as_settings, samples_nothing
 from mmrl.config.data import Data, without_name
 from mmrl.config.dtype import with_choice

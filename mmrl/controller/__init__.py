@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from mmrl.controller.peers import Alone, Peers
-from mmrl.controller.randomness import permutation, seed_of
 from mmrl.controller.workload_balance import divide
-from mmrl.trajectory import Prompt, Slot
+from mmrl.core.randomness import permutation, seed_of
+from mmrl.core.trajectory import Prompt, Slot
 
 T = TypeVar("T")
 

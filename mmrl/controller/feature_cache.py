@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 
 class FeatureCache:

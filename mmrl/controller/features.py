@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 _PREFIX = "mmrl-features-"
 _LOCK = "lock"

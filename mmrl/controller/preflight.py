@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mmrl.errors import UserError
-from mmrl.report.durations import duration
+from mmrl.core.durations import duration
+from mmrl.core.errors import UserError
 
 LONGEST_S = 120.0
 _SHORTEST_S = 30.0

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from mmrl.json_types import JsonObject, as_list, as_number, as_object
+from mmrl.core.json_types import JsonObject, as_list, as_number, as_object
 
 TERMS = ("attention", "text", "image", "frames", "response", "steps", "row")
 """The terms of a row's time: the square of its length, tokens by kind, denoising steps, and a constant per row."""

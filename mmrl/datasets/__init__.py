@@ -4,6 +4,6 @@
 function of a user's own. The recipe's keys beside ``name`` are its keyword arguments.
 """
 
-from mmrl._checkout import drop_ins
+from mmrl.core.checkout import drop_ins
 
 __path__ += drop_ins("datasets")

@@ -14,12 +14,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mmrl._load import load_from_file
-from mmrl.episodes.contract import Call
-from mmrl.json_types import JsonObject
-from mmrl.text.conditioner import Processor, Tokenizer, tokenizer_of
-from mmrl.text.thoughts import left_open
-from mmrl.user_code import describe
+from mmrl.core.episode import Call
+from mmrl.core.json_types import JsonObject
+from mmrl.core.plugins.loading import load_from_file
+from mmrl.core.plugins.user_code import describe
+from mmrl.models.text.conditioner import Processor, Tokenizer, tokenizer_of
+from mmrl.models.text.thoughts import left_open
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _BEGIN, _END = "<think>", "</think>"

@@ -18,10 +18,10 @@ import math
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from mmrl.episodes.contract import Action, Content, Observation
+from mmrl.core.episode import Action, Content, Observation
+from mmrl.core.trajectory import Prompt
 from mmrl.episodes.pool import Returned
 from mmrl.episodes.shown import content_of
-from mmrl.trajectory import Prompt
 
 Answer: TypeAlias = "Observation | Sequence[Observation] | Content | None"
 

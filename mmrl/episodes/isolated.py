@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import environment
-from mmrl.episodes.contract import Action
+from mmrl.core.episode import Action
+from mmrl.core.errors import UserError
+from mmrl.core.script_process import ScriptProcess
+from mmrl.core.trajectory import Prompt
 from mmrl.episodes.environment import Environment
 from mmrl.episodes.journal import outcome_of
 from mmrl.episodes.pool import Returned
-from mmrl.errors import UserError
-from mmrl.script_process import ScriptProcess
-from mmrl.trajectory import Prompt
 
 _SCRIPT = Path(__file__).with_name("keeper.py")
 

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.episodes.contract import Observation
-from mmrl.json_types import Json, JsonObject
-from mmrl.lines import lines_of, rows_of
-from mmrl.media import Media
-from mmrl.trajectory import SampleId
+from mmrl.core.episode import Observation
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.lines import lines_of, rows_of
+from mmrl.core.media import Media
+from mmrl.core.trajectory import SampleId
 
 FOLDER = "episodes"
 GROUP = -1

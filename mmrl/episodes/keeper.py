@@ -24,14 +24,14 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from mmrl.config.environment import Environment as Section
-from mmrl.episodes.contract import Observation
+from mmrl.core.episode import Observation
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.user_code import describe
 from mmrl.episodes.environment import Environment, told_of
 from mmrl.episodes.isolated import MOST
 from mmrl.episodes.journal import outcome
 from mmrl.episodes.loading import about, close, maker
 from mmrl.episodes.pool import returned_by
-from mmrl.errors import UserError
-from mmrl.user_code import describe
 
 _PR_SET_PDEATHSIG = 1
 

@@ -10,16 +10,16 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from mmrl._load import load
 from mmrl.config import environment
 from mmrl.config.drop_ins import DEFAULT
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.plugins.loading import load
+from mmrl.core.plugins.user_code import describe
 from mmrl.episodes.environment import Environment
 from mmrl.episodes.isolated import Isolated, end
 from mmrl.episodes.pool import Pool, Returned
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.user_code import describe
 
 _MADE = 120.0
 """Seconds in which an environment must be made at least, and its tools described: libraries are imported."""

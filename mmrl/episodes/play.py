@@ -17,20 +17,20 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl.config import environment
-from mmrl.controller.randomness import seed_of
-from mmrl.engines.rollout import AnswersAsItGoes, Completion, Request, Settings
+from mmrl.core.episode import Action, Episode, Exchange, Observation
+from mmrl.core.randomness import seed_of
+from mmrl.core.rollout_engine import AnswersAsItGoes, Completion, Request, Settings
+from mmrl.core.trajectory import Prompt, SampleId, Segment
 from mmrl.episodes.calls import BEFORE, Reader
-from mmrl.episodes.contract import Action, Episode, Exchange, Observation
 from mmrl.episodes.environment import Answer, Environment, told_of
 from mmrl.episodes.isolated import end
 from mmrl.episodes.journal import Journal, digest
 from mmrl.episodes.loading import Factory, close
 from mmrl.episodes.pool import Pool, Returned
-from mmrl.text.features import with_told
-from mmrl.text.retold import Past, Retold, Teller
-from mmrl.text.stop_strings import StopStrings
-from mmrl.text.told import Told, pictures_of
-from mmrl.trajectory import Prompt, SampleId, Segment
+from mmrl.models.text.features import with_told
+from mmrl.models.text.retold import Past, Retold, Teller
+from mmrl.models.text.stop_strings import StopStrings
+from mmrl.models.text.told import Told, pictures_of
 
 _POLL = 0.005
 """Seconds that sampling may take between two looks at what environments answered."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from mmrl.user_code import describe
+from mmrl.core.plugins.user_code import describe
 
 K = TypeVar("K")
 

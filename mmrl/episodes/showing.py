@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mmrl.config.schema import Recipe
+from mmrl.core.json_types import JsonObject
 from mmrl.episodes.calls import described
 from mmrl.episodes.loading import opened
-from mmrl.json_types import JsonObject
-from mmrl.text.conditioner import Processor, Tokenizer
-from mmrl.text.template_probe import render
+from mmrl.models.text.conditioner import Processor, Tokenizer
+from mmrl.models.text.template_probe import render
 
 
 def tools_shown(saved: Tokenizer | Processor, recipe: Recipe) -> tuple[JsonObject, str]:

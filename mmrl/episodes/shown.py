@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from PIL.Image import Image
 
-from mmrl.media import Media
-from mmrl.media.images import BadImageError, upright_rgb
-from mmrl.media_limits import LIMITS
+from mmrl.core.media import Media
+from mmrl.core.media.images import BadImageError, upright_rgb
+from mmrl.core.media_limits import LIMITS
 
 _BASE64 = ";base64,"
 

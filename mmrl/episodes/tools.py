@@ -14,13 +14,13 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
-from mmrl._load import load
-from mmrl.episodes.contract import FAILED, Action, Call, Content, Observation
+from mmrl.core.episode import FAILED, Action, Call, Content, Observation
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.plugins.loading import load
+from mmrl.core.plugins.user_code import describe
+from mmrl.core.trajectory import Prompt
 from mmrl.episodes.shown import content_of, is_content
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.trajectory import Prompt
-from mmrl.user_code import describe
 
 Tool = Callable[..., Any]
 _NO_TOOLS = ("reset", "get_reward", "close")

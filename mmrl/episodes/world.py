@@ -10,23 +10,23 @@ from functools import partial
 from PIL import Image
 
 from mmrl.config.schema import Recipe
-from mmrl.engines.rollout import AnswersAsItGoes, Request, Settings
+from mmrl.core.episode import Observation
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.rollout_engine import AnswersAsItGoes, Request, Settings
+from mmrl.core.trajectory import Prompt, SampleId, Slot
 from mmrl.episodes.calls import reader_of
-from mmrl.episodes.contract import Observation
 from mmrl.episodes.environment import told_of
 from mmrl.episodes.journal import GROUP, Journal
 from mmrl.episodes.loading import closed, opened
 from mmrl.episodes.play import How, Played, play, reset_seed
 from mmrl.episodes.pool import Pool
 from mmrl.episodes.shown import content_of
-from mmrl.errors import BadPromptError, UserError
-from mmrl.text.chat import Conditioner
-from mmrl.text.conversation import PLACEHOLDER
-from mmrl.text.retold import Past, Teller
-from mmrl.text.stop_strings import StopStrings
-from mmrl.text.template_probe import TemplateFaultError
-from mmrl.text.told import Contents, Role, Told
-from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.models.text.chat import Conditioner
+from mmrl.models.text.conversation import PLACEHOLDER
+from mmrl.models.text.retold import Past, Teller
+from mmrl.models.text.stop_strings import StopStrings
+from mmrl.models.text.template_probe import TemplateFaultError
+from mmrl.models.text.told import Contents, Role, Told
 
 _BLANK = Image.new("RGB", (64, 64))
 _MOST_KEPT = 10_000

@@ -1,5 +1,5 @@
 """Pipelines: one adapter per model family, found by the name in the recipe."""
 
-from mmrl._checkout import drop_ins
+from mmrl.core.checkout import drop_ins
 
 __path__ += drop_ins("pipelines")

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from mmrl.core.clock import Clock
 from mmrl.placement import device_tasks
 from mmrl.placement.device_shares import features_of
 from mmrl.placement.portions import ahead
 from mmrl.placement.task_queue import Task, TaskQueue
-from mmrl.report.clock import Clock
-from mmrl.training.step_context import ComingChunks, Drawn, SamplingSpec, StepContext
+from mmrl.step.step_context import ComingChunks, Drawn, SamplingSpec, StepContext
 
 
 def drawn(

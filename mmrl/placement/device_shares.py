@@ -7,9 +7,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from mmrl.controller.workload_balance import divide, greedy
-from mmrl.training.batch import MicroBatch, without_weight
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Slot
+from mmrl.core.trajectory import Slot
+from mmrl.step.batch import MicroBatch, without_weight
+from mmrl.step.step_context import StepContext
 
 
 def needs(context: StepContext, role: str, judge: str) -> set[str]:

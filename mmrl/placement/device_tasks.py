@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.objective import copies_of
-from mmrl.engines.policy import Version
-from mmrl.errors import NotFiniteError
-from mmrl.out_of_memory import in_parts, in_phase
-from mmrl.pipelines.protocol import of_text
+from mmrl.core.clock import Clock
+from mmrl.core.errors import NotFiniteError
+from mmrl.core.out_of_memory import in_parts, in_phase
+from mmrl.core.trajectory import R, Rows, Sample, TextRows
+from mmrl.models.policy import Version
+from mmrl.models.protocol import of_text
 from mmrl.placement.utilisation import of_gpu
-from mmrl.report.clock import Clock
 from mmrl.rewards.returned import Answer
-from mmrl.training.batch import MicroBatch
-from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.training.update import recompute
-from mmrl.trajectory import R, Rows, Sample, TextRows
+from mmrl.step.batch import MicroBatch
+from mmrl.step.step_context import Chunk, SamplingSpec, StepContext
+from mmrl.step.update import recompute
 
 
 def sample(

@@ -12,14 +12,14 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
-from mmrl.engines.policy import Version
-from mmrl.json_types import JsonObject, as_integer, as_number
+from mmrl.core.json_types import JsonObject, as_integer, as_number
+from mmrl.models.policy import Version
 from mmrl.placement import device_tasks
 from mmrl.placement.device_shares import all_of
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.tasks import LENT
-from mmrl.training.step_context import StepContext
+from mmrl.step.step_context import StepContext
 
 _DID = (("rollout", "sampled", "micro-batch", "micro-batches"), ("judge", "judged", "call", "calls"))
 

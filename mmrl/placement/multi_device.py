@@ -25,25 +25,26 @@ from typing import Any, Protocol
 import torch
 
 from mmrl.algorithms.objective import copies_of
-from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.placement import Placement
-from mmrl.engines.policy import Version
-from mmrl.json_types import JsonObject
-from mmrl.placement import adaptive, claimed, device_tasks, hindsight, lending
+from mmrl.core import notices
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.clock import Clock
+from mmrl.core.json_types import JsonObject
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Sample, TextRows
+from mmrl.models.policy import Version
+from mmrl.placement import adaptive, claimed, device_tasks, lending
+from mmrl.placement import what_if as hindsight
 from mmrl.placement.adaptive import Moves, Split, State
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.scheduler_log import RESUMES, TRIED
 from mmrl.placement.step_records import as_line, as_rows, in_one_line, summed
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.tasks import LENT, Call
-from mmrl.report import notices
-from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Calls
-from mmrl.rewards.contract import Context
 from mmrl.rewards.returned import Answer
-from mmrl.training.batch import MicroBatch
-from mmrl.training.step_context import Chunk, ComingChunks, Drawn, R, SamplingSpec, StepContext, Ts
-from mmrl.trajectory import Sample, TextRows
+from mmrl.step.batch import MicroBatch
+from mmrl.step.step_context import Chunk, ComingChunks, Drawn, R, SamplingSpec, StepContext, Ts
 
 _SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
 """The tasks that count as work; the others are bookkeeping."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.config.placement import Placement
-from mmrl.json_types import Json, JsonObject, as_integer, as_list, as_object, as_text
-from mmrl.placement import adaptive, hindsight
+from mmrl.core.json_types import Json, JsonObject, as_integer, as_list, as_object, as_text
+from mmrl.placement import adaptive
+from mmrl.placement import what_if as hindsight
 from mmrl.placement.adaptive import Split, State
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.tasks import Call, Event, Role

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from mmrl.checkpoint.reader import PartState, Saved
-from mmrl.engines.policy import Version
-from mmrl.json_types import JsonObject
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.clock import Clock
+from mmrl.core.json_types import JsonObject
+from mmrl.core.notices import starting
+from mmrl.core.trajectory import TextRows
+from mmrl.models.policy import Version
 from mmrl.placement import device_tasks
-from mmrl.report.clock import Clock
-from mmrl.report.notices import starting
-from mmrl.training.batch import MicroBatch
-from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
-from mmrl.trajectory import TextRows
+from mmrl.step.batch import MicroBatch
+from mmrl.step.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
 
 
 class SingleDevice:

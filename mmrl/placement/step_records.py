@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmrl.json_types import JsonObject, as_object
+from mmrl.core.json_types import JsonObject, as_object
 from mmrl.placement.adaptive import Decision
 from mmrl.placement.scheduler_log import Entry
 from mmrl.placement.tasks import Event

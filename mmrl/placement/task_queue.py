@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrl.engines.policy import Version
-from mmrl.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.models.policy import Version
 from mmrl.placement.adaptive import Moves, Split
-from mmrl.placement.hindsight import measured
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.scheduler_log import BEGINS, HANDED, MEASURED, Entry
 from mmrl.placement.tasks import Call, Event, Role
+from mmrl.placement.what_if import measured
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from mmrl.config.sampling import Sampling, Size
-from mmrl.media import Media
-from mmrl.trajectory import AskedSize, Prompt
+from mmrl.core.media import Media
+from mmrl.core.trajectory import AskedSize, Prompt
 
 MOST = 4
 """Numbers of pixels whose work is measured; prompts of other sizes count as the nearest of these."""

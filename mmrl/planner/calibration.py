@@ -21,9 +21,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmrl.core.stored import Text
+from mmrl.logging.environment import cpu_name
 from mmrl.planner.operations import Tally
-from mmrl.report.environment import cpu_name
-from mmrl.stored import Text
 
 ROUNDS, LEAST = 5, 0.008
 """A measurement is the median of so many rounds, each of at least so many seconds."""

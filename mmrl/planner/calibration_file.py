@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 
 from mmrl.config.dtype import has_bfloat16
-from mmrl.errors import UserError
-from mmrl.files import write_atomic
+from mmrl.core.errors import UserError
+from mmrl.core.files import write_atomic
+from mmrl.core.stored import Text, read_as
+from mmrl.logging.environment import cpu_name
 from mmrl.planner.calibration import Calibration, measure
 from mmrl.planner.whole_models import with_whole_models
-from mmrl.report.environment import cpu_name
-from mmrl.stored import Text, read_as
 
 LARGEST = 1 << 20
 """Bytes of a file."""

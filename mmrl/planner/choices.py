@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from mmrl.config.left_to_plan import left_open, with_values
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
-from mmrl.json_types import Json
+from mmrl.core.json_types import Json
+from mmrl.core.notices import tell
 from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.steps_per_forward import ROWS, SHARE
-from mmrl.report.notices import tell
 
 TOKENS = 16_384
 """The most tokens of a slice of text: more gain next to nothing."""

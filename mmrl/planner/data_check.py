@@ -12,20 +12,20 @@ from typing import NamedTuple, Protocol
 import mmrl
 from mmrl.config.data import Data
 from mmrl.config.schema import Recipe
-from mmrl.datasets.buckets import bucket_of
-from mmrl.datasets.checks import look
-from mmrl.datasets.loading import load_data
-from mmrl.datasets.mixture import Interleaved, Mixture, by_source
-from mmrl.datasets.records import BadRecord
-from mmrl.datasets.tables import has_file, is_table
-from mmrl.errors import BadPromptError, UserError
-from mmrl.hub_files import check_files
-from mmrl.json_types import Json
-from mmrl.media import BadMediaError, Media, describe
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.hub_files import check_files
+from mmrl.core.json_types import Json
+from mmrl.core.media import BadMediaError, Media, describe
+from mmrl.core.trajectory import Prompt
+from mmrl.data.buckets import bucket_of
+from mmrl.data.checks import look
+from mmrl.data.loading import load_data
+from mmrl.data.mixture import Interleaved, Mixture, by_source
+from mmrl.data.records import BadRecord
+from mmrl.data.tables import has_file, is_table
+from mmrl.families.text.pipeline import LanguagePipeline
 from mmrl.planner.prompt_check import unread_messages
 from mmrl.planner.unread import unread
-from mmrl.text.pipeline import LanguagePipeline
-from mmrl.trajectory import Prompt
 
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")
 """The parts of a reason that differ from record to record."""

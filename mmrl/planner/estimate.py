@@ -16,7 +16,7 @@ from mmrl.planner.rates import Rates, seconds
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
-    from mmrl.pipelines.description import Description
+    from mmrl.models.description import Description
     from mmrl.planner.counts import Counts
     from mmrl.planner.judge_work import Answering
     from mmrl.planner.operations import Operations

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from mmrl.core.sizes import size
 from mmrl.planner.device_roles import SAMPLED, judges_beside_sampling
 from mmrl.planner.plan_data import PhaseMemory, Plan
-from mmrl.report.sizes import size
 
 
 def does_not_fit(plan: Plan) -> list[str]:

@@ -11,8 +11,8 @@ import difflib
 from dataclasses import dataclass
 
 from mmrl.config.dtype import with_choice
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from PIL import Image
 from torch.nn.functional import pad
 
 from mmrl.config.schema import Recipe
-from mmrl.judge.asking import Ask
-from mmrl.judge.local import empty
+from mmrl.core.reward_contract import Weights
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake
 from mmrl.planner.operations import Work
-from mmrl.rewards.contract import Weights
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.asking import Ask
+from mmrl.rewards.judging.local import empty
 
 OF_ANSWER = 0.5
 """The share of its limit that a judge's answer is assumed to need: verdicts end themselves."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.replicas import of_engine
 from mmrl.config.schema import Recipe, Reward
-from mmrl.errors import UserError
-from mmrl.hub_files import json_of
-from mmrl.packages.places import lacking
-from mmrl.report.sizes import size
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import json_of
+from mmrl.core.packages.places import lacking
+from mmrl.core.reward_contract import HALF, Weights
+from mmrl.core.sizes import size
 from mmrl.rewards.checkpoints import read_tensors
-from mmrl.rewards.contract import HALF, Weights
 from mmrl.rewards.loading import Found, asked_of_options, can_sleep
 
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "I64": 8, "I32": 4}

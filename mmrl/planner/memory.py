@@ -24,16 +24,16 @@ from torch.utils._pytree import PyTree, tree_leaves, tree_map
 from mmrl.algorithms.advantages import alone
 from mmrl.algorithms.objective import Objective, compares_batch, copies_of, prepared_by, sampler
 from mmrl.config.schema import Recipe
-from mmrl.engines.context import imagined
-from mmrl.engines.optimizers import bytes_in_8_bits
-from mmrl.engines.policy import Policy
-from mmrl.pipelines.description import Description
-from mmrl.pipelines.protocol import Pipeline, of_pictures, recorded_steps
+from mmrl.core.trajectory import Prompt, Rows, SampleId, Slot, TextRows
+from mmrl.models.context_parallel import imagined
+from mmrl.models.description import Description
+from mmrl.models.optimizers import bytes_in_8_bits
+from mmrl.models.policy import Policy
+from mmrl.models.protocol import Pipeline, of_pictures, recorded_steps
 from mmrl.planner.counts import Counts, with_steps
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
 from mmrl.planner.operations import Operations, Work, mean_of
-from mmrl.training.update import recompute
-from mmrl.trajectory import Prompt, Rows, SampleId, Slot, TextRows
+from mmrl.step.update import recompute
 
 
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:

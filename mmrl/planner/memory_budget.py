@@ -12,14 +12,14 @@ from torch import nn
 from mmrl.algorithms.objective import Objective, prepared_by
 from mmrl.algorithms.objective import copies_of as kept_by
 from mmrl.config.schema import Recipe
-from mmrl.engines.policy import snapshot_name
-from mmrl.engines.sharded import blocks
-from mmrl.pipelines.description import Beside, Component, Description
+from mmrl.core.sizes import size as amount
+from mmrl.models.description import Beside, Component, Description
+from mmrl.models.policy import snapshot_name
+from mmrl.models.sharded import blocks
 from mmrl.planner.device_roles import judges_beside_sampling, sleeps
 from mmrl.planner.fake_tensors import nbytes
 from mmrl.planner.memory import kept_copies
 from mmrl.planner.plan_data import PHASES, PhaseMemory, Plan, Role
-from mmrl.report.sizes import size as amount
 
 
 @dataclass(frozen=True)

@@ -24,20 +24,24 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.left_to_plan import left_open
 from mmrl.config.loader import LoadedRecipe, load_recipe
-from mmrl.config.objectives import load_objective
 from mmrl.config.replicas import has_replicas
 from mmrl.config.sampling import Sampling, TextSampling, shares_steps
 from mmrl.config.schema import Recipe
-from mmrl.datasets.buckets import count_by_size
-from mmrl.datasets.loading import in_order, load_prompts
-from mmrl.engines import context, own_class, performance, sampling_options, this_machine
-from mmrl.engines.megatron import mapping
-from mmrl.errors import UserError
-from mmrl.hub_files import check_files, check_weights
-from mmrl.media import Media
-from mmrl.packages.places import lacking
-from mmrl.pipelines.description import Description
-from mmrl.pipelines.protocol import Pipeline, recorded_steps
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import check_files, check_weights
+from mmrl.core.media import Media
+from mmrl.core.packages.places import lacking
+from mmrl.core.trajectory import Prompt
+from mmrl.data.buckets import count_by_size
+from mmrl.data.loading import in_order, load_prompts
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.inference import own_class, sampling_options, this_machine
+from mmrl.logging.metrics import read_numbers
+from mmrl.models import context_parallel as context
+from mmrl.models import performance
+from mmrl.models.description import Description
+from mmrl.models.megatron import mapping
+from mmrl.models.protocol import Pipeline, recorded_steps
 from mmrl.planner import buckets, calibration_file
 from mmrl.planner.calibration_file import key_of
 from mmrl.planner.choices import chosen
@@ -55,11 +59,9 @@ from mmrl.planner.prompt_check import lacking_truths, unread_messages, unreadabl
 from mmrl.planner.rates import Assumed, Calibrated, Rates
 from mmrl.planner.steps_per_forward import settle
 from mmrl.planner.unread import unread
-from mmrl.report.metrics import read_numbers
 from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check
-from mmrl.text.pipeline import LanguagePipeline
-from mmrl.trajectory import Prompt
+from mmrl.step.objectives import load_objective
 
 
 def plan(
@@ -247,7 +249,7 @@ def _most_controllers(recipe: Recipe) -> int:
 
 
 def _device(name: str) -> tuple[str, int | None]:
-    """The device that ``mmrl.run`` will choose, and its memory if it is on this machine."""
+    """The device that ``mmrl.app.build`` will choose, and its memory if it is on this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     number = int(name.partition(":")[2] or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from mmrl.json_types import JsonObject
+from mmrl.core.json_types import JsonObject
 from mmrl.planner.device_roles import rows
 from mmrl.planner.plan_data import PhaseMemory, Plan
 

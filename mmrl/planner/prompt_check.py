@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 
 from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError, UserError
-from mmrl.json_types import JsonObject
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.plugins.user_code import describe
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.models.text.template_probe import TemplateFaultError, reads_key
 from mmrl.planner.judge_work import sample_like
 from mmrl.rewards import loading
-from mmrl.rewards.contract import Context, Failed
-from mmrl.text.pipeline import LanguagePipeline
-from mmrl.text.template_probe import TemplateFaultError, reads_key
-from mmrl.trajectory import Prompt, Sample
-from mmrl.user_code import describe
 
 _NAMED = 5
 MOST = 500

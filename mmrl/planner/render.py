@@ -9,12 +9,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmrl.core.durations import duration
+from mmrl.core.secrets import hidden
+from mmrl.core.sizes import size
 from mmrl.planner.device_roles import rows, shares
 from mmrl.planner.max_length import max_length
 from mmrl.planner.plan_data import Plan
-from mmrl.report.durations import duration
-from mmrl.report.sizes import size
-from mmrl.secrets import hidden
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mmrl.config.schema import Recipe
-from mmrl.trajectory import Prompt
+from mmrl.core.trajectory import Prompt
 
 
 def unread(recipe: Recipe, prompts: Sequence[Prompt], *, reads_media: bool) -> Iterator[str]:

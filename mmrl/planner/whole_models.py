@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.calibration import Calibration, Over, timed
 from mmrl.planner.operations import Tally
 from mmrl.planner.rates import Calibrated, seconds

@@ -12,8 +12,8 @@ from typing import Literal
 
 import scipy  # its parts are loaded when they are first used
 
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject
 from mmrl.report.heldout import (
     LEVEL,
     SUCCESS,

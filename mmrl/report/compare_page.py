@@ -11,16 +11,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mmrl.errors import UserError
-from mmrl.files import write_atomic
-from mmrl.json_types import Json
+from mmrl.core.errors import UserError
+from mmrl.core.files import write_atomic
+from mmrl.core.json_types import Json
+from mmrl.core.secrets import hidden
+from mmrl.logging.pictures import side_by_side
 from mmrl.report.charts import Series, line_chart
 from mmrl.report.compare import Comparison, Difference, Group
 from mmrl.report.heldout import label_in, number, signed
 from mmrl.report.html import template
-from mmrl.report.pictures import side_by_side
 from mmrl.report.verdict import name_of
-from mmrl.secrets import hidden
 
 PROMPTS = 12
 """Held-out prompts that are shown side by side."""

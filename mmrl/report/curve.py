@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mmrl.errors import UserError
-from mmrl.files import write_atomic
+from mmrl.core.errors import UserError
+from mmrl.core.files import write_atomic
+from mmrl.logging.metrics import read_numbers
+from mmrl.logging.rundir import RunDir
 from mmrl.report.charts import short, ticks
-from mmrl.report.metrics import read_numbers
-from mmrl.report.rundir import RunDir
 
 At = TypeVar("At", bound=float)
 """Steps or seconds."""

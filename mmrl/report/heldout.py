@@ -13,10 +13,10 @@ import numpy as np
 import scipy  # its parts are loaded when they are first used
 from numpy.typing import NDArray
 
+from mmrl.logging.metrics import of_pairs, read
+from mmrl.logging.rundir import RunDir
 from mmrl.report.charts import short
-from mmrl.report.metrics import of_pairs, read
 from mmrl.report.recorded import RecordedRun
-from mmrl.report.rundir import RunDir
 
 SUCCESS = ("success", "correct", "accuracy")
 """Parts of a reward that say whether a sample is right."""

@@ -18,21 +18,21 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from mmrl.errors import UserError
-from mmrl.files import write_atomic
+from mmrl.core.durations import duration
+from mmrl.core.errors import UserError
+from mmrl.core.files import write_atomic
+from mmrl.core.secrets import hidden
+from mmrl.core.stored import read_object
+from mmrl.logging.metrics import describe
+from mmrl.logging.pictures import extremes, pairs
+from mmrl.logging.rundir import RunDir
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
-from mmrl.report.durations import duration
 from mmrl.report.heldout import Samples, change_of, read_samples
-from mmrl.report.metrics import describe
-from mmrl.report.pictures import extremes, pairs
 from mmrl.report.recorded import RecordedRun, Row, flat, read_run
-from mmrl.report.rundir import RunDir
 from mmrl.report.timeline import timeline
 from mmrl.report.transcripts import transcripts
 from mmrl.report.verdict import Judgement, judgement
-from mmrl.secrets import hidden
-from mmrl.stored import read_object
 
 __all__ = ["curve_png", "write_report"]
 

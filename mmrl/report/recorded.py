@@ -16,13 +16,13 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.layers import parse_value
 from mmrl.config.older_keys import renamed
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject
-from mmrl.report.environment import read_environment
-from mmrl.report.metrics import of_pairs, of_repeated, of_source, read, read_numbers
-from mmrl.report.pictures import Evaluation, read_evaluations
-from mmrl.report.rundir import Ended, RunDir, looks_like_run, read_ended
-from mmrl.stored import BadFileError, read_object, read_text
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.stored import BadFileError, read_object, read_text
+from mmrl.logging.environment import read_environment
+from mmrl.logging.metrics import of_pairs, of_repeated, of_source, read, read_numbers
+from mmrl.logging.pictures import Evaluation, read_evaluations
+from mmrl.logging.rundir import Ended, RunDir, looks_like_run, read_ended
 
 _RESERVED = ("mean", "std", "dropped")
 """Metrics of the sum of all rewards; anything else after ``reward/`` is a label."""

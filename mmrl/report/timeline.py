@@ -15,9 +15,9 @@ from typing import TypedDict
 
 from markupsafe import Markup
 
-from mmrl.json_types import JsonObject
+from mmrl.core.json_types import JsonObject
+from mmrl.logging.metrics import row_of
 from mmrl.report.charts import short, ticks
-from mmrl.report.metrics import row_of
 
 ROLES = {
     "rollout": ("sampling", 0),

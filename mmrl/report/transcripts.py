@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mmrl.json_types import Json, JsonObject
-from mmrl.judge.report import extremes
-from mmrl.judge.usage import COUNTS, PREFIX, usage_in
-from mmrl.report.texts import Folded, fold
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.logging.texts import Folded, fold
+from mmrl.rewards.judging.report import extremes
+from mmrl.rewards.judging.usage import COUNTS, PREFIX, usage_in
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 

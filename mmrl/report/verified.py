@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mmrl.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject
 
 WIDTH = 80
 _NAME = 34

@@ -1,5 +1,5 @@
 """Rewards: functions or classes that turn samples into numbers, in this folder or in any file of the user's."""
 
-from mmrl._checkout import drop_ins
+from mmrl.core.checkout import drop_ins
 
 __path__ += drop_ins("rewards")

@@ -14,14 +14,14 @@ import torch
 
 from mmrl.algorithms.advantages import AllSum, alone, batch_statistics
 from mmrl.config import schema
-from mmrl.episodes.contract import REWARD
-from mmrl.errors import UserError
+from mmrl.core.episode import REWARD
+from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Span
+from mmrl.core.trajectory import Sample, SampleId
 from mmrl.rewards.calling import Calls
-from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import Loaded
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.returned import NAN, Answer, BatchError
-from mmrl.trajectory import Sample, SampleId
 
 STD_FLOOR = 1e-4
 """Added to the standard deviations that rewards are divided by."""

@@ -22,14 +22,14 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.media import KINDS, BadMediaError, Media, open_clip
-from mmrl.media.images import BadImageError, read_rgb, to_tensor
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.media import KINDS, BadMediaError, Media, open_clip
+from mmrl.core.media.images import BadImageError, read_rgb, to_tensor
+from mmrl.core.reward_contract import Context
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
-from mmrl.trajectory import Prompt, Sample, SampleId
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"),

@@ -17,15 +17,15 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
-from mmrl import torch_state
-from mmrl.errors import UserError, plain
-from mmrl.rewards.contract import Asked, Context
+from mmrl.core import torch_state
+from mmrl.core.errors import UserError, plain
+from mmrl.core.plugins.user_code import raised, said_by
+from mmrl.core.reward_contract import Asked, Context
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.last_words import check_alarm, watched
 from mmrl.rewards.loading import Loaded
 from mmrl.rewards.returned import NAN, Answer, BatchError, read_answer
 from mmrl.rewards.views import views
-from mmrl.trajectory import Sample
-from mmrl.user_code import raised, said_by
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one, and their limit."""

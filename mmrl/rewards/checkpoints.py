@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 _HUB_FILE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.+-]+(/[\w.+-]+)*)")
 _CALLS = re.compile(r"GLOBAL ([\w.]+)")

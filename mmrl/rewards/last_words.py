@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mmrl import torch_state
-from mmrl.errors import UserError
-from mmrl.report.notices import tell
-from mmrl.untrusted import parse_json, read_file
+from mmrl.core import torch_state
+from mmrl.core.errors import UserError
+from mmrl.core.notices import tell
+from mmrl.core.untrusted import parse_json, read_file
 
 CALLING = "calling.json"
 """The file in a run's directory that names the rewards that are being called."""

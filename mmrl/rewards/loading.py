@@ -15,15 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmrl import _load
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.python_objects import in_this_process
-from mmrl.report.notices import tell
-from mmrl.rewards.contract import CheckedError, Declaration, Input, Sleeper, declaration_of, only_checks
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.notices import tell
+from mmrl.core.plugins import loading as _load
+from mmrl.core.plugins.python_objects import in_this_process
+from mmrl.core.plugins.user_code import defined_at, describe, option_problems, peers_advice, place_of
+from mmrl.core.reward_contract import CheckedError, Declaration, Input, Sleeper, declaration_of, only_checks
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.last_words import watched
-from mmrl.trajectory import Sample
-from mmrl.user_code import defined_at, describe, option_problems, peers_advice, place_of
 
 if TYPE_CHECKING:
     import torch

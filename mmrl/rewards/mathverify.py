@@ -11,9 +11,9 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from mmrl.errors import UserError
-from mmrl.installing import install
-from mmrl.script_process import ScriptProcess
+from mmrl.core.errors import UserError
+from mmrl.core.installing import install
+from mmrl.core.script_process import ScriptProcess
 
 START_S = 300.0
 """Seconds for the process to import what it needs."""

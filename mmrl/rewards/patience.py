@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mmrl.config.schema import Scoring as Settings
-from mmrl.episodes.contract import REWARD
-from mmrl.errors import StoppedError, UnscoredError
-from mmrl.report import notices
-from mmrl.report.durations import duration
+from mmrl.core import notices
+from mmrl.core.durations import duration
+from mmrl.core.episode import REWARD
+from mmrl.core.errors import StoppedError, UnscoredError
 
 FIRST_PAUSE_S = 1.0
 """Seconds before the failed samples are asked for again; doubled each time, up to ``LONGEST_PAUSE_S``."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, SupportsFloat, SupportsIndex, runtime_checkable
 
-from mmrl.errors import plain
-from mmrl.rewards.contract import Asked, Failed, Span, Spans
+from mmrl.core.errors import plain
+from mmrl.core.reward_contract import Asked, Failed, Span, Spans
 
 NAN = float("nan")
 

@@ -19,7 +19,10 @@ import torch
 from mmrl.algorithms.advantages import AllSum, alone
 from mmrl.config import schema
 from mmrl.config.evaluation_checks import label_of
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.plugins.user_code import describe, place_of
+from mmrl.core.reward_contract import Context, Input
+from mmrl.core.trajectory import Sample
 from mmrl.rewards.async_scoring import (
     Entry,
     Failure,
@@ -32,14 +35,11 @@ from mmrl.rewards.async_scoring import (
     total_of,
 )
 from mmrl.rewards.calling import Caller, Calls
-from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.last_words import watched
 from mmrl.rewards.loading import Found, Loaded, build, called, find, problems, refused
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.returned import Answer
 from mmrl.rewards.views import views
-from mmrl.trajectory import Sample
-from mmrl.user_code import describe, place_of
 
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
 

@@ -20,13 +20,13 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
-from mmrl.errors import UserError
-from mmrl.http_server import HttpServer
-from mmrl.json_types import JsonObject
-from mmrl.media.images import MAX_PIXELS
+from mmrl.core.errors import UserError
+from mmrl.core.http_server import HttpServer
+from mmrl.core.json_types import JsonObject
+from mmrl.core.media.images import MAX_PIXELS
+from mmrl.core.reward_contract import Context, Span
 from mmrl.rewards import wire
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.returned import NAN, Answer
 from mmrl.rewards.serve_limits import PATIENCE_S, Connection, Limits, Turns

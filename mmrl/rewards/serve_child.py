@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 
-from mmrl.errors import UserError
-from mmrl.quiet import be_quiet, warn_plainly
+from mmrl.core.errors import UserError
+from mmrl.core.quiet import be_quiet, warn_plainly
 from mmrl.rewards.serve import serve
 from mmrl.rewards.subprocess_server import READY, TOKEN
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mmrl.config.dtype import has_bfloat16
-from mmrl.errors import UserError
-from mmrl.frozen_modules import Frozen
+from mmrl.core.errors import UserError
+from mmrl.core.offload import Frozen
 
 M = TypeVar("M", bound="nn.Module")
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import mmrl
 import mmrl.rewards
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
 
 TOKEN = "MMRL_SERVE_TOKEN"
 READY = "mmrl-serving "

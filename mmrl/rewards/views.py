@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmrl.trajectory import Sample
+from mmrl.core.trajectory import Sample
 
 
 def views(samples: Sequence[Sample]) -> list[Sample]:

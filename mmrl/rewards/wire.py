@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from mmrl.json_types import Json, JsonObject
-from mmrl.media import BadMediaError, Media, read_bytes
-from mmrl.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
-from mmrl.rewards.contract import Failed, Parts, Span, Spans, Value
-from mmrl.trajectory import Prompt, Sample, SampleId, Turn
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.media import BadMediaError, Media, read_bytes
+from mmrl.core.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
+from mmrl.core.reward_contract import Failed, Parts, Span, Spans, Value
+from mmrl.core.trajectory import Prompt, Sample, SampleId, Turn
 
 if TYPE_CHECKING:
     import torch

@@ -32,17 +32,17 @@ from threading import Thread
 import torch
 
 from mmrl.algorithms.objective import sampler
-from mmrl.checkpoint.reader import PartState, Saved
-from mmrl.engines.policy import Version
-from mmrl.json_types import JsonObject, as_integer, as_number, as_object
-from mmrl.report.clock import Clock
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.clock import Clock
+from mmrl.core.json_types import JsonObject, as_integer, as_number, as_object
+from mmrl.core.trajectory import Slot
+from mmrl.models.policy import Version
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
 from mmrl.rollout.partial_rollout import PartialRollout, PartialRound
 from mmrl.rollout.rounds import Sampling, sample_and_score
-from mmrl.training.batch import Groups, Round
-from mmrl.training.step_context import StepContext, StepPart
-from mmrl.training.step_metrics import StepMetrics, Sums
-from mmrl.trajectory import Slot
+from mmrl.step.batch import Groups, Round
+from mmrl.step.step_context import StepContext, StepPart
+from mmrl.step.step_metrics import StepMetrics, Sums
 
 _FILE = "ahead"
 """The name of its file in a checkpoint."""

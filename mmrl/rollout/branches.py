@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.config.schema import Recipe
-from mmrl.trajectory import SampleId
+from mmrl.core.trajectory import SampleId
 
 
 def branch_ids(ids: Sequence[SampleId], branch: int, begun: int) -> list[SampleId]:

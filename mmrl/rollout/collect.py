@@ -23,26 +23,26 @@ from mmrl.algorithms.objective import (
     prepared_by,
     sampler,
 )
-from mmrl.algorithms.settings import AlgorithmSettings, PictureSettings, TokenSettings
+from mmrl.config.algorithm_settings import AlgorithmSettings, PictureSettings, TokenSettings
 from mmrl.config.evaluation_checks import label_of
-from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
-from mmrl.episodes.contract import of_episodes
-from mmrl.pipelines.protocol import Pipeline, of_text
+from mmrl.core.clock import Clock
+from mmrl.core.episode import of_episodes
+from mmrl.core.trajectory import Rows, Slot, TextRows
+from mmrl.data.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
+from mmrl.models.protocol import Pipeline, of_text
 from mmrl.placement import device_tasks
-from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.rollout.branches import with_credit
 from mmrl.rollout.encoding import encode
 from mmrl.rollout.importance import SCALE, mean_weight, normalizes
-from mmrl.rollout.mismatched import mismatched, prompt_of_step
+from mmrl.rollout.kto_baseline import mismatched, prompt_of_step
 from mmrl.rollout.moving import prompts_move, whole_first
 from mmrl.rollout.rounds import sample_and_score
 from mmrl.rollout.turn_credit import with_turns
-from mmrl.training.batch import Batch, Groups, MicroBatch, rows_of_update, samples_of
-from mmrl.training.micro_batches import micro_batches_of, packed_rows
-from mmrl.training.step_context import StepContext
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Rows, Slot, TextRows
+from mmrl.step.batch import Batch, Groups, MicroBatch, rows_of_update, samples_of
+from mmrl.step.micro_batches import micro_batches_of, packed_rows
+from mmrl.step.step_context import StepContext
+from mmrl.step.step_metrics import StepMetrics
 
 
 def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmrl.checkpoint.reader import PartState, Saved
-from mmrl.datasets.sampler import Chosen, GroupResult, score_of
-from mmrl.errors import UserError
-from mmrl.training.step_context import FinishedStep, StepContext, StepPart
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.errors import UserError
+from mmrl.data.sampler import Chosen, GroupResult, score_of
+from mmrl.step.step_context import FinishedStep, StepContext, StepPart
 
 _Group = tuple[int, int, dict[str, list[float]]]
 """Slot, attempt, and the rewards by label."""

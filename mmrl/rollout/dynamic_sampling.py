@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import torch
 
 from mmrl.algorithms.advantages import flat_groups
-from mmrl.checkpoint.reader import PartState, Saved
-from mmrl.json_types import JsonObject, as_number
-from mmrl.report.clock import Clock
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.clock import Clock
+from mmrl.core.json_types import JsonObject, as_number
+from mmrl.core.trajectory import Slot
 from mmrl.rollout.rounds import sample_and_score
-from mmrl.training.batch import Groups, Round
-from mmrl.training.step_context import FinishedStep, StepContext, StepPart
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Slot
+from mmrl.step.batch import Groups, Round
+from mmrl.step.step_context import FinishedStep, StepContext, StepPart
+from mmrl.step.step_metrics import StepMetrics
 
 DECAY = 0.9
 """Decay per step of the moving average of the fraction of valid groups."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmrl.errors import BadPromptError
-from mmrl.out_of_memory import in_phase
+from mmrl.core.errors import BadPromptError
+from mmrl.core.out_of_memory import in_phase
+from mmrl.core.trajectory import SampleId, Slot
 from mmrl.rewards.scoring import Failure
-from mmrl.training.step_context import StepContext
-from mmrl.trajectory import SampleId, Slot
+from mmrl.step.step_context import StepContext
 
 MOST_REPLACED = 4
 """A step fails after this many unusable prompts per slot: the data set does not fit the recipe."""

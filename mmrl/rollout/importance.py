@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.mismatch import Correction, summed_weights
-from mmrl.training.batch import Batch
-from mmrl.training.step_context import StepContext
+from mmrl.step.batch import Batch
+from mmrl.step.step_context import StepContext
 
 SCALE = "importance_scale"
 """The key of ``Batch.prepared`` whose value divides every row's weight."""

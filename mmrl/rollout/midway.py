@@ -22,15 +22,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.engines.policy import Version
-from mmrl.judge.statistics import spearman
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Rows, SampleId, Slot, text_rows
+from mmrl.models.policy import Version
+from mmrl.rewards.judging.statistics import spearman
 from mmrl.rewards.scoring import Failure, RewardError, Scores
 from mmrl.rollout.branches import branch_ids, inner_std
-from mmrl.training.batch import chunks_of_a_size, gather, samples_of
-from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.training.step_metrics import StepMetrics, Sums
-from mmrl.trajectory import Rows, SampleId, Slot, text_rows
+from mmrl.step.batch import chunks_of_a_size, gather, samples_of
+from mmrl.step.step_context import Chunk, SamplingSpec, StepContext
+from mmrl.step.step_metrics import StepMetrics, Sums
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 
 from mmrl.config.moving_checks import slots_at_once
 from mmrl.config.schema import Recipe
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Slot
 from mmrl.placement.portions import Claims
-from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure
 from mmrl.rollout.encoding import MOST_REPLACED, encode
 from mmrl.rollout.midway import chunked
-from mmrl.training.batch import Groups, Round, samples_of
-from mmrl.training.step_context import Chunk, ComingChunks, StepContext
-from mmrl.training.step_metrics import StepMetrics, Sums
-from mmrl.trajectory import Slot
+from mmrl.step.batch import Groups, Round, samples_of
+from mmrl.step.step_context import Chunk, ComingChunks, StepContext
+from mmrl.step.step_metrics import StepMetrics, Sums
 
 
 def prompts_move(context: StepContext, number: int = 0) -> bool:

@@ -31,19 +31,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmrl.algorithms.objective import sampler
-from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Partial
-from mmrl.engines.policy import Version
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject, as_integer, as_list, as_text
-from mmrl.pipelines.protocol import of_text
-from mmrl.report.clock import Clock
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.clock import Clock
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject, as_integer, as_list, as_text
+from mmrl.core.trajectory import Slot, TextRows
+from mmrl.models.policy import Version
+from mmrl.models.protocol import of_text
 from mmrl.rewards.scoring import Failure, Scoring
 from mmrl.rollout.encoding import encode
-from mmrl.training.batch import Groups, Round, chunks, samples_of
-from mmrl.training.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
-from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import Slot, TextRows
+from mmrl.step.batch import Groups, Round, chunks, samples_of
+from mmrl.step.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
+from mmrl.step.step_metrics import StepMetrics
 
 _FILE = "flight"
 """Prefix of its files in a checkpoint; the pool follows."""

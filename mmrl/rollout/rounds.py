@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from mmrl.algorithms.objective import sampler
-from mmrl.engines.policy import Version
-from mmrl.pipelines.protocol import recorded_steps
-from mmrl.report.clock import Clock
+from mmrl.core.clock import Clock
+from mmrl.core.trajectory import Rows, Slot
+from mmrl.models.policy import Version
+from mmrl.models.protocol import recorded_steps
 from mmrl.rollout.encoding import encode
 from mmrl.rollout.midway import Beginning, Pruned, chunked, measures
 from mmrl.rollout.moving import Coming, prompts_move
-from mmrl.training.batch import Round, samples_of
-from mmrl.training.step_context import SamplingSpec, StepContext
-from mmrl.trajectory import Rows, Slot
+from mmrl.step.batch import Round, samples_of
+from mmrl.step.step_context import SamplingSpec, StepContext
 
 
 def sample_and_score(

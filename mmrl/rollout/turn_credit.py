@@ -27,10 +27,10 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.settings import TurnSettings
+from mmrl.config.algorithm_settings import TurnSettings
 from mmrl.config.schema import Recipe
-from mmrl.episodes.contract import REWARD, Episode, Observation
-from mmrl.training.batch import Batch
+from mmrl.core.episode import REWARD, Episode, Observation
+from mmrl.step.batch import Batch
 
 
 def with_turns(recipe: Recipe, batch: Batch, scored: Scored, of: Advantages) -> Advantages:

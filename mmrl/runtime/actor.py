@@ -13,27 +13,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from mmrl.app.build import build
+from mmrl.app.trainer import Outcome, Session
 from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import leaders
 from mmrl.controller.peers import begun
 from mmrl.controller.preflight import UnreachedError
-from mmrl.engines import server_devices
-from mmrl.engines.server_devices import ServerDevices
-from mmrl.errors import UserError
+from mmrl.core import notices
+from mmrl.core.errors import UserError
+from mmrl.core.quiet import be_quiet, warn_plainly
+from mmrl.core.secrets import remember
+from mmrl.core.signals import Stop
+from mmrl.families.text.pipeline import keep_episodes
+from mmrl.inference import server_devices
+from mmrl.inference.server_devices import ServerDevices
+from mmrl.logging.rundir import RunDir
 from mmrl.placement.multi_device import MultiDevice
-from mmrl.quiet import be_quiet, warn_plainly
-from mmrl.report import notices
-from mmrl.report.rundir import RunDir
-from mmrl.run import build
 from mmrl.runtime.program import Meeting, join, log_to, train_part, versions, watchdog
 from mmrl.runtime.shipped import Bundle, moved, removed
 from mmrl.runtime.stall_watchdog import BETWEEN, Sign, StallWatchdog
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
-from mmrl.secrets import remember
-from mmrl.session import Outcome, Session
-from mmrl.stopping import Stop
-from mmrl.text.pipeline import keep_episodes
 
 NO_VARIABLES: Mapping[str, str] = {}
 _SEEN = 5.0

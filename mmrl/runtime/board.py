@@ -11,9 +11,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mmrl.errors import UserError
-from mmrl.json_types import Json
-from mmrl.report.durations import duration
+from mmrl.core.durations import duration
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
 from mmrl.runtime.launchers import Launched
 
 _EVERY = 0.05

@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError, plain
-from mmrl.installing import install
-from mmrl.report.durations import duration
+from mmrl.core.durations import duration
+from mmrl.core.errors import UserError, plain
+from mmrl.core.installing import install
 from mmrl.runtime.process_probe import STOPPED
 
 START_S = 180.0

@@ -18,17 +18,21 @@ from pathlib import Path
 
 import torch
 
-from mmrl.checkpoint.manifest import entries
-from mmrl.checkpoint.resume import flatten
+from mmrl.app.divergence import Divergence
+from mmrl.app.resume import flatten
+from mmrl.app.trainer import Outcome, Session
 from mmrl.config.checks import impossibilities
 from mmrl.config.left_to_plan import KEYS, with_values
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller.preflight import UnreachedError
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject, as_object
-from mmrl.report import notices
-from mmrl.report.durations import duration
-from mmrl.report.rundir import RunDir, has_begun
+from mmrl.core import notices
+from mmrl.core.checkpoint_manifest import entries
+from mmrl.core.durations import duration
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject, as_object
+from mmrl.core.secrets import hidden, masked, remember
+from mmrl.core.signals import Stop, stop_on_signal
+from mmrl.logging.rundir import RunDir, has_begun
 from mmrl.rewards.last_words import in_a_call
 from mmrl.runtime.board import Board, GoneError, meet
 from mmrl.runtime.launchers import Launched
@@ -37,10 +41,6 @@ from mmrl.runtime.shipped import variables
 from mmrl.runtime.stall_watchdog import BETWEEN
 from mmrl.runtime.start import OpenRun, command, opened, resumed
 from mmrl.runtime.vigil import Vigil, whereabouts
-from mmrl.secrets import hidden, masked, remember
-from mmrl.session import Outcome, Session
-from mmrl.stopping import Stop, stop_on_signal
-from mmrl.training.divergence import Divergence
 
 _SEEN = 5.0
 """Seconds for a file written on one host to become visible on the others."""

@@ -1,7 +1,7 @@
 """Start the controllers of a run, watch them, and restart them from the last checkpoint if one is lost.
 
-The launcher does no work of a step. Controllers are Ray actors; each runs ``mmrl.session`` and writes into the folder
-``RunDir.of_controller``. The leader's log is printed as it grows.
+The launcher does no work of a step. Controllers are Ray actors; each runs ``mmrl.app.trainer`` and writes into the
+folder ``RunDir.of_controller``. The leader's log is printed as it grows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmrl.checkpoint.manifest import entries
+from mmrl.app.trainer import Outcome
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import devices_of_workers, in_workers, leaders
 from mmrl.config.schema import Recipe
-from mmrl.engines.server_devices import ServerDevices
-from mmrl.errors import UnscoredError, UserError
-from mmrl.report.durations import duration
-from mmrl.report.rundir import RunDir
+from mmrl.core.checkpoint_manifest import entries
+from mmrl.core.durations import duration
+from mmrl.core.errors import UnscoredError, UserError
+from mmrl.core.signals import Stop
+from mmrl.inference.server_devices import ServerDevices
+from mmrl.logging.rundir import RunDir
 from mmrl.rewards.last_words import in_a_call
 from mmrl.runtime.actor import Actor, Beat
 from mmrl.runtime.cluster import (
@@ -39,8 +41,6 @@ from mmrl.runtime.process_probe import ProcessProbe, Silence
 from mmrl.runtime.program import PATIENCE, versions
 from mmrl.runtime.shipped import settings_and_secrets, ship, variables
 from mmrl.runtime.stall_watchdog import Sign, no_progress
-from mmrl.session import Outcome
-from mmrl.stopping import Stop
 
 _EVERY = 0.5
 _GRACE = 5.0

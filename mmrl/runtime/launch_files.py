@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError, one_line
+from mmrl.core.errors import UserError, one_line
 
 TO_FILL_IN = "# TO FILL IN:"
 """Marks what no recipe can know."""

@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 import mmrl
+from mmrl.app.trainer import Outcome, Session
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller, preflight
 from mmrl.controller.peers import Group
 from mmrl.controller.preflight import FirstSum
-from mmrl.engines.this_machine import choose_device
-from mmrl.errors import UserError
-from mmrl.installing import DISTRIBUTION, version_of
+from mmrl.core.errors import UserError
+from mmrl.core.installing import DISTRIBUTION, version_of
+from mmrl.core.signals import Stop
+from mmrl.inference.this_machine import choose_device
+from mmrl.logging.rundir import RunDir
 from mmrl.placement.multi_device import MultiDevice
-from mmrl.report.rundir import RunDir
 from mmrl.runtime.process_probe import Work
 from mmrl.runtime.stall_watchdog import StallWatchdog
-from mmrl.session import Outcome, Session
-from mmrl.stopping import Stop
 
 PATIENCE = 10.0
 """Seconds without an answer after which a stopped process counts as lost, and the least time after which a phase counts

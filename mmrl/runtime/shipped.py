@@ -14,10 +14,10 @@ import mmrl
 from mmrl.config.drop_ins import split_file
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
-from mmrl.json_types import Json
-from mmrl.report.sizes import size
-from mmrl.secrets import is_secret
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
+from mmrl.core.secrets import is_secret
+from mmrl.core.sizes import size
 
 MOST = 64 << 20
 """Bytes of files that are shipped; larger ones belong where all nodes see them."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
 
-from mmrl.report.notices import Pulse
+from mmrl.core.notices import Pulse
 
 TIMES = 10
 """A phase that takes this many times its usual time counts as stuck; one that only computes, after so many times the

@@ -9,29 +9,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.callbacks import AnyCallback, Callbacks
-from mmrl.checkpoint import reader
-from mmrl.checkpoint.reader import Saved
-from mmrl.checkpoint.resume import same_run
+from mmrl.app.divergence import settle
+from mmrl.app.resume import same_run
+from mmrl.app.trainer import ANEW, Outcome, Session
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.config.schema import Recipe
-from mmrl.engines.this_machine import choose_device
-from mmrl.errors import UserError
-from mmrl.files import remove
+from mmrl.core import checkpoint_reader as reader
+from mmrl.core.checkpoint_reader import Saved
+from mmrl.core.errors import UserError
+from mmrl.core.files import remove
+from mmrl.core.plugins.user_code import short_path
+from mmrl.core.secrets import remember
+from mmrl.core.signals import Stop, stop_on_signal
+from mmrl.inference.this_machine import choose_device
+from mmrl.logging.rundir import ENDED, Ended, RunDir
+from mmrl.logging.trackers import check_trackers
 from mmrl.planner.plan import resolved
 from mmrl.report.html import write_report
-from mmrl.report.rundir import ENDED, Ended, RunDir
-from mmrl.report.trackers import check_trackers
 from mmrl.report.verdict import judge_run
 from mmrl.rewards.last_words import left_by_last
 from mmrl.runtime.launch import launch
 from mmrl.runtime.shipped import variables
-from mmrl.secrets import remember
-from mmrl.session import ANEW, Outcome, Session
-from mmrl.stopping import Stop, stop_on_signal
-from mmrl.training.divergence import settle
-from mmrl.user_code import short_path
+from mmrl.training.callbacks import AnyCallback, Callbacks
 
 
 def train(

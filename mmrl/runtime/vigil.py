@@ -14,7 +14,7 @@ from dataclasses import asdict
 import psutil
 
 from mmrl.controller.peers import begun
-from mmrl.json_types import Json, JsonObject, as_object
+from mmrl.core.json_types import Json, JsonObject, as_object
 from mmrl.runtime import process_probe
 from mmrl.runtime.board import Board, GoneError
 from mmrl.runtime.process_probe import Silence

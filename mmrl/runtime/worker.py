@@ -18,13 +18,13 @@ from torch import Tensor
 
 from mmrl.checkpoint.run_state import of_run
 from mmrl.checkpoint.writer import Saver
-from mmrl.errors import NotFiniteError, UserError
-from mmrl.out_of_memory import OutOfMemoryError
+from mmrl.core import notices
+from mmrl.core.errors import NotFiniteError, UserError
+from mmrl.core.out_of_memory import OutOfMemoryError
 from mmrl.placement import device_tasks
-from mmrl.report import notices
 from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.runtime.wire import receive, send
-from mmrl.training.step_context import StepContext
+from mmrl.step.step_context import StepContext
 
 
 class LostDeviceError(RuntimeError):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import EarlyStopping
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject, as_integer, as_number
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject, as_integer, as_number
 from mmrl.training.guards import PREFIX
 
 

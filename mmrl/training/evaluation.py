@@ -16,30 +16,30 @@ from torch import Tensor
 
 from mmrl.algorithms.objective import ComparesBatch, compares_batch
 from mmrl.config.evaluation_checks import label_of
-from mmrl.controller.randomness import seed_of
-from mmrl.datasets.buckets import by_size
-from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
-from mmrl.errors import BadPromptError, UserError
+from mmrl.core.clock import Clock
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.randomness import seed_of
+from mmrl.core.trajectory import Prompt, Rows, Sample, SampleId, Slot, text_rows
+from mmrl.data.buckets import by_size
+from mmrl.data.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
+from mmrl.logging.grids import write_samples
+from mmrl.logging.metrics import MetricsLog, read_numbers
+from mmrl.logging.progress import Progress
+from mmrl.logging.rundir import RunDir
+from mmrl.logging.texts import write_texts
 from mmrl.placement import device_tasks
-from mmrl.report.clock import Clock
-from mmrl.report.grids import write_samples
-from mmrl.report.metrics import MetricsLog, read_numbers
-from mmrl.report.progress import Progress
-from mmrl.report.rundir import RunDir
-from mmrl.report.texts import write_texts
 from mmrl.rewards.loading import NOBODY_VOTES
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import prompts_only
 from mmrl.rollout.encoding import encode
-from mmrl.rollout.mismatched import mismatched
+from mmrl.rollout.kto_baseline import mismatched
+from mmrl.step.batch import chunks, chunks_of_a_size
+from mmrl.step.micro_batches import split_micro_batches
+from mmrl.step.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.training import guards, per_sample
-from mmrl.training.batch import chunks, chunks_of_a_size
 from mmrl.training.guards import MOST, Measures
-from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.per_sample import PerSample
-from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.trajectory import Prompt, Rows, Sample, SampleId, Slot, text_rows
 
 SEED = 20_261_121
 """The seed of all held-out noise. It does not depend on the run's seed, so that runs are compared with equal noise."""

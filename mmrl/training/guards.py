@@ -32,7 +32,7 @@ from torch import Tensor
 
 from mmrl.config.schema import Guards
 from mmrl.controller import Controller
-from mmrl.trajectory import Sample
+from mmrl.core.trajectory import Sample
 
 PREFIX = "guard/"
 MOST = 64

@@ -24,24 +24,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mmrl import finite
 from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
-from mmrl.controller.randomness import generator
-from mmrl.datasets.mixture import SOURCE, by_source
-from mmrl.engines.policy import snapshot_name
-from mmrl.pipelines.protocol import of_pictures
+from mmrl.core import nan_check as finite
+from mmrl.core.clock import Clock
+from mmrl.core.randomness import generator
+from mmrl.core.samples import make_samples
+from mmrl.core.trajectory import Rows
+from mmrl.data.mixture import SOURCE, by_source
+from mmrl.models.policy import snapshot_name
+from mmrl.models.protocol import of_pictures
 from mmrl.placement import device_tasks
-from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
 from mmrl.rollout.collect import collect_batch, slices, unsampled_batch
 from mmrl.rollout.importance import SCALE, correction_of
-from mmrl.samples import make_samples
-from mmrl.training.batch import Batch, MicroBatch, rows_of_update, rows_with_weight
-from mmrl.training.step_context import FinishedStep, StepContext
-from mmrl.training.step_metrics import StepMetrics, Sums
-from mmrl.training.update import recompute
-from mmrl.trajectory import Rows
+from mmrl.step.batch import Batch, MicroBatch, rows_of_update, rows_with_weight
+from mmrl.step.step_context import FinishedStep, StepContext
+from mmrl.step.step_metrics import StepMetrics, Sums
+from mmrl.step.update import recompute
 
 
 def train_step(

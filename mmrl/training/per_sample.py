@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.objective import Objective
-from mmrl.json_types import JsonObject
-from mmrl.training.batch import MicroBatch
-from mmrl.trajectory import Slot
+from mmrl.core.json_types import JsonObject
+from mmrl.core.trajectory import Slot
+from mmrl.step.batch import MicroBatch
 
 DIGITS = 6
 """Significant digits that are kept of a figure."""

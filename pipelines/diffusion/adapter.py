@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling, Size
-from mmrl.errors import UserError
-from mmrl.json_types import Json
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
 
 from .fields import check_flow
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache, digest_of
-from mmrl.json_types import JsonObject
+from mmrl.core.json_types import JsonObject
 
 from .adapter import Adapter
 from .describe import tokenizer_of

@@ -24,11 +24,11 @@ from torch import Tensor
 import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.controller.randomness import noise
-from mmrl.engines.policy import Policy
-from mmrl.media import Media
-from mmrl.report.card import What
-from mmrl.trajectory import Prompt, SampleId, Slot
+from mmrl.core.media import Media
+from mmrl.core.randomness import noise
+from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.logging.card import What
+from mmrl.models.policy import Policy
 
 from . import export, pictures
 from .adapter import set_scheduler

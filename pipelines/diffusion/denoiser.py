@@ -21,13 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmrl import finite
 from mmrl.algorithms import sde
 from mmrl.algorithms.solver import NoiselessSteps, Solver
 from mmrl.config.sampling import shares_steps
 from mmrl.config.schema import Recipe
-from mmrl.trajectory import DenoisingRows, SampleId, Slot
-from mmrl.transfer import picked
+from mmrl.core import nan_check as finite
+from mmrl.core.trajectory import DenoisingRows, SampleId, Slot
+from mmrl.core.transfer import picked
 
 from .adapter import Adapter, Schedule
 from .predictor import Predictor

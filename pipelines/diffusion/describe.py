@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mmrl.errors import UserError
-from mmrl.hub_files import json_of, unreadable
-from mmrl.library_loading import refused
-from mmrl.stored import read_object
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import json_of, unreadable
+from mmrl.core.library_loading import refused
+from mmrl.core.stored import read_object
 
 from .adapter import Adapter
 from .prompt_lengths import tokenizer_of

@@ -10,8 +10,8 @@ import diffusers  # its parts are loaded when they are first used
 import torch
 
 from mmrl.config.sampling import Sampling
-from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonObject
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json, JsonObject
 
 from .adapter import Adapter, set_scheduler
 from .fields import HOW_IT_STEPS, not_default, says

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from mmrl.config.adapters import SETTINGS
 from mmrl.config.schema import Recipe
-from mmrl.engines.merging import merged_weights
-from mmrl.errors import UserError
-from mmrl.pipelines.lora import lora_layers
-from mmrl.report.card import Usage, What, public
-from mmrl.text.base_model import peft_model
+from mmrl.core.errors import UserError
+from mmrl.logging.card import Usage, What, public
+from mmrl.models.lora import lora_layers
+from mmrl.models.merging import merged_weights
+from mmrl.models.text.base_model import peft_model
 
 from .adapter import Adapter
 from .describe import tokenizer_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
 
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 HOW_IT_STEPS = frozenset(
     (

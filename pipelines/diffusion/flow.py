@@ -18,23 +18,23 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmrl import finite
 from mmrl.algorithms import sde
 from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.algorithms.sde import squared_distance
 from mmrl.algorithms.window import start as window_start
 from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
-from mmrl.controller.randomness import generator, noise
-from mmrl.errors import BadPromptError, UserError
-from mmrl.media import BadMediaError, Media, open_image, read_bytes
-from mmrl.pipelines.protocol import Weights
-from mmrl.report.card import Usage, What
-from mmrl.samples import make_samples
-from mmrl.text.control_tokens import ControlTokens
-from mmrl.text.spelled import SHOWN, SpelledTokens
-from mmrl.trajectory import ONLY_SAMPLED, DenoisingRows, Prompt, Rows, Sample, SampleId, Slot
-from mmrl.transfer import picked, to_device
+from mmrl.core import nan_check as finite
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.media import BadMediaError, Media, open_image, read_bytes
+from mmrl.core.randomness import generator, noise
+from mmrl.core.samples import make_samples
+from mmrl.core.trajectory import ONLY_SAMPLED, DenoisingRows, Prompt, Rows, Sample, SampleId, Slot
+from mmrl.core.transfer import picked, to_device
+from mmrl.logging.card import Usage, What
+from mmrl.models.protocol import Weights
+from mmrl.models.text.control_tokens import ControlTokens
+from mmrl.models.text.spelled import SHOWN, SpelledTokens
 
 from . import export, pictures
 from .adapter import Adapter, Schedule
@@ -47,7 +47,7 @@ NAMES = ("chosen", "rejected")
 
 
 class FlowPipeline(Denoiser):
-    """Final class; see ``mmrl.pipelines.protocol.DenoisingPipeline``. ``policy`` is what predicts, with LoRA or not."""
+    """Final class; see ``mmrl.models.protocol.DenoisingPipeline``. ``policy`` is what predicts, with LoRA or not."""
 
     def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
         super().__init__(adapter, policy, recipe, device)
@@ -365,7 +365,7 @@ class PicturePairs:
     def encoded(self, prompt: Prompt) -> dict[str, Tensor]:
         """The clean latents of both pictures, ``chosen`` and ``rejected``, ``[C, H, W]`` float32 each.
 
-        A picture of another size is scaled until it fills that of the prompt (``mmrl.datasets.buckets``) and cut at
+        A picture of another size is scaled until it fills that of the prompt (``mmrl.data.buckets``) and cut at
         its centre. Raises ``BadPromptError`` where there is no pair, or one that cannot be trained on.
         """
         pipeline, found = self.pipeline, pair_of(prompt)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
-from mmrl.json_types import Json
-from mmrl.transfer import to_device
+from mmrl.core.json_types import Json
+from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Read, clip_reads

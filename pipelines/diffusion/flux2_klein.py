@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from mmrl.config.schema import Recipe
-from mmrl.json_types import Json
-from mmrl.transfer import to_device
+from mmrl.core.json_types import Json
+from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Adapter, Read

@@ -6,8 +6,8 @@ so that it takes no longer for many of them than for a few.
 
 Where the model is about to be sharded, a rank reads its own rows of it. diffusers can read slices for tensor
 parallelism, by a plan that each class has, and not rows of every parameter. Here the class builds the model without
-memory, as diffusers does, and each rank reads its rows of the safetensors files (``mmrl.local_rows``). Buffers are read
-whole.
+memory, as diffusers does, and each rank reads its rows of the safetensors files (``mmrl.core.sharded_loading``).
+Buffers are read whole.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mmrl import local_rows
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
-from mmrl.hub_files import json_of
-from mmrl.json_types import JsonObject, as_list, as_object, as_text
-from mmrl.library_loading import check_tokens, refused, try_tokenizer
-from mmrl.pipelines.description import Component, Description, Phase
-from mmrl.pipelines.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
-from mmrl.report import notices
-from mmrl.whole_weights import whole_weights
+from mmrl.core import notices
+from mmrl.core import sharded_loading as local_rows
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import json_of
+from mmrl.core.json_types import JsonObject, as_list, as_object, as_text
+from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
+from mmrl.core.whole_weights import whole_weights
+from mmrl.models.description import Component, Description, Phase
+from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 
 from .adapter import Adapter
 from .caching import cache_of

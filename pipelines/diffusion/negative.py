@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmrl.config.sampling import Sampling
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt, Slot
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, Slot
 
 from .adapter import Adapter
 from .sizes import Sizes

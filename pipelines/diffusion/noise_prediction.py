@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.errors import UserError
+from mmrl.core.errors import UserError
 
 from .adapter import Adapter, Schedule, set_scheduler
 from .fields import HOW_IT_STEPS, not_default, says

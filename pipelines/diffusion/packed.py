@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmrl.json_types import Json
+from mmrl.core.json_types import Json
 
 from .adapter import Adapter
 

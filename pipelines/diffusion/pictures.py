@@ -10,9 +10,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from mmrl.config.sampling import Size
-from mmrl.errors import BadPromptError
-from mmrl.media import BadMediaError, Media, open_image, read_bytes
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import BadPromptError
+from mmrl.core.media import BadMediaError, Media, open_image, read_bytes
+from mmrl.core.trajectory import Prompt
 
 
 def fitted(prompt: Prompt, medium: Media, size: Size) -> Image.Image:

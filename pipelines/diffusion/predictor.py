@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.algorithms import sde
-from mmrl.algorithms.settings import ForwardSettings
+from mmrl.config.algorithm_settings import ForwardSettings
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.controller.randomness import generator, noise
-from mmrl.errors import BadPromptError, UserError
-from mmrl.frozen_modules import Offloaded, apart
-from mmrl.pipelines.protocol import Weights
-from mmrl.trajectory import DenoisingRows, Prompt, SampleId, Slot
-from mmrl.transfer import to_device
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.offload import Offloaded, apart
+from mmrl.core.randomness import generator, noise
+from mmrl.core.trajectory import DenoisingRows, Prompt, SampleId, Slot
+from mmrl.core.transfer import to_device
+from mmrl.models.protocol import Weights
 
 from . import pictures
 from .adapter import Adapter, Schedule
@@ -125,7 +125,7 @@ class Renoising:
         weights: Weights,
         velocity: Callable[[Tensor, Tensor], Tensor],
     ) -> dict[str, Tensor]:
-        """See ``mmrl.pipelines.protocol.DenoisingPipeline.renoise``; ``velocity`` predicts for states and timesteps."""
+        """See ``mmrl.models.protocol.DenoisingPipeline.renoise``; ``velocity`` predicts for states and timesteps."""
         x0 = rows.clean
         sigma = to_device(self.sigma(rows, level, seed), x0.device)
         eps = to_device(noise(seed, rows.ids, f"forward{level}", tuple(x0.shape[1:])), x0.device)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError, UserError
-from mmrl.hub_files import json_of
-from mmrl.json_types import as_list
-from mmrl.trajectory import Prompt
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.hub_files import json_of
+from mmrl.core.json_types import as_list
+from mmrl.core.trajectory import Prompt
 
 from .adapter import Adapter, Read
 from .negative import Negatives

@@ -21,10 +21,10 @@ import diffusers  # its parts are loaded when they are first used
 
 import mmrl
 from mmrl.config.drop_ins import entries
-from mmrl.errors import UserError
-from mmrl.hub_files import json_of
-from mmrl.json_types import Json, JsonObject
-from mmrl.untrusted import printable
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import json_of
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.untrusted import printable
 
 from .adapter import Adapter
 from .fields import as_json, declared, is_number, latent_channels, plain

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
-from mmrl.json_types import Json
+from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Read

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mmrl.config.adapters import SavedAdapter
-from mmrl.errors import UserError
-from mmrl.pipelines.lora import PREFIX, Converted, config_of, exactly, modules_of, read_weights
+from mmrl.core.errors import UserError
+from mmrl.models.lora import PREFIX, Converted, config_of, exactly, modules_of, read_weights
 
 from .adapter import Adapter
 

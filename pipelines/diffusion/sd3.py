@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
-from mmrl.errors import UserError
-from mmrl.json_types import Json
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Adapter, Read, clip_reads

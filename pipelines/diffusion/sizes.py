@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from mmrl.algorithms import sde
 from mmrl.config.sampling import Size
-from mmrl.datasets.buckets import bucket_of
-from mmrl.errors import UserError
-from mmrl.trajectory import Prompt, Slot
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt, Slot
+from mmrl.data.buckets import bucket_of
 
 from .adapter import Adapter
 
@@ -32,7 +32,7 @@ class Sizes:
             raise UserError("\n".join(self._named(why) for why in dict.fromkeys(refused)))
 
     def of(self, prompt: Prompt) -> Size:
-        """Raises ``BadPromptError`` (``mmrl.datasets.buckets.bucket_of``)."""
+        """Raises ``BadPromptError`` (``mmrl.data.buckets.bucket_of``)."""
         return bucket_of(prompt, self.adapter.sampling)
 
     def of_batch(self, slots: Sequence[Slot]) -> Size:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import diffusers  # its parts are loaded when they are first used
 from torch import Tensor, nn
 
-from mmrl.json_types import Json
+from mmrl.core.json_types import Json
 
 from .adapter import Conditions, Read, clip_reads
 from .fields import latent_channels, text_width

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Model, Recipe
+from mmrl.core.errors import UserError
+from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.episodes.showing import tools_shown
-from mmrl.errors import UserError
-from mmrl.library_loading import check_tokens, refused, try_tokenizer
-from mmrl.pipelines.description import Description
-from mmrl.text.assembly import Load, build_writer, describe_writer
-from mmrl.text.chat import Chat
-from mmrl.text.conditioner import Tokenizer
-from mmrl.text.loading import stop_tokens
-from mmrl.text.pipeline import LanguagePipeline
+from mmrl.families.text.assembly import Load, build_writer, describe_writer
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.models.description import Description
+from mmrl.models.text.chat import Chat
+from mmrl.models.text.conditioner import Tokenizer
+from mmrl.models.text.loading import stop_tokens
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from mmrl.config.schema import Model, Recipe
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.pipelines.description import Description
-from mmrl.text.assembly import build_scorer, describe_scorer
-from mmrl.text.chat import Chat
-from mmrl.text.conditioner import Tokenizer
-from mmrl.text.pipeline import LanguagePipeline
-from mmrl.text.scoring import Scorer, load_scorer, refuse_others
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.families.text.assembly import build_scorer, describe_scorer
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.families.text.scoring import Scorer, load_scorer, refuse_others
+from mmrl.models.description import Description
+from mmrl.models.text.chat import Chat
+from mmrl.models.text.conditioner import Tokenizer
 
 from .chat import load_tokenizer
 

@@ -16,27 +16,27 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.config.data import Data
 from mmrl.config.schema import Model, Recipe
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.installing import install
+from mmrl.core.library_loading import check_tokens, refused, try_processor
+from mmrl.core.media import BadMediaError, Clip, Media, open_clip, open_image, probe_clip
+from mmrl.core.media import describe as describe_media
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt
 from mmrl.episodes.showing import tools_shown
-from mmrl.errors import BadPromptError, UserError
-from mmrl.installing import install
-from mmrl.library_loading import check_tokens, refused, try_processor
-from mmrl.media import BadMediaError, Clip, Media, open_clip, open_image, probe_clip
-from mmrl.media import describe as describe_media
-from mmrl.pipelines.description import Description
-from mmrl.text import chat
-from mmrl.text.assembly import Load, build_writer, describe_writer
-from mmrl.text.clip_frames import limit_frames, shown_frames
-from mmrl.text.conditioner import Given, Processor
-from mmrl.text.features import PER_TOKEN
-from mmrl.text.loading import stop_tokens
-from mmrl.text.own_pixels import own_pixels, resized
-from mmrl.text.pipeline import LanguagePipeline
-from mmrl.text.template_probe import TemplateFaultError
-from mmrl.text.told import Contents, Role, Told, pictures_of
-from mmrl.trajectory import Prompt
+from mmrl.families.text.assembly import Load, build_writer, describe_writer
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.models.description import Description
+from mmrl.models.text import chat
+from mmrl.models.text.clip_frames import limit_frames, shown_frames
+from mmrl.models.text.conditioner import Given, Processor
+from mmrl.models.text.features import PER_TOKEN
+from mmrl.models.text.loading import stop_tokens
+from mmrl.models.text.own_pixels import own_pixels, resized
+from mmrl.models.text.template_probe import TemplateFaultError
+from mmrl.models.text.told import Contents, Role, Told, pictures_of
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PretrainedConfig, PreTrainedModel
@@ -47,7 +47,7 @@ TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 class Chat(chat.Chat[Processor]):
-    """Final class; see ``mmrl.text.chat.Chat``. A conversation with pictures and clips."""
+    """Final class; see ``mmrl.models.text.chat.Chat``. A conversation with pictures and clips."""
 
     own_positions = True
     no_pictures = ""

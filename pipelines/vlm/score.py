@@ -1,6 +1,6 @@
 """Vision-language models that score a response to a prompt with pictures and clips: reward models, trained on pairs.
 
-transformers has no such class for these families; ``mmrl.text.scoring`` makes it from transformers' own parts.
+transformers has no such class for these families; ``mmrl.families.text.scoring`` makes it from transformers' own parts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 from mmrl.config.data import Data
 from mmrl.config.schema import Model, Recipe
-from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
-from mmrl.library_loading import refused
-from mmrl.pipelines.description import Description
-from mmrl.text.assembly import build_scorer, describe_scorer
-from mmrl.text.pipeline import LanguagePipeline
-from mmrl.text.scoring import Scorer, load_scorer, refuse_others
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.library_loading import refused
+from mmrl.families.text.assembly import build_scorer, describe_scorer
+from mmrl.families.text.pipeline import LanguagePipeline
+from mmrl.families.text.scoring import Scorer, load_scorer, refuse_others
+from mmrl.models.description import Description
 
 from .chat import Chat, load_processor, placeholders
 

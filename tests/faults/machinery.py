@@ -38,7 +38,7 @@ LIBRARIES = (
     "peft",
 )
 _kept = dict[str, Any]()
-"""What ``mmrl/_torchvision.py`` defines: torch forgets the schemas of torchvision when nobody holds them."""
+"""What ``mmrl/core/torchvision_on_cpu.py`` defines: torch forgets the schemas of torchvision when nobody holds them."""
 
 
 class GoneError(Exception):
@@ -162,7 +162,7 @@ def warm() -> None:
     for name in ("PYTEST_ADDOPTS", "MMRL_TESTS_PASSED"):  # which choose among tests
         os.environ.pop(name, None)
     runpy.run_path(str(ROOT / "tests" / "conftest.py"))  # threads and the hub, before torch is imported
-    _kept.update(runpy.run_path(str(ROOT / "mmrl" / "_torchvision.py")))
+    _kept.update(runpy.run_path(str(ROOT / "mmrl" / "core" / "torchvision_on_cpu.py")))
     _kept["allow_cpu_only"]()
     for name in LIBRARIES:
         importlib.import_module(name)

@@ -28,7 +28,7 @@ def test_there_are_twenty_of_other_names():
 
 @pytest.mark.parametrize(
     "change",
-    [{"at": "mmrl.nothing:main"}, {"at": "mmrl.run:nothing"}, {"old": "nothing()"}, {"old": "1", "new": "1"}],
+    [{"at": "mmrl.nothing:main"}, {"at": "mmrl.app.build:nothing"}, {"old": "nothing()"}, {"old": "1", "new": "1"}],
     ids=str,
 )
 def test_what_no_longer_fits_is_an_error(change):

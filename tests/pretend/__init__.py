@@ -94,7 +94,7 @@ def load() -> None:
     device = ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
     _patch(device)
     device.report_waits_to(_reporter)
-    from mmrl._torchvision import allow_cpu_only
+    from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
     allow_cpu_only()  # before transformers imports torchvision
 

@@ -33,7 +33,7 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl.judge.statistics import auc
+from mmrl.rewards.judging.statistics import auc
 from tools.make_models.scenes_vl import (
     DESCRIBE,
     QUESTIONS,

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before diffusers imports torchvision
 
@@ -41,7 +41,7 @@ from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 import mmrl
-from mmrl.trajectory import Prompt
+from mmrl.core.trajectory import Prompt
 from tools.make_models.shapes_sd3 import set_lr, t5_tokenizer
 
 TEXT_LENGTH = 8

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import mmrl
+from mmrl.core.trajectory import Prompt
 from mmrl.episodes.tools import schemas_of
-from mmrl.trajectory import Prompt
 from tools.make_models.learned_tokenizer import learned
 from tools.make_models.sums import SPECIALS, Example, build, fit, replies_to
 
@@ -61,7 +61,7 @@ class Writer:
     """The examples of products in the chat format of ``tokenizer``."""
 
     def __init__(self, tokenizer: Any) -> None:
-        from mmrl.text.told import Told, behind_an_answer
+        from mmrl.models.text.told import Told, behind_an_answer
 
         self.tokenizer = tokenizer
         self.tools = schemas_of([mmrl.load("environments", "calculator:calculate")])

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl.trajectory import Prompt
+from mmrl.core.trajectory import Prompt
 from tools.make_models.vlm_training import Example, batch, save, start_log, train
 
 BASE = "pipelines/vlm/models/scenes-vl"
@@ -37,7 +37,7 @@ def at_once(prompt: Prompt) -> Example:
 
 def looking(prompt: Prompt) -> Example:
     """The question, the words that ask for the right corner, its picture, and the answer."""
-    from mmrl.episodes.contract import Action, Observation
+    from mmrl.core.episode import Action, Observation
 
     asked = f"zoom {prompt.meta['corner']}"
     world = mmrl.load("environments", "zoom").Environment()

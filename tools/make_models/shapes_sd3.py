@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before diffusers imports torchvision
 
@@ -50,7 +50,7 @@ from transformers import (
 )
 
 import mmrl
-from mmrl.trajectory import Prompt
+from mmrl.core.trajectory import Prompt
 
 TEXT_LENGTH = 12
 """Tokens per encoder: the longest caption has eight words, and each word is one token."""

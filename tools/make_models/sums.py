@@ -37,10 +37,10 @@ import torch
 import torch.nn.functional as F
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
-from mmrl.judge.rubric import Rubric
-from mmrl.rewards.contract import Context
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.rubric import Rubric
 from tools.make_models.learned_tokenizer import learned
 
 allow_cpu_only()  # transformers imports torchvision wherever it is installed
@@ -67,7 +67,7 @@ Step {{ loop.index }}: {{ step }}
 {% endfor %}
 
 Which steps are wrong?"""
-"""What the critic reads: a rubric of ``mmrl.judge`` in its mode ``steps``."""
+"""What the critic reads: a rubric of ``mmrl.rewards.judging`` in its mode ``steps``."""
 MOST_TOKENS = 48
 """Of a response when the models are measured: a right one has 39 at most."""
 

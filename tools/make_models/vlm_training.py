@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from mmrl._torchvision import allow_cpu_only
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tools.make_models.learned_tokenizer import learned
 
 allow_cpu_only()

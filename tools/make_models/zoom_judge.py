@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import mmrl
-from mmrl.episodes.contract import Action, Episode, Exchange
-from mmrl.judge.rubric import Rubric
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.core.episode import Action, Episode, Exchange
+from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.judging.rubric import Rubric
 from tools.make_models.judges import agreement
 from tools.make_models.vlm_training import Example, save, start_log, train
 

@@ -1,0 +1,1 @@
+"""What all else is built on: data of the loop, files, errors, media, protocols. It imports nothing else of mmrl."""

@@ -1,0 +1,111 @@
+"""Files of JSON lines that only grow: a row is whole or absent, whichever thread or process wrote it. Imports no torch.
+
+A last line that a crash tore off is dropped, and so is any other that is not a JSON object.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.stored import LARGEST_LINES
+from mmrl.core.untrusted import open_file, parse_json
+
+_OPEN: dict[Path, Lines] = {}
+_OPENING = threading.Lock()
+
+
+class Lines:
+    """A JSONL file to which several threads and processes append. Use ``lines_of``: one object per file and process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        _drop_torn_line(path)
+
+    def append(self, *rows: JsonObject) -> None:
+        """Write rows so that each is whole or absent. Raises ``UserError`` where the disk is full."""
+        if not rows:
+            return
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        with self._lock:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("ab", buffering=0) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # the devices of a controller write here too
+                    before, data = file.seek(0, os.SEEK_END), text.encode("utf-8", "replace")
+                    try:
+                        if file.write(data) != len(data):
+                            raise OSError("the disk is full")
+                    except OSError:
+                        file.truncate(before)
+                        raise
+            except OSError as error:
+                raise UserError(f"cannot write {self.path}: {error.strerror or error}; free space there") from error
+
+
+def lines_of(path: Path) -> Lines:
+    """The one appender of ``path`` in this process."""
+    path = Path(os.path.abspath(path))
+    with _OPENING:
+        if path not in _OPEN:
+            _OPEN[path] = Lines(path)
+        return _OPEN[path]
+
+
+def rows_of(path: Path) -> Iterator[JsonObject]:
+    """The rows of a JSONL file that are JSON objects; none where there is no file. Raises ``UserError``."""
+    try:
+        with opened(path) as file:
+            for line in file:
+                if (row := row_of(line)) is not None:
+                    yield row
+    except FileNotFoundError:
+        return
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """The file for reading. Raises ``FileNotFoundError``, and ``UserError`` where it cannot be read or is too large."""
+    try:
+        return open_file(path, most=LARGEST_LINES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error
+
+
+def row_of(line: bytes) -> JsonObject | None:
+    """The object of a line, None where it holds none."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _drop_torn_line(path: Path) -> None:
+    try:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            end = file.seek(0, os.SEEK_END)
+            kept, step = end, 1 << 16
+            while kept > 0:
+                start = max(0, kept - step)
+                file.seek(start)
+                newline = file.read(kept - start).rfind(b"\n")
+                kept = start + newline + 1 if newline >= 0 else start
+                if newline >= 0:
+                    break
+            if kept < end:
+                file.truncate(kept)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error

@@ -1,0 +1,203 @@
+"""Code in files of a user's: what its errors say, where it raised, and whether options fit its signature.
+
+Imports no torch: ``mmrl serve`` and ``mmrl score`` run rewards in environments that have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import FrameType
+
+from mmrl.core.errors import plain
+
+_PARSING = threading.Lock()
+"""``inspect`` parses a file to find a class in it, and Python 3.11's parser fails when two threads do that at once
+(SystemError: AST constructor recursion depth mismatch; python/cpython#106905)."""
+
+_STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def describe(error: BaseException) -> str:
+    """``ValueError: what it says``, fit to be printed."""
+    text = plain(said_by(error)).strip()
+    return f"{_name_of(error)}: {text}" if text else _name_of(error)
+
+
+def said_by(error: BaseException) -> str:
+    """``str(error)``, where the class of an error may be anybody's: its ``__str__`` may raise, or return no text."""
+    try:
+        return str(error)
+    except BaseException as other:
+        return f"(its __str__ raised {_name_of(other)})"
+
+
+def _name_of(error: BaseException) -> str:
+    return str(type.__dict__["__name__"].__get__(type(error)))  # not what its metaclass may say
+
+
+def place_of(error: BaseException, file: str | None) -> str:
+    """``file:line`` where ``error`` was raised: the innermost line of ``file`` on the way, else of code that is neither
+    mmrl's nor an installed library's, else of any file."""
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and error.filename:
+        return f"{short_path(error.filename)}:{error.lineno}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    wanted = None if file is None else os.path.realpath(file)
+    of_file = [pair for pair in frames if os.path.realpath(pair[0].f_code.co_filename) == wanted]
+    own = of_file or [pair for pair in frames if not _of_library(pair[0])] or frames
+    return f"{short_path(own[-1][0].f_code.co_filename)}:{own[-1][1]}" if own else "an unknown line"
+
+
+def raised(error: BaseException, file: str | None, meta: Mapping[str, object]) -> tuple[str, str]:
+    """What a reward's function raised and where, and the edit that mends it; ``meta`` is that of a prompt it got."""
+    place = place_of(error, file)
+    return f"raised {describe(error)} at {place}", f"mend {place}{column_hint(error, meta)}{_attribute_hint(error)}"
+
+
+def column_hint(error: BaseException, meta: Mapping[str, object]) -> str:
+    """What to do where a reward asked a prompt's ``meta`` for a column that the data does not hand on; else empty."""
+    try:
+        key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    except BaseException:
+        return ""
+    if not isinstance(key, str) or key in meta:
+        return ""
+    has = f"has {', '.join(sorted(meta))}" if meta else "is empty"
+    return f" (sample.prompt.meta {has}; for a column {key!r} of your data set meta: [{key}] in data.train and heldout)"
+
+
+def _attribute_hint(error: BaseException) -> str:
+    """What a sample, prompt or other record of mmrl has, where a reward asked it for something else; else empty."""
+    try:
+        of = error.obj if isinstance(error, AttributeError) else None
+    except BaseException:  # a property of its own class
+        return ""
+    if not dataclasses.is_dataclass(of) or not type(of).__module__.startswith("mmrl."):
+        return ""
+    return f" (a {type(of).__name__} has {', '.join(field.name for field in dataclasses.fields(of))})"
+
+
+def _of_library(frame: FrameType) -> bool:
+    name, file = frame.f_globals.get("__name__") or "", frame.f_code.co_filename
+    installed = file.startswith(("<frozen ", *_STANDARD)) or not _INSTALLED.isdisjoint(Path(file).parts)
+    return installed or name == "mmrl" or name.startswith("mmrl.")
+
+
+def defined_at(target: Callable[..., object], file: str | None, name: str) -> str:
+    """``file:line`` of the definition of ``target``, or ``name`` where that cannot be told."""
+    try:
+        with _PARSING:
+            line = inspect.getsourcelines(target)[1]
+        return f"{short_path(file or '')}:{line}"
+    except (OSError, TypeError):
+        return name
+
+
+def source_of(target: type) -> str:
+    """The text of a class; empty where that cannot be told."""
+    try:
+        with _PARSING:
+            return inspect.getsource(target)
+    except (OSError, TypeError):
+        return ""
+
+
+def short_path(path: str) -> str:
+    """``path`` from the current folder where it lies below it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+_ANSWERS = ("answer", "solution", "ground_truth")
+"""What TRL's rewards and verl's call the true answer, which is ``meta["answer"]`` here."""
+
+
+def peers_reward(function: Callable[..., object]) -> str | None:
+    """``TRL`` or ``verl`` where ``function`` is a reward in the form of theirs, by its parameters; else None."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if "context" in parameters or inspect.isclass(function):
+        return None
+    return "TRL" if "completions" in parameters else "verl" if "solution_str" in parameters else None
+
+
+def peers_advice(function: Callable[..., object], place: str) -> str | None:
+    """The line that makes a reward of TRL's or verl's one of ours; None where ``function`` is none."""
+    peer = peers_reward(function)
+    if peer is None:
+        return None
+    own = getattr(function, "__name__", "function")
+    new = "score" if own != "score" else "reward"
+    wanted = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    of = _of_trl(function) if peer == "TRL" else _OF_VERL
+    columns = [name for name in wanted if name not in of]
+    known = {name: 's.prompt.meta["answer"]' if name in _ANSWERS else f's.prompt.meta["{name}"]' for name in columns}
+    each = {name: code for name, code in (of | known).items() if name in wanted}
+    begin, awaited = ("async def", "await ") if inspect.iscoroutinefunction(function) else ("def", "")
+    if peer == "TRL":
+        call = f"{awaited}{own}({', '.join(f'{name}=[{code} for s in samples]' for name, code in each.items())})"
+    else:
+        call = f"[{awaited}{own}({', '.join(f'{name}={code}' for name, code in each.items())}) for s in samples]"
+    others = [name for name in columns if name not in _ANSWERS]
+    also = f", and set meta: [{', '.join(others)}] in data.train and data.heldout" if others else ""
+    return (
+        f"{place}: {own} is a reward in {peer}'s form, and mmrl gives a reward samples; add to its file the line | "
+        f"{begin} {new}(samples, *, context): return {call} | and name {new} in its place{also}"
+    )
+
+
+_OF_VERL = {
+    "data_source": 's.prompt.meta.get("data_source")',
+    "solution_str": "s.text",
+    "extra_info": "dict(s.prompt.meta)",
+}
+
+
+def _of_trl(function: Callable[..., object]) -> dict[str, str]:
+    """What TRL gives a reward, of a sample ``s``. Completions are messages where the code asks them for content."""
+    try:
+        with _PARSING:
+            talks = re.search("""[\\[(]["']content["']""", inspect.getsource(function)) is not None
+    except (OSError, TypeError):
+        talks = False
+    message = '[{"role": "%s", "content": %s}]'
+    said, asked = "s.text", "s.prompt.text"
+    if talks:
+        said, asked = message % ("assistant", said), message % ("user", asked)
+    return {"completions": said, "prompts": asked}
+
+
+def option_problems(
+    name: str, function: Callable[..., object], options: Mapping[str, object], reserved: Collection[str]
+) -> list[str]:
+    """What is wrong with ``options`` as keyword arguments of ``function``, which gets ``reserved`` from mmrl."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in reserved]
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wide = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    wrong = []
+    for key in options:
+        if key in reserved or (key not in known and not wide):
+            close = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            wrong.append(f"options.{key}: {name} has no such option{hint} (it has: {', '.join(known) or 'none'})")
+    for p in parameters:
+        if p.name in known and p.default is p.empty and p.name not in options:
+            wrong.append(f"options.{p.name}: {name} needs it; add options: {{{p.name}: ...}}")
+    return wrong

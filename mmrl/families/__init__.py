@@ -1,0 +1,1 @@
+"""Pipelines of text, which the drop-ins of ``pipelines/`` are built from."""

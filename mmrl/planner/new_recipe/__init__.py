@@ -1,0 +1,1 @@
+"""The first recipe for a user's data, model and reward (``mmrl init``)."""

@@ -1,0 +1,229 @@
+"""What ``mmrl init`` finds out about a model: its pipeline, its sizes, and a shipped recipe for one like it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from os.path import expanduser
+from pathlib import Path
+from typing import Protocol
+
+import yaml
+
+import mmrl
+from mmrl.config.drop_ins import entries
+from mmrl.config.errors import did_you_mean
+from mmrl.config.names import missing_model, resolve, shipped_recipes
+from mmrl.core.errors import UserError
+from mmrl.core.hub_files import json_of
+from mmrl.core.json_types import Json, JsonObject
+
+
+class Modality(StrEnum):
+    """What a model reads and makes."""
+
+    text = "text"
+    vision_language = "vision-language"
+    pictures = "pictures"
+    clips = "clips"
+
+
+TEXTS = (Modality.text, Modality.vision_language)
+"""Those whose samples are texts."""
+ALGORITHMS = {
+    Modality.text: "grpo",
+    Modality.vision_language: "grpo",
+    Modality.pictures: "flow_grpo",
+    Modality.clips: "flow_grpo",
+}
+"""The algorithm where the user names none."""
+_CHAT = {Modality.text: "llm/chat", Modality.vision_language: "vlm/chat"}
+_MADE = {"image": Modality.pictures, "video": Modality.clips}
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""What configurations call the longest sequence of tokens."""
+
+
+class UnknownModalityError(UserError):
+    """The model does not say what it makes, and nobody else did."""
+
+
+class _Family(Protocol):
+    """The adapter class of a family of diffusion models."""
+
+    pipeline: str
+    trains: str
+    makes: str
+    edits: bool
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A recipe that comes with mmrl. ``same``: it is for the same model, not only for one of the same pipeline."""
+
+    name: str
+    values: JsonObject
+    same: bool
+
+    def section(self, key: str) -> JsonObject:
+        """A section of it; empty where it has none."""
+        found = self.values.get(key)
+        return found if isinstance(found, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class FirstModel:
+    """``path``: a local directory, absolute, or a hub name; ``given``: as the user wrote it. ``context``: the tokens
+    of the longest text; ``size``: height and width of what it was made for; each None where its files do not say.
+    ``readable``: whether its configuration is on this machine."""
+
+    given: str
+    path: str
+    modality: Modality
+    pipeline: str
+    says: str
+    context: int | None = None
+    size: tuple[int, int] | None = None
+    readable: bool = True
+    like: Shipped | None = field(default=None, repr=False)
+
+
+def look_at_model(name: str, modality: Modality | None, *, edits: bool, algorithm: str | None) -> FirstModel:
+    """Read the configuration of the model ``name``, a directory or a hub name; no weight is loaded.
+
+    ``modality``: what the user says that it makes. ``edits``: whether prompts carry pictures to edit. ``algorithm``: a
+    shipped recipe that has it goes before others. Raises ``UnknownModalityError`` where the configuration is not here
+    and ``modality`` is None, and ``UserError`` where it is no model of these pipelines.
+    """
+    if wrong := missing_model(Path.cwd(), name):
+        raise UserError(f"--model: {wrong}")
+    path = resolve(Path.cwd(), name)
+    index, config = _read(path, "model_index.json"), _read(path, "config.json")
+    if index is not None:
+        found = _of_pictures(path, index, edits=edits)
+    elif config is not None:
+        found = _of_text(path, config)
+    elif Path(path).exists():
+        raise UserError(
+            f"--model: {name} has neither model_index.json (diffusers) nor config.json (transformers); name the "
+            "directory that has one, as save_pretrained writes it"
+        )
+    else:
+        return _not_here(name, modality, algorithm, edits=edits)
+    if modality not in (None, found.modality):
+        raise UserError(f"--modality {modality}: {name} is for {found.modality}: {found.says}; leave --modality out")
+    return _with_shipped(replace(found, given=expanduser(name)), algorithm)
+
+
+def _with_shipped(found: FirstModel, algorithm: str | None) -> FirstModel:
+    known = _recipes_like(found.path, algorithm or ALGORITHMS[found.modality])
+    same = next((one for one in known if one.same and one.values.get("pipeline") == found.pipeline), None)
+    near = next((one for one in known if one.values.get("pipeline") == found.pipeline), None)
+    like = same or (None if found.modality in TEXTS else near)
+    return replace(found, like=like)
+
+
+def _not_here(name: str, modality: Modality | None, algorithm: str | None, *, edits: bool) -> FirstModel:
+    """A model on the hub whose configuration cannot be read: from a shipped recipe, or as the user says."""
+    known = [one for one in _recipes_like(name, algorithm) if one.same]
+    chats = {chat: made for made, chat in _CHAT.items()}
+    for shipped in known:
+        pipeline = str(shipped.values["pipeline"])
+        made = chats.get(pipeline)
+        if made is None:
+            family = _families()[pipeline]
+            if family.edits != edits and shipped is not known[-1]:
+                continue
+            made = _MADE[family.makes]
+        if modality not in (None, made):
+            raise UserError(
+                f"--modality {modality}: {name} is for {made}, says the recipe {shipped.name}; leave it out"
+            )
+        says = f"not downloaded; the shipped recipe {shipped.name} is for it"
+        return FirstModel(name, name, made, pipeline, says, readable=False, like=shipped)
+    why = f"--model: {name} cannot be read here, and no shipped recipe is for it; download it (hf download {name})"
+    if modality is None:
+        raise UnknownModalityError(f"{why}, or say what it makes: --modality {', '.join(Modality)}")
+    says = "not downloaded"
+    if modality in TEXTS:
+        return FirstModel(name, name, modality, _CHAT[modality], says, readable=False)
+    fitting = [pipeline for pipeline, family in _families().items() if _MADE[family.makes] is modality]
+    if len(fitting) > 1:
+        raise UserError(f"{why}: of which of the pipelines {', '.join(fitting)} it is, its model_index.json says")
+    return _with_shipped(FirstModel(name, name, modality, fitting[0], says, readable=False), algorithm)
+
+
+def _of_text(path: str, config: JsonObject) -> FirstModel:
+    sees = isinstance(config.get("vision_config"), Mapping)
+    modality = Modality.vision_language if sees else Modality.text
+    inner = config.get("text_config")
+    places = [config, *([inner] if isinstance(inner, Mapping) else [])]
+    context = next((n for at in places for key in _CONTEXT if isinstance(n := at.get(key), int)), None)
+    says = f"config.json: model_type {config.get('model_type')}" + (", with a vision tower" if sees else "")
+    return FirstModel(path, path, modality, _CHAT[modality], says, context)
+
+
+def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
+    kind = str(index.get("_class_name"))
+    known = _families()
+    fitting = [(name, one) for name, one in known.items() if one.pipeline == kind]
+    if not fitting:
+        classes = sorted({one.pipeline for one in known.values()})
+        raise UserError(
+            f"--model: {path} is a {kind}, and no pipeline here is for that{did_you_mean(kind, classes)}  (there are "
+            f"{', '.join(classes)}; docs/families.md says how to add one)"
+        )
+    name, family = next((one for one in fitting if one[1].edits == edits), fitting[0])
+    return FirstModel(
+        path, path, _MADE[family.makes], name, f"model_index.json: {kind}", size=_size(path, family.trains)
+    )
+
+
+def _size(path: str, trains: str) -> tuple[int, int] | None:
+    """The checkpoint's own size in pixels: that of its latents, as its configuration says, times the VAE's factor."""
+    config, vae = _read(path, f"{trains}/config.json") or {}, _read(path, "vae/config.json") or {}
+    latents = config.get("sample_size")
+    widths = vae.get("block_out_channels", vae.get("encoder_block_out_channels"))
+    if isinstance(latents, list) and len(latents) == 2:
+        sides = tuple(side for side in latents if isinstance(side, int))
+    else:
+        sides = (latents, latents) if isinstance(latents, int) else ()
+    if len(sides) != 2 or not isinstance(widths, list):
+        return None
+    factor = 2 ** (len(widths) - 1)
+    return sides[0] * factor, sides[1] * factor
+
+
+def _families() -> dict[str, _Family]:
+    """The diffusion pipelines by the name in a recipe."""
+    found: dict[str, _Family] = {}
+    for entry in entries("pipelines"):
+        module = mmrl.load("pipelines", entry.name)
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "lora_targets"):
+                found[entry.name] = getattr(module, value.__name__)
+    return found
+
+
+def _recipes_like(path: str, algorithm: str | None) -> list[Shipped]:
+    """The shipped recipes, those for ``path`` first, and of others those for a published model. Of equals, one with
+    ``algorithm`` is first."""
+    found: list[tuple[tuple[bool, bool, bool], Shipped]] = []
+    for name, file in shipped_recipes().items():
+        values: Json = yaml.safe_load(file.read_text(encoding="utf-8"))
+        model = values.get("model") if isinstance(values, Mapping) else None
+        if not isinstance(values, Mapping) or not isinstance(model, Mapping):
+            continue
+        own = resolve(file.parent, str(model.get("path")))
+        section = values.get("algorithm")
+        other = not isinstance(section, Mapping) or section.get("type") != algorithm
+        found.append(((own != path, Path(own).exists(), other), Shipped(name, values, own == path)))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _read(path: str, name: str) -> JsonObject | None:
+    """A configuration file of the checkpoint; None where it is not to be had."""
+    try:
+        return json_of(path, name)
+    except (OSError, ValueError):
+        return None

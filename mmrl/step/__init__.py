@@ -1,0 +1,1 @@
+"""The parts of one step: its batch, micro-batches, context, metrics and the update program."""

@@ -1,0 +1,62 @@
+"""The two ways in which students compare a prompt with an answer, whatever they encode them from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.studies.distill.formulas import maxsim
+
+
+class Rows(Protocol):
+    """Prompts, or answers, as tensors with a row for each."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, index: Tensor) -> Self: ...
+
+    def to(self, device: torch.device | str) -> Self: ...
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """``vectors`` ``[B, D]``, and ``tokens`` ``[B, T, K]`` of length 1 with their ``mask`` ``[B, T]``."""
+
+    vectors: Tensor
+    tokens: Tensor
+    mask: Tensor
+
+    def rows(self, index: Tensor) -> Encoded:
+        return Encoded(self.vectors[index], self.tokens[index], self.mask[index])
+
+    def across(self, dimension: int) -> Encoded:
+        """With one more dimension, so that each of two sides is compared with each."""
+        return Encoded(*(of.unsqueeze(dimension) for of in (self.vectors, self.tokens, self.mask)))
+
+
+class Comparing(nn.Module):
+    """Both students (abstract): how they compare vectors of ``width`` numbers, and tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.scales = nn.Parameter(torch.tensor([0.0, 2.0]))
+        """Logarithms of what multiplies the dual encoder's product, and the late interaction's."""
+        self.shifts = nn.Parameter(torch.zeros(2))
+
+    def encode(self, inputs: Rows, side: int) -> Encoded:
+        """``side``: 0 for prompts, 1 for answers."""
+        raise NotImplementedError
+
+    def dual(self, prompts: Encoded, answers: Encoded) -> Tensor:
+        """Logits ``[B]`` of pairs (or of any shape that both broadcast to), by the product of two vectors."""
+        products = (prompts.vectors * answers.vectors).sum(-1) / self.width**0.5
+        return products * self.scales[0].exp() + self.shifts[0]
+
+    def interaction(self, prompts: Encoded, answers: Encoded) -> Tensor:
+        """Logits ``[B]`` of pairs, by late interaction."""
+        found = maxsim(prompts.tokens, prompts.mask, answers.tokens, answers.mask)
+        return found * self.scales[1].exp() + self.shifts[1]

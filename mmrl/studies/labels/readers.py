@@ -1,0 +1,51 @@
+"""Embeddings of pictures by the diffusion model that draws them, which reads a picture together with its prompt.
+
+They are the error of its prediction at each place, and the means and the spreads of its last states, at two levels of
+noise (``mmrl.rewards.encoders.pictures``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from mmrl.config.schema import Recipe
+from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.rewards.encoders import described as kept
+from mmrl.rewards.encoders.pictures import PictureReader
+
+_PLACES = 8
+"""Errors are kept for a grid of this side."""
+
+
+def described(recipe: Recipe) -> JsonObject:
+    """The model of a recipe, as a reward's folder keeps it. Raises ``UserError`` for one that draws no pictures."""
+    if recipe.makes != "image":
+        raise UserError(f"--model: the recipe makes {recipe.makes}, and a model that draws pictures is needed")
+    return kept.described(recipe)
+
+
+class ModelReader:
+    """Raises ``UserError`` where the model is not there any more."""
+
+    def __init__(self, model: JsonObject) -> None:
+        self.reader = PictureReader(model, "embeds pictures", "mmrl spread")
+
+    def parts(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> list[Tensor]:
+        """The states and the errors of pictures under their prompts, ``[B, D]`` each."""
+        views = self.reader.views(pictures, prompts)
+        squared = [error.square().mean(1, keepdim=True) for error in views.errors]
+        errors = [adaptive_avg_pool2d(one, min(_PLACES, *one.shape[-2:])).flatten(1) for one in squared]
+        states = [_summary(state) for state in views.states]
+        return [torch.cat(part, 1) for part in (states, errors) if part]
+
+
+def _summary(states: Tensor) -> Tensor:
+    """Means and spreads over the places, of ``[B, places, C]`` or ``[B, C, H, W]``."""
+    flat = states if states.ndim == 3 else states.flatten(2).transpose(1, 2)
+    return torch.cat([flat.mean(1), flat.std(1)], 1)

@@ -1,0 +1,236 @@
+"""The page on which a person gives labels (``mmrl label``), with the standard library's server. Imports no torch.
+
+It listens on the loopback interface alone. Every request needs the random token that stands in the address, and names
+the server's own address as its host, so that no other page and no other user of the machine can read or label
+anything. Files are asked for by their number in the list that was read at the start, never by a name. All text reaches
+the page as JSON and is put there as text. An answer is on the disk before it is confirmed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from mmrl.core.errors import UserError
+from mmrl.core.http_server import HttpServer
+from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.media import KINDS, BadMediaError, Media, read_bytes
+from mmrl.core.untrusted import inside
+from mmrl.studies.labels import table
+from mmrl.studies.labels.items import Item
+
+HOST = "127.0.0.1"
+_MOST_BODY = 4096
+_PATIENCE_S = 30.0
+_PAGE = Path(__file__).with_name("page.html")
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self'; media-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {
+    **{"jpg": "image/jpeg", "tif": "image/tiff", "m4v": "video/mp4"},
+    **{"mov": "video/quicktime", "mkv": "video/x-matroska", "avi": "video/x-msvideo"},
+}
+"""Of suffixes that are not the name of their type."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a key means, and how it stands in the table."""
+
+    key: str
+    name: str
+    label: str
+
+
+YES_NO = (Answer("0", "bad", "0"), Answer("1", "good", "1"))
+STARS = tuple(Answer(str(n), f"{n} of 5", f"{(n - 1) / 4:g}") for n in range(1, 6))
+
+
+class LabelServer(HttpServer):
+    """Shows ``items`` in their order and appends the answers to ``path``. Raises ``UserError``."""
+
+    def __init__(
+        self, items: Sequence[Item], root: Path, path: Path, answers: Sequence[Answer] = YES_NO, port: int = 0
+    ) -> None:
+        self.items, self.root, self.path, self.answers = list(items), root, path, list(answers)
+        self.token = secrets.token_urlsafe(24)
+        self.writing = threading.Lock()
+        given = table.read(path, [item.name for item in items]) if os.path.lexists(path) else table.Labels({})
+        if given.words:
+            raise UserError(
+                f"the labels in {path} are words, and the page writes numbers; write 1 and 0 in their place"
+            )
+        self.labels = {name: f"{value:g}" for name, value in given.of.items()}
+        super().__init__(HOST, port, _Handler, "choose another --port")
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/?token={self.token}"
+
+    def listed(self) -> JsonObject:
+        """The reply to ``GET /samples``."""
+        shown: list[Json] = [_listed(number, item) for number, item in enumerate(self.items)]
+        with self.writing:
+            labels = dict(self.labels)
+        return {"items": shown, "answers": [vars(one) for one in self.answers], "labels": labels}
+
+    def give(self, said: Json) -> str | None:
+        """Keep an answer; returns what is wrong with it, None where it is on the disk. Raises ``OSError``."""
+        if not isinstance(said, dict):
+            return "send an object with number and label"
+        number, label = said.get("number"), said.get("label")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.items):
+            return f"there is no sample {number!r}"
+        if label != "" and label not in [one.label for one in self.answers]:
+            return f"{label!r} is no label here"
+        name = self.items[number].name
+        with self.writing:
+            table.append(self.path, name, str(label))
+            if label == "":
+                self.labels.pop(name, None)
+            else:
+                self.labels[name] = str(label)
+        return None
+
+
+def _listed(number: int, item: Item) -> JsonObject:
+    """``pictures``: the numbers of those that no turn shows; ``picture`` of a line of an episode: its number."""
+    told = {line.picture for line in item.turns}
+    places = {name: n for n, name in enumerate(item.pictures)}
+    return {
+        "number": number,
+        "name": item.name,
+        "kind": item.kind,
+        "prompt": item.prompt,
+        "text": item.text,
+        "pictures": [n for name, n in places.items() if name not in told],
+        "turns": [{**vars(line), "picture": places.get(line.picture)} for line in item.turns],
+        "film": item.path is not None and KINDS.get(_suffix(item.path)) == "video",
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LabelServer  # type: ignore[assignment]
+    protocol_version = "HTTP/1.1"
+    timeout = _PATIENCE_S
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        tokens = parse_qs(address.query).get("token", [])
+        if not self._welcome(tokens[0] if tokens else self.headers.get("X-Token", "")):
+            return
+        kind, _, rest = address.path.lstrip("/").partition("/")
+        if address.path == "/":
+            self._answer(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
+        elif address.path == "/samples":
+            self._answer(200, json.dumps(self.server.listed()).encode(), "application/json")
+        elif kind == "file" and _number(rest) and int(rest) < len(self.server.items):
+            item = self.server.items[int(rest)]
+            self._file(None if item.path is None else item.name)
+        elif kind == "picture" and (name := self._picture(rest)) is not None:
+            self._file(name)
+        else:
+            self._refuse(404, "there is nothing here")
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not _number(length) or int(length) > _MOST_BODY:
+            self.close_connection = True
+            return self._refuse(413, "send a body of at most 4096 bytes with its Content-Length")
+        body = self.rfile.read(int(length))
+        # the token only as a header of a request that other sites may not send
+        if not self._welcome(self.headers.get("X-Token", "")):
+            return None
+        if self.path != "/label" or self.headers.get_content_type() != "application/json":
+            return self._refuse(404, "there is nothing here")
+        try:
+            wrong = self.server.give(json.loads(body))
+        except (ValueError, RecursionError):
+            return self._refuse(400, "the body is no JSON")
+        except OSError as error:
+            return self._refuse(500, f"{self.server.path} cannot be written: {error.strerror or error}")
+        if wrong is not None:
+            return self._refuse(400, wrong)
+        return self._answer(200, b"{}", "application/json")
+
+    def _welcome(self, token: str) -> bool:
+        """Whether the request has the token, and this server's address as its host (a page of another site that has
+        its name point here does not)."""
+        if self.headers.get("Host") != f"{HOST}:{self.server.server_port}":
+            self._refuse(403, "wrong host")
+        elif not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
+            self._refuse(403, "wrong or missing token; open the address that mmrl label printed")
+        else:
+            return True
+        return False
+
+    def _picture(self, rest: str) -> str | None:
+        """The name of a prompt's picture: ``NUMBER OF THE SAMPLE/NUMBER OF THE PICTURE``; None where there is none."""
+        numbers = rest.split("/")
+        if len(numbers) != 2 or not all(map(_number, numbers)):
+            return None
+        sample, at = map(int, numbers)
+        if sample >= len(self.server.items) or at >= len(self.server.items[sample].pictures):
+            return None
+        return self.server.items[sample].pictures[at]
+
+    def _file(self, name: str | None) -> None:
+        path = None if name is None else inside(self.server.root, name)
+        if path is None:
+            return self._refuse(404, "this sample has no file")
+        suffix = _suffix(path)
+        if suffix not in KINDS:
+            return self._refuse(404, "this sample is neither a picture nor a clip")
+        try:
+            data = read_bytes(Media(KINDS[suffix], str(path)))
+        except BadMediaError as error:
+            return self._refuse(404, str(error))
+        return self._answer(200, data, _TYPES.get(suffix, f"{KINDS[suffix]}/{suffix}"))
+
+    def _refuse(self, status: int, why: str) -> None:
+        self._answer(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
+
+    def _answer(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Content-Security-Policy", _POLICY),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the address has the token."""
+
+
+def _number(text: str) -> bool:
+    """Whether ``text`` is a whole number of a size that there may be."""
+    return len(text) < 10 and text.isascii() and text.isdigit()
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()[1:]
+
+
+def in_order(items: Sequence[Item], order: Sequence[str]) -> list[Item]:
+    """``items`` with those of ``order`` first. Raises ``UserError`` for a name that is none of theirs."""
+    known = {item.name: item for item in items}
+    for name in order:
+        if name not in known:
+            raise UserError(f"the order names {name!r}, which is no sample of this folder; spread its labels again")
+    first = dict.fromkeys(order)
+    return [*(known[name] for name in first), *(item for item in items if item.name not in first)]
