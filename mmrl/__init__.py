@@ -6,10 +6,14 @@ their types.
 """
 
 import importlib
+import sys
 
+from mmrl._moved import Moved
 from mmrl.core.plugins.loading import load as load
 from mmrl.core.reward_contract import before_loading as before_loading
 from mmrl.core.reward_contract import reward as reward
+
+sys.meta_path.append(Moved())
 
 _LAZY = {
     "train": "mmrl.api.training",

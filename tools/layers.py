@@ -39,7 +39,7 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl core",
+    "core": "mmrl _moved core",
     "recipe": "config",
     "algorithms": "algorithms",
     "logging": "logging",
