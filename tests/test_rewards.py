@@ -478,10 +478,10 @@ def test_clip_and_pickscore_equal_the_library(tiny_clip):
     cosine = logits / model.logit_scale.exp().double()
     assert (cosine < 0).any()  # so that the clamp is tried
     assert (cosine > 0).any()
-    clip = score(RewardSet([Reward(name="clip:score", options={"path": tiny_clip})]), made)
+    clip = score(RewardSet([Reward(name="clip:score", options={"path": tiny_clip, "dtype": "float32"})]), made)
     torch.testing.assert_close(clip.total, 2.5 * cosine.clamp(min=0).detach(), rtol=1e-4, atol=1e-6)
     assert list(clip.parts) == ["clip"]
-    options = {"path": tiny_clip, "processor": tiny_clip}
+    options = {"path": tiny_clip, "processor": tiny_clip, "dtype": "float32"}
     pick = score(RewardSet([Reward(name="pickscore", options=options)]), made)
     torch.testing.assert_close(pick.total, logits / 26, rtol=1e-4, atol=1e-6)
 
@@ -493,7 +493,7 @@ def test_pathwise_clip_is_the_same_cosine_with_a_gradient(size, within, tiny_cli
 
     model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
     made = clip_samples(size, gradient=True)
-    rewards = RewardSet([Reward(name="clip:pathwise", options={"path": tiny_clip})])
+    rewards = RewardSet([Reward(name="clip:pathwise", options={"path": tiny_clip, "dtype": "float32"})])
     value = rewards.gradient(made)
     inputs = processor(
         text=[s.prompt.text for s in made],
