@@ -63,6 +63,15 @@ def test_no_bit_of_a_row_depends_on_its_neighbours_or_on_the_order_of_arrival(tm
     assert differ == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in (*SEE, "qwen3_moe")])
+def test_nor_do_the_bits_of_any_family_without_experts(folder, kind):
+    run = midway_text.make(folder, family(folder, kind), "sampling.batch_size=3", "sampling.max_new_tokens=5")
+    slots, ids = asked(run, size=3, slots=[Slot(0, n, 0, run.prompts[n]) for n in range(3)])
+    requests = run.pipeline.requests(slots, ids, 5)
+    assert shuffled(run.pipeline, requests, [settings(run.pipeline)] * len(requests), 8) == 0
+
+
 @pytest.mark.parametrize("of", ["silu", "gelu", "sigmoid"])
 def test_an_activation_of_several_rows_is_that_of_each_alone(run_of, of):
     function = getattr(torch.nn.functional, of)
@@ -179,6 +188,35 @@ def test_a_family_without_fixed_places_is_sampled_in_batches_and_it_is_said_once
         "every batch is sampled until its longest response ends: its layers do not keep keys and values of all tokens"
     )
     assert "".join(capsys.readouterr()).count(said) == 1
+
+
+@pytest.mark.slow
+def test_a_step_is_one_graph(run_of):
+    """What a CUDA graph records: torch traces it without a break, and the graph gives the same logits."""
+    slots, ids = asked(run_of, size=1)
+    requests, engine, graphs = run_of.pipeline.requests(slots, ids, 4), run_of.pipeline.answering(), []
+    asking = [engine.submit(request, settings(run_of.pipeline)) for request in requests]
+    answered = dict(engine.ready(0.0))
+    table, cache = engine._table, engine._table._cache
+    places, columns = cache.places[: cache.rows].unsqueeze(1), torch.arange(cache.width)
+    given = table._tokens[: cache.rows].gather(1, places), (columns <= places)[:, None, None], places
+
+    def step(tokens, mask, positions):
+        named = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        return run_of.pipeline.policy(**named, past_key_values=cache, use_cache=True).logits
+
+    def traced(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad(), attending(run_of.pipeline.policy):
+        expected, found = step(*given), torch.compile(step, fullgraph=True, backend=traced)(*given)
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+    assert torch.equal(found, expected)
+    for id in set(asking) - set(answered):
+        engine.cancel(id)
 
 
 def test_more_prompts_than_there_was_room_for_make_it_grow(run_of):

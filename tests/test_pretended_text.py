@@ -186,6 +186,19 @@ def test_a_model_that_scores_sleeps_while_the_policy_trains_on_its_device(folder
         assert row == other
 
 
+def test_steps_that_cannot_be_recorded_are_computed_and_it_is_said_once(folder, capfd):
+    from mmrl.app.build import build
+    from mmrl.config.loader import load_recipe
+    from tests.midway_text import asked
+
+    drawn = []
+    for way in ("false", "true"):
+        run = build(load_recipe([folder / "recipe.yaml"], [f"performance.compile={way}"]).recipe)
+        drawn += [[run.pipeline.sample(*asked(run, size=1), [], n).spoken() for n in range(2)]]
+    assert drawn[0] == drawn[1]
+    assert "".join(capfd.readouterr()).count("are not recorded as CUDA graphs, and take longer") == 1
+
+
 def test_what_the_plan_chose_for_the_device_is_stored_and_kept(folder, tmp_path, capfd):
     from mmrl.cli import app
 

@@ -9,12 +9,20 @@ from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 from mmrl.core.stored import read_object
 
-KEYS = ("train.micro_batch_size", "sampling.batch_size", "model.gradient_checkpointing")
+KEYS = (
+    *("train.micro_batch_size", "train.micro_batch_tokens", "sampling.batch_size"),
+    *("model.gradient_checkpointing", "model.offload", "performance.compile"),
+)
 
 
 def left_open(recipe: Recipe) -> list[str]:
     """Those of ``KEYS`` that nothing has set."""
-    sections = {"train": recipe.train, "sampling": recipe.sampling, "model": recipe.model}
+    sections = {
+        "train": recipe.train,
+        "sampling": recipe.sampling,
+        "model": recipe.model,
+        "performance": recipe.performance,
+    }
     split = [(key, *key.split(".")) for key in KEYS]
     return [key for key, section, name in split if name in sections[section].open_keys]
 

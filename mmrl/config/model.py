@@ -35,7 +35,7 @@ class Lora(Section):
 
 
 class Model(Section):
-    left_to_plan = ("gradient_checkpointing",)
+    left_to_plan = ("gradient_checkpointing", "offload")
 
     path: str
     """A local directory (relative to the recipe's folder), a hub name, or ``package:NAME`` of ``mmrl fetch``."""
@@ -57,7 +57,8 @@ class Model(Section):
     max_pixels: Count | None = None
     """A picture in a prompt with more pixels is made smaller (Qwen-VL); None keeps the checkpoint's limit."""
     offload: bool = True
-    """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
+    """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU). ``auto``, or no value:
+    true, but on a GPU where the plan finds room for them."""
 
     @property
     def continues_adapter(self) -> bool:

@@ -21,6 +21,8 @@ NEEDS_HALF = ("flash_attention_2", "flash", "_flash_3", "_native_flash", "_nativ
 class Performance(Section):
     """Speed and memory (docs/gpus.md). What the device does not support is refused before a model is loaded."""
 
+    left_to_plan = ("compile",)
+
     tf32: bool | None = None
     """CUDA: ``true`` computes float32 matrix products and convolutions in TensorFloat-32 (10 bits of mantissa),
     ``false`` neither. None is ``true`` beside ``model.dtype: bfloat16``, where the GPU has it; else it keeps torch's
@@ -46,7 +48,8 @@ class Performance(Section):
     compile: bool = False
     """Pictures and clips: compile the repeated blocks of the denoiser (torch.compile), for sampling and training. Text:
     sample in this process row by row, each row at a fixed place of the cache, and on CUDA record a step once and replay
-    it (CUDA graphs); training is not compiled."""
+    it (CUDA graphs); training is not compiled. ``auto``, or no value: on a GPU where it saves minutes by the
+    plan; else false."""
 
     def tf32_beside(self, dtype: str) -> bool | None:
         """``tf32`` of a run with this ``model.dtype``; None keeps torch's default."""

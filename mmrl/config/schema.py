@@ -111,7 +111,7 @@ def _number_or_auto(value: object) -> object:
 
 
 class Train(Section):
-    left_to_plan = ("micro_batch_size",)
+    left_to_plan = ("micro_batch_size", "micro_batch_tokens")
 
     steps: Count
     """Training steps: each samples, scores and updates."""
@@ -123,7 +123,9 @@ class Train(Section):
     """Samples per micro-batch of the update; for text at most so many, with the limit of ``micro_batch_tokens``.
     ``auto``, or no value: on a GPU as many as its memory holds and as still save time, by the plan (docs/gpus.md)."""
     micro_batch_tokens: Count | None = None
-    """Text: most tokens per micro-batch, padding included: its rows times its longest prompt plus response."""
+    """Text: most tokens per micro-batch, padding included: its rows times its longest prompt plus response. ``auto``,
+    or no value: on a GPU, where ``micro_batch_size`` is left to the plan, too, as many as its memory holds and as still
+    save time; else without limit."""
     packing: bool | Literal["auto"] = "auto"
     """Text: compute whole rows behind one another in place of padding them to the longest; log-probs and gradients are
     the same to rounding. ``auto``: on CUDA, for models of the families that it is tested with (docs/text.md)."""
@@ -159,6 +161,18 @@ class Train(Section):
     expert_parallel: Few = 1
     """Megatron-Core, mixtures of experts: devices of a controller that divide the experts of each layer and exchange
     tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chooses_one(cls, given: object) -> object:
+        if isinstance(given, Mapping) and given.get("micro_batch_tokens") == "auto":
+            rows = given.get("micro_batch_size", "auto")
+            if rows != "auto":
+                raise ValueError(
+                    f"micro_batch_tokens is auto, which chooses how large a micro-batch is, and micro_batch_size is "
+                    f"{rows}; remove one of the two"
+                )
+        return given
 
     @property
     def at_once(self) -> int:

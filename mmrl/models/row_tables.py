@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from mmrl.core.notices import tell
 from mmrl.core.rollout_engine import Request, Settings
 from mmrl.core.transfer import to_device
 from mmrl.models.text.base_model import base_model
@@ -105,6 +106,8 @@ class Reader:
 
     def __init__(self, writer: WritingPolicy, inputs: Inputs) -> None:
         self.writer, self._inputs = writer, inputs
+        self.records = True
+        """Whether no step has failed to be recorded."""
 
     @property
     def _core(self) -> Any:
@@ -227,7 +230,7 @@ class Fixed(Table):
 
     def __init__(self, reader: Reader, most: int, half: torch.dtype | None, *, record: bool) -> None:
         self._of, self._reader = _fixed_cache(), reader
-        self._record = record and self._of.can_be_recorded(reader.writer.policy)
+        self._record = record and reader.records and self._of.can_be_recorded(reader.writer.policy)
         self._dtype, self._halves = half, {} if half is None else self._of.halves(reader.writer.policy, half)
         self.rows = [None] * most
         self._cache: FixedCache | None = None
@@ -317,9 +320,20 @@ class Fixed(Table):
             self._graphs[cache.width].replay()
         else:
             self._step()  # libraries make what they need
-            self._graphs[cache.width] = graph = torch.cuda.CUDAGraph()
+            self._record_step(cache.width)
+
+    def _record_step(self, width: int) -> None:
+        try:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._step()
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            tell(f"steps of sampling are not recorded as CUDA graphs, and take longer: {said}")
+            self._record, self._reader.records, self._graphs = False, False, {}
+            self._step()
+        else:
+            self._graphs[width] = graph
 
     def _step(self) -> None:
         cache, policy = self._cache, self._reader.writer.policy
@@ -358,6 +372,11 @@ def _fixed_cache() -> ModuleType:
 def fixed_refusal(policy: nn.Module) -> str:
     """Why rows of this model cannot be at fixed places; empty where they can."""
     return _fixed_cache().refusal(policy)
+
+
+def recordable(policy: nn.Module) -> bool:
+    """Whether rows of this model can be at fixed places, and a step of them asks nothing of the host."""
+    return not fixed_refusal(policy) and _fixed_cache().can_be_recorded(policy)
 
 
 def _rounded(n: int, step: int) -> int:

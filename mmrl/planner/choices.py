@@ -1,5 +1,5 @@
-"""Choose what a recipe leaves to the plan (``auto``, or no value) for a GPU: the samples of a micro-batch, those that
-are drawn at once, and whether activations are checkpointed.
+"""Choose what a recipe leaves to the plan (``auto``, or no value) for a GPU: the samples and tokens of a micro-batch,
+those that are drawn at once, whether activations are checkpointed, code is compiled, and idle models leave the GPU.
 
 The choice is a function of the recipe and the device's memory alone. The memory of a phase grows by the same bytes with
 each sample, so that plans at two sizes tell that of all. A plan at the chosen size checks it. ``mmrl train`` stores the
@@ -10,16 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
+from mmrl.config.checks import impossibilities
 from mmrl.config.left_to_plan import left_open, with_values
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
+from mmrl.core.durations import duration
 from mmrl.core.json_types import Json
 from mmrl.core.notices import tell
 from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.steps_per_forward import ROWS, SHARE
 
+COMPILING = 300.0
+"""Seconds that a run has to save before code is compiled for it; compiling takes minutes for each size of pictures."""
 TOKENS = 16_384
 """The most tokens of a slice of text: more gain next to nothing."""
 _UPDATE, _SAMPLING = ("train", "optimizer"), ("encode", "sample", "decode")
@@ -33,10 +38,14 @@ def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Pla
     """The plan of the recipe with what it leaves open chosen, and a note on each choice. As the recipe stands where
     nothing is open, the device is no GPU, or its memory or that of a step is not known."""
     first = planned(loaded)
-    keys = left_open(loaded.recipe)
+    text = loaded.recipe.sampling.type == "text"
+    keys = [key for key in left_open(loaded.recipe) if key != ("model.offload" if text else "train.micro_batch_tokens")]
     if not keys or not first.device.startswith("cuda") or first.device_memory is None or first.measured is None:
         return first
     made = _best(loaded, first, planned, keys)
+    if not made.problems:
+        made = _compiled(loaded, made, planned) if "performance.compile" in keys else made
+        made = _kept(loaded, made, planned) if "model.offload" in keys else made
     open_values = {key: _value(made.recipe, key) for key in left_open(made.recipe)}
     made.recipe = with_values(made.recipe, open_values)  # else the start of the run would choose once more
     return made
@@ -47,7 +56,7 @@ def _best(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], P
     checkpointed = [loaded.recipe.model.gradient_checkpointing] if known else [False, True]
     if "train.micro_batch_size" not in keys or loaded.recipe.algorithm.whole:
         return first if known or not _over(first) else _fitting(loaded, first, planned)
-    tell(f"the plan chooses {' and '.join(keys)} for {first.where}, which can take a minute")
+    tell(f"the plan chooses {', '.join(keys)} for {first.where}, which can take a minute")
     found: list[_Choice] = []
     for way in checkpointed:
         one = _with(loaded, {"model.gradient_checkpointing": way})
@@ -116,7 +125,66 @@ def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_s
     made.notes.append(f"train.micro_batch_size: auto is {n} ({why}){'' if enough else probe.on_larger(n, text)}")
     if batch:
         made.notes.append(f"sampling.batch_size: auto is {batch}, of {made.known[0].samples} samples that a step draws")
+    if n < probe.samples and not over and "micro_batch_tokens" in recipe.train.open_keys:
+        _limit_tokens(made, probe.samples)
     return _Choice(made, enough)
+
+
+def _limit_tokens(made: Plan, samples: int) -> None:
+    """Have tokens limit a micro-batch of text in place of rows, of which short ones take less."""
+    counts, _ = made.known
+    if not counts.row_tokens or not counts.micro_batches or made.recipe.algorithm.kind != "policy_gradient":
+        return
+    tokens = counts.slice_rows * counts.row_tokens
+    values = {"train.micro_batch_tokens": tokens, "train.micro_batch_size": samples}
+    if made.recipe.sampling.batch_size is None:  # else it would be the new size
+        values["sampling.batch_size"] = counts.batch
+    made.recipe = with_values(made.recipe, values)
+    made.notes.append(
+        f"train.micro_batch_tokens: auto is {tokens}, those of {counts.slice_rows} rows of the greatest length; up to "
+        f"{samples} shorter ones share a micro-batch"
+    )
+
+
+def _again(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Plan], key: str, value: Json) -> Plan:
+    """The plan with one more value, and the notes on those that were chosen before."""
+    new = planned(replace(loaded, recipe=with_values(made.recipe, {key: value})))
+    new.notes += [note for note in made.notes if ": auto is " in note and note not in new.notes]
+    return new
+
+
+def _compiled(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+    key, recipe = "performance.compile", made.recipe
+    compiled = with_values(recipe, {key: True})
+    if refused := [one for one in impossibilities(compiled) if one.startswith(key)]:
+        made.notes.append(f"{key}: auto is false, because it is refused here: {refused[0].removeprefix(key + ': ')}")
+    elif recipe.sampling.type == "text":
+        if made.recordable and made.known[0].micro_batches and recipe.train.backend == "replicated":
+            made.recipe = compiled
+            made.notes.append(f"{key}: auto is true: a step of sampling is recorded once and replayed (CUDA graphs)")
+    elif made.gpu is None and find_spec("triton") is None:
+        made.notes.append(f"{key}: auto is false, because triton is not installed")
+    else:
+        new, sizes = _again(loaded, made, planned, key, True), len(recipe.denoising.sizes)
+        saved = made.lasts - new.lasts
+        if saved > COMPILING * sizes and not _over(new, SHARE):
+            new.notes.append(f"{key}: auto is true, which saves {duration(saved)} of the run by the estimate")
+            return new
+        said = duration(max(0.0, saved))
+        made.notes.append(f"{key}: auto is false: compiling takes minutes, and would save {said} of the run")
+    return made
+
+
+def _kept(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+    """With the models that are idle in some phases on the GPU in all, where there is room."""
+    if made.recipe.sampling.type == "text":
+        return made
+    key, new = "model.offload", _again(loaded, made, planned, "model.offload", value=False)
+    if _over(new, SHARE) or new.problems:
+        made.notes.append(f"{key}: auto is true, because without it the plan takes more than {SHARE:.0%} of the memory")
+        return made
+    new.notes.append(f"{key}: auto is false, because text encoders and VAE have room beside what trains")
+    return new
 
 
 def _even(samples: int, most: int) -> int:

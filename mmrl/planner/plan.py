@@ -42,6 +42,7 @@ from mmrl.models import performance
 from mmrl.models.description import Description
 from mmrl.models.megatron import mapping
 from mmrl.models.protocol import Pipeline, recorded_steps
+from mmrl.models.row_tables import recordable
 from mmrl.planner import buckets, calibration_file
 from mmrl.planner.calibration_file import key_of
 from mmrl.planner.choices import chosen
@@ -121,8 +122,10 @@ def _planned(
     except UserError as error:
         made.problems += [str(error)] if str(error) not in made.problems else []
         return made
-    if made.gpu is None and isinstance(description.pipeline, LanguagePipeline):
-        made.problems += _without_weights(recipe.model.path)
+    if isinstance(description.pipeline, LanguagePipeline):
+        made.recordable = recipe.rollout.engine == "transformers" and recordable(description.pipeline.policy)
+        if made.gpu is None:
+            made.problems += _without_weights(recipe.model.path)
     _account(made, description, objective, prompts, inputs)
     settle(made)
     if (time := _time(made, description, objective, prompts)) is not None:

@@ -76,6 +76,8 @@ class Plan:
     """The estimated time of a step on that GPU or on this machine's device."""
     encoding: float = 0.0
     """Seconds in which this machine's processor encodes a prompt of text."""
+    recordable: bool = False
+    """Text: whether a step of sampling in the process can be recorded and replayed."""
     uncalibrated: str = ""
     """Why the estimate is not of this machine's calibration, and what to do; empty where it is, or for another GPU."""
     lasts: float = 0.0
