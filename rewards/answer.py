@@ -19,7 +19,8 @@ judged, and its samples fail. Responses are data: they are compared as text and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -39,11 +40,88 @@ _ANSWER_ENDS = re.compile(r"</answer>|<\|end_of_box\|>", re.IGNORECASE)
 _FRAME = re.compile(r"\\(?:boxed\s+|f(?:rame)?box\s*)\{")
 _TAG = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
 
-Rows = dict[str, Sequence[Value]]
+
+class _Verifier(ABC):
+    """What the rewards of this module share: where the answer stands, what the truth is, and the form."""
+
+    def __init__(
+        self,
+        after: str | None = None,
+        key: str = "answer",
+        pattern: str | None = None,
+        pattern_weight: float = 0.0,
+        before: str | None = None,
+    ) -> None:
+        if not 0 <= pattern_weight <= 1:
+            raise UserError(f"options.pattern_weight is {pattern_weight}; it is a share, from 0 to 1")
+        if pattern_weight and pattern is None:
+            raise UserError("options.pattern_weight needs options.pattern, the form it rewards; add it, or remove both")
+        for name, mark, words in (("after", after, "before the answer ('answer:')"), ("before", before, "behind it")):
+            if mark == "":
+                raise UserError(f"options.{name} is empty; name the words {words}, or leave it out")
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"options.pattern is no regular expression: {error}; correct it") from error
+        self._after, self._key, self._weight = after, key, pattern_weight
+        self._before = _closing_tag(after) if before is None and after is not None else before
+
+    @abstractmethod
+    def _right(self, response: str, truth: str) -> bool:
+        """Whether ``response``, where the answer stands, gives ``truth``. Raises ``ValueError`` for no truth."""
+
+    @abstractmethod
+    def _said(self, response: str) -> str | None:
+        """What ``response`` says, as it is compared."""
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, Sequence[Value]]:
+        """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
+        correct = [self._correct(sample) for sample in samples]
+        if self._pattern is None:
+            return {"score": correct, "correct": correct}
+        form = [float(self._pattern.fullmatch((s.begun + (s.text or "")).strip()) is not None) for s in samples]
+        total = [
+            c if not isinstance(c, float) else self._weight * f + (1 - self._weight) * c
+            for c, f in zip(correct, form, strict=True)
+        ]
+        return {"score": total, "correct": correct, "format": form}
+
+    def _correct(self, sample: Sample) -> float | Failed:
+        if sample.text is None:
+            return Failed("the sample has no text; this reward judges language models")
+        truths = _truths(sample.prompt.meta.get(self._key))
+        if not truths:
+            return Failed(f"prompt {sample.prompt.id!r} has no truth under meta[{self._key!r}]")
+        response = self._answer(sample.text)
+        if sample.truncated or response is None:
+            return 0.0
+        try:
+            return float(any(self._right(response, truth) for truth in truths))
+        except ValueError as error:
+            return Failed(f"prompt {sample.prompt.id!r}: {error}")
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """What the response says, as it is compared: equal answers vote together. None where it is cut or has none."""
+        response = None if sample.text is None or sample.truncated else self._answer(sample.text)
+        return (self._said(response) or None) if response is not None else None
+
+    def _answer(self, text: str) -> str | None:
+        """Where the answer stands in ``text``; None where the mark before it is not there, or a thought never ends."""
+        text = _FRAME.sub(lambda _: BOX, text)
+        if self._after is None and self._before is None:
+            return _outside_thoughts(text)
+        mark, answer = True, text
+        if self._after is not None:
+            _, mark, answer = text.rpartition(self._after)
+        if self._before is not None:
+            answer = answer.partition(self._before)[0]
+        if self._before is not None and _closing_tag(self._after or "") == self._before:
+            answer = _Tagged(answer)
+        return answer if mark else None
 
 
 @mmrl.reward(inputs=("text",), checks=True)
-class Exact:
+class Exact(_Verifier):
     """The answer is the truth, word for word: the whole response, or what follows the last ``after`` in it.
 
     White space is one space; Unicode is normalised (NFKC), and there is one apostrophe, quotation mark and dash. Quotes
@@ -60,23 +138,18 @@ class Exact:
         *,
         ignore_case: bool = True,
     ) -> None:
-        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
+        super().__init__(after, key, pattern, pattern_weight, before)
         self._ignore_case = ignore_case
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
-        """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
-        return self._verifier.rows(samples, self._right)
-
-    def answer_of(self, sample: Sample) -> str | None:
-        """What the response says, as it is compared: equal answers vote together."""
-        return self._verifier.answer_of(sample, lambda response: plain(response, ignore_case=self._ignore_case))
+    def _said(self, response: str) -> str:
+        return plain(response, ignore_case=self._ignore_case)
 
     def _right(self, response: str, truth: str) -> bool:
-        return plain(response, ignore_case=self._ignore_case) == plain(truth, ignore_case=self._ignore_case)
+        return self._said(response) == self._said(truth)
 
 
 @mmrl.reward(inputs=("text",), checks=True)
-class Number:
+class Number(_Verifier):
     r"""The last number of the response (of what follows the last ``after``) equals the truth.
 
     ``1,234``, ``-2``, ``.5``, ``6e3``, ``3/4``, ``3 1/2``, ``1\frac{1}{2}``, ``6 \times 10^3`` and ``12%`` are numbers.
@@ -96,23 +169,18 @@ class Number:
     ) -> None:
         if not 0 <= tolerance < 1:
             raise UserError(f"options.tolerance is {tolerance}; give a relative distance from 0 up to 1, as 0.001")
-        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
+        super().__init__(after, key, pattern, pattern_weight, before)
         self._tolerance = Fraction(tolerance)
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
-        """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
-        return self._verifier.rows(samples, self._right)
-
-    def answer_of(self, sample: Sample) -> str | None:
-        """The last number, with its unit: equal answers vote together."""
-        return self._verifier.answer_of(sample, _voted_number)
+    def _said(self, response: str) -> str | None:
+        return _voted_number(response)
 
     def _right(self, response: str, truth: str) -> bool:
         return _same_number(response, _number(truth), self._tolerance)
 
 
 @mmrl.reward(inputs=("text",), checks=True)
-class Boxed:
+class Boxed(_Verifier):
     r"""The last ``\boxed{...}`` of the response holds the truth: the same text, number, or list of such. No algebra.
     ``\fbox`` is a box too.
 
@@ -120,23 +188,8 @@ class Boxed:
     the two has do not count. Boxes joined by ``and``, ``or`` or a comma are one answer, a list.
     """
 
-    def __init__(
-        self,
-        after: str | None = None,
-        key: str = "answer",
-        pattern: str | None = None,
-        pattern_weight: float = 0.0,
-        before: str | None = None,
-    ) -> None:
-        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
-
-    def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
-        """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
-        return self._verifier.rows(samples, self._right)
-
-    def answer_of(self, sample: Sample) -> str | None:
-        """What the last box holds: equal answers vote together."""
-        return self._verifier.answer_of(sample, lambda response: _voted(_in_a_box(response)))
+    def _said(self, response: str) -> str | None:
+        return _voted(_in_a_box(response))
 
     def _right(self, response: str, truth: str) -> bool:
         found = _in_a_box(response)
@@ -144,7 +197,7 @@ class Boxed:
 
 
 @mmrl.reward(inputs=("text",), own_deadline=True, checks=True)
-class Math:
+class Math(_Verifier):
     r"""The answer equals the truth as mathematics: by ``answer:boxed``'s rules, else by math-verify's algebra.
 
     The answer is in the last ``\boxed{...}``, else behind ``the answer is`` at the end, else the last number.
@@ -163,19 +216,18 @@ class Math:
     ) -> None:
         if not 0 < deadline <= 600:
             raise UserError(f"options.deadline is {deadline}; give seconds for one answer, from above 0 up to 600")
-        self._verifier = _Verifier(after, key, pattern, pattern_weight, before)
+        super().__init__(after, key, pattern, pattern_weight, before)
         self._verify = MathVerify(deadline)
         self._known: dict[tuple[str, str], bool] = {}
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
+    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, Sequence[Value]]:
         """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
         self._known = {}  # a group often says the same
-        return self._verifier.rows(samples, self._right)
+        return super().score(samples, context=context)
 
-    def answer_of(self, sample: Sample) -> str | None:
-        """The answer without algebra: equal answers vote together, and ``1/2`` and ``0.5`` do, but not ``x+1`` and
-        ``1+x``."""
-        return self._verifier.answer_of(sample, lambda r: None if unfinished(r) else _voted(stated(r)))
+    def _said(self, response: str) -> str | None:
+        """The answer without algebra: ``1/2`` and ``0.5`` vote together, but not ``x+1`` and ``1+x``."""
+        return None if unfinished(response) else _voted(stated(response))
 
     def close(self) -> None:
         """End math-verify's process."""
@@ -208,71 +260,6 @@ number = Number
 boxed = Boxed
 math = Math
 score = Exact
-
-
-class _Verifier:
-    """What the rewards of this module share: where the answer stands, what the truth is, and the form."""
-
-    def __init__(
-        self, after: str | None, key: str, pattern: str | None, pattern_weight: float, before: str | None
-    ) -> None:
-        if not 0 <= pattern_weight <= 1:
-            raise UserError(f"options.pattern_weight is {pattern_weight}; it is a share, from 0 to 1")
-        if pattern_weight and pattern is None:
-            raise UserError("options.pattern_weight needs options.pattern, the form it rewards; add it, or remove both")
-        for name, mark, words in (("after", after, "before the answer ('answer:')"), ("before", before, "behind it")):
-            if mark == "":
-                raise UserError(f"options.{name} is empty; name the words {words}, or leave it out")
-        try:
-            self._pattern = None if pattern is None else re.compile(pattern)
-        except re.error as error:
-            raise UserError(f"options.pattern is no regular expression: {error}; correct it") from error
-        self._after, self._key, self._weight = after, key, pattern_weight
-        self._before = _closing_tag(after) if before is None and after is not None else before
-
-    def rows(self, samples: Sequence[Sample], right: Callable[[str, str], bool]) -> Rows:
-        correct = [self._correct(sample, right) for sample in samples]
-        if self._pattern is None:
-            return {"score": correct, "correct": correct}
-        form = [float(self._pattern.fullmatch((s.begun + (s.text or "")).strip()) is not None) for s in samples]
-        total = [
-            c if not isinstance(c, float) else self._weight * f + (1 - self._weight) * c
-            for c, f in zip(correct, form, strict=True)
-        ]
-        return {"score": total, "correct": correct, "format": form}
-
-    def _correct(self, sample: Sample, right: Callable[[str, str], bool]) -> float | Failed:
-        if sample.text is None:
-            return Failed("the sample has no text; this reward judges language models")
-        truths = _truths(sample.prompt.meta.get(self._key))
-        if not truths:
-            return Failed(f"prompt {sample.prompt.id!r} has no truth under meta[{self._key!r}]")
-        response = self._answer(sample.text)
-        if sample.truncated or response is None:
-            return 0.0
-        try:
-            return float(any(right(response, truth) for truth in truths))
-        except ValueError as error:
-            return Failed(f"prompt {sample.prompt.id!r}: {error}")
-
-    def answer_of(self, sample: Sample, read: Callable[[str], str | None]) -> str | None:
-        """What ``read`` finds in the response; None where it is cut or has no answer."""
-        response = None if sample.text is None or sample.truncated else self._answer(sample.text)
-        return (read(response) or None) if response is not None else None
-
-    def _answer(self, text: str) -> str | None:
-        """Where the answer stands in ``text``; None where the mark before it is not there, or a thought never ends."""
-        text = _FRAME.sub(lambda _: BOX, text)
-        if self._after is None and self._before is None:
-            return _outside_thoughts(text)
-        mark, answer = True, text
-        if self._after is not None:
-            _, mark, answer = text.rpartition(self._after)
-        if self._before is not None:
-            answer = answer.partition(self._before)[0]
-        if self._before is not None and _closing_tag(self._after or "") == self._before:
-            answer = _Tagged(answer)
-        return answer if mark else None
 
 
 class _Tagged(str):

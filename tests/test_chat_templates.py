@@ -108,11 +108,8 @@ def test_a_template_that_fails_is_refused_in_the_plan(folder, template, why):
     assert any("model.chat_template: " in str(problem) for problem in plan(made).problems)
 
 
-def test_variables_have_their_older_name_too(folder):
-    old = loaded(folder, "sampling.chat_template={enable_thinking: false}")
-    assert old.recipe.decoding.chat_template_kwargs == {"enable_thinking": False}
-    assert old.source("sampling.chat_template_kwargs") == "command line"
-    with pytest.raises(RecipeError, match=r"write a template, or a file with one, as model\.chat_template"):
+def test_a_template_in_the_wrong_section_is_answered_with_the_right_key(folder):
+    with pytest.raises(RecipeError, match=r"sampling\.chat_template: .*chat_template"):
         loaded(folder, "sampling.chat_template=plain.jinja")
 
 

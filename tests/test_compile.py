@@ -1,7 +1,5 @@
 """``performance.compile``: the same compiled blocks sample and train, and first ratios are 1, in half precision too."""
 
-import json
-
 import diffusers
 import pytest
 import torch
@@ -9,12 +7,10 @@ from safetensors.torch import load_file
 
 import mmrl
 from mmrl.app.build import build
-from mmrl.app.resume import same_run
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.core.clock import Clock
 from mmrl.core.errors import UserError
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
-from mmrl.logging.rundir import RunDir
 from mmrl.training.loop import train_step
 from tests.tiny_diffusion import two_blocks
 
@@ -189,18 +185,6 @@ def test_what_cannot_be_compiled_is_refused(recipe, overrides, edit):
         load_recipe([recipe], ["performance.compile=true", *overrides])
 
 
-def test_the_older_key_means_the_same(tmp_path, capsys):
-    loaded = load_recipe(["shapes-lora"], ["model.compile=true"])
-    assert loaded.recipe.performance.compile
-    assert loaded.source("performance.compile") == "command line"
-    settings = loaded.resolved()
-    assert "compile" not in settings["model"]
-    older = settings | {"model": settings["model"] | {"compile": True}}
-    del older["performance"]
-    with RunDir.create(tmp_path / "run") as directory:
-        directory.resolved.write_text(json.dumps(older))
-        same_run(directory, loaded)
-    with pytest.raises(RecipeError, match=r"model.compile: it is called performance.compile now, .*; remove it"):
-        load_recipe(["shapes-lora"], ["model.compile=true", "performance.compile=false"])
-    with pytest.raises(RecipeError, match=r"performance.compile: expected true or false, got 'maybe'"):
-        load_recipe(["shapes-lora"], ["model.compile=maybe"])
+def test_the_key_in_the_wrong_section_is_answered_with_the_right_one():
+    with pytest.raises(RecipeError, match=r"model.compile: .*performance.compile"):
+        load_recipe(["shapes-lora"], ["model.compile=true"])

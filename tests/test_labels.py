@@ -630,7 +630,7 @@ def test_its_scores_are_a_reward_of_new_pictures(spread_out):
     [
         (WEIGHTS, lambda data: data[:-1] + b"x", "sha256"),
         (NAME, lambda data: data.replace(b'"format": 2', b'"format": 9'), "this version reads 2"),
-        (NAME, lambda data: data.replace(b'"kind": "image"', b'"kind": "smell"'), "no kind of sample"),
+        (NAME, lambda data: data.replace(b'"kind": "image"', b'"kind": "smell"'), "should be 'image'"),
         (NAME, lambda data: b"{", "cannot be read"),
     ],
 )

@@ -22,7 +22,6 @@ from mmrl.planner.simulator.simulate import (
     Cluster,
     adaptive,
     best_disaggregated,
-    best_static,
     bound,
     compare,
     device_seconds,
@@ -40,6 +39,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def equal(controllers, count, sampling, judging, train=0.0, price=0.0, steps=1):
     """Steps of ``count`` equal micro-batches a controller."""
     return Trace([Work([[[MicroBatch(sampling, judging)] * count]] * controllers, train)] * steps, price, "equal")
+
+
+def best_static(trace, cluster):
+    """The fastest static split, including colocate: the best choice if the whole run was known beforehand."""
+    return min((static(trace, cluster, split) for split in splits(cluster.devices)), key=lambda o: o.seconds)
 
 
 def test_colocate_of_equal_work_is_both_phases_and_the_swap():

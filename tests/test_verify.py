@@ -11,7 +11,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mmrl import cli
-from mmrl.app.resume import with_older_defaults
 from mmrl.app.verify.notes import of_environment, of_servers
 from mmrl.config.loader import load_recipe
 from mmrl.logging.rundir import RunDir
@@ -394,14 +393,6 @@ def test_what_clocks_measured_is_not_compared():
     assert why_not_compared("features/bytes", tables) == "what the process held in memory"
     for name in ("policy/loss", "reward/time/step", "optim/lr", "balance/padding", "sampling/rounds"):
         assert why_not_compared(name, tables) is None
-
-
-def test_an_older_run_is_repeated_with_what_its_version_did():
-    resolved = load_recipe(["shapes-nft"], ["algorithm.guidance=1.0"]).resolved()
-    assert with_older_defaults(resolved) == resolved
-    del resolved["algorithm"]["guidance"]
-    assert with_older_defaults(resolved)["algorithm"]["guidance"] == "sampling"
-    assert "guidance" not in resolved["algorithm"]
 
 
 @pytest.mark.slow

@@ -17,9 +17,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Loss, Scored
-from mmrl.config.algorithm_settings import Spread, StepSettings
+from mmrl.algorithms.objective import EqualEntries, Loss
+from mmrl.config.algorithm_settings import StepSettings
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class StepLoss:
     logged: Mapping[str, Tensor]
 
 
-class DenoisingObjective(ABC):
+class DenoisingObjective(EqualEntries, ABC):
     """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. A subclass defines ``surrogate``."""
 
     kind: Literal["policy_gradient"] = "policy_gradient"
@@ -44,7 +43,7 @@ class DenoisingObjective(ABC):
     def __init__(self, settings: StepSettings, needs: frozenset[str] = frozenset()) -> None:
         """``needs``: what the surrogate reads from ``new`` besides log_probs."""
         self.advantage_clip = settings.advantage_clip
-        self.advantage_std: Spread = settings.advantage_std
+        self.advantage_std = settings.advantage_std
         self.kl_coef = settings.kl_coef
         self.entries = settings.trained_steps
         self.needs = needs | {"log_probs"} | ({"reference_distance"} if settings.kl_coef else set())
@@ -54,13 +53,6 @@ class DenoisingObjective(ABC):
         self, log_ratio: Tensor, advantages: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
     ) -> StepLoss:
         """``log_ratio`` ``[B, T]`` with its graph, ``advantages`` ``[B, 1]``; ``new`` and ``old`` as in ``loss``."""
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
-
-    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
-        """Every entry (denoising step) of every sample counts the same."""
-        return float((weights.double() * lengths).sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: log_probs ``[B, T]``, and reference_distance and old_distance ``[B, T]`` if ``needs`` has them.

@@ -15,18 +15,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Loss, Scored
+from mmrl.algorithms.objective import EqualEntries, Loss
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithm_settings import Spread
 
 
-class ForwardObjective(ABC):
+class ForwardObjective(EqualEntries, ABC):
     """Abstract; see ``mmrl.algorithms.objective.ForwardProcess``. A subclass defines ``losses``."""
 
     kind: Literal["forward_process"] = "forward_process"
     shares_noise: bool = False
-    advantage_std: Spread = "batch"
 
     def __init__(self, noise_levels: int | None, kl_coef: float, needs: frozenset[str]) -> None:
         """``needs``: what ``losses`` reads of ``new``."""
@@ -43,13 +40,6 @@ class ForwardObjective(ABC):
 
     def samples_with(self, step: int) -> str:
         return "current"
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
-
-    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
-        """Every entry (noise level) of every sample counts the same."""
-        return float((weights.double() * lengths).sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: v, target, x_s and x0 ``[B, ...]``, sigma ``[B]``, and v_old, v_average and v_reference ``[B, ...]``

@@ -8,10 +8,10 @@ from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, AllSum, alone
-from mmrl.config.algorithm_settings import Kind
+from mmrl.algorithms.advantages import Advantages, AllSum, alone, group_advantages
+from mmrl.config.algorithm_settings import Kind, Spread
 
-__all__ = ["GraphSteps", "Kind", "Loss", "Objective", "Scored"]
+__all__ = ["EqualEntries", "GraphSteps", "Kind", "Loss", "Objective", "Scored"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,18 @@ class Scored:
     parts: Sequence[tuple[float, Tensor]] = ()
     """The weight and the values ``[B]`` float64 of each reward, NaN where ``rewards`` is; empty if one advantage is
     computed from their sum."""
+
+
+class EqualEntries:
+    """Base class: every entry (denoising step, noise level) of every sample counts the same."""
+
+    advantage_std: Spread = "batch"
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
+
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
+        return float((weights.double() * lengths).sum())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import nn
 
 import mmrl
 from mmrl.algorithms.objective import Objective, copies_of, prepared_by
-from mmrl.app.resume import with_older_defaults
 from mmrl.config.algorithm_settings import CriticSettings
 from mmrl.config.checks import possible
 from mmrl.config.learning_rate import for_critic
@@ -220,7 +219,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     try:
         stored = given_again(directory.settings())
         refuse_code_inside(path, stored)
-        settings = with_older_defaults(moved(stored, missing_only=True))
+        settings = moved(stored, missing_only=True)
         return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:
         raise UserError(

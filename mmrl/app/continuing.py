@@ -12,14 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
-from mmrl.app.resume import flatten, same_run, with_older_defaults
+from mmrl.app.resume import flatten, same_run
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.learning_rate import learning_rate
 from mmrl.config.loader import Continuation, LoadedRecipe, load_recipe
 from mmrl.config.names import refuse_code_inside, refuse_moved
-from mmrl.config.older_keys import moved, renamed
+from mmrl.config.older_keys import moved
 from mmrl.config.schema import Earlier, Optim, Recipe
 from mmrl.core.checkpoint_manifest import STATE, entries
 from mmrl.core.checkpoint_reader import BEST, read_state
@@ -106,19 +104,14 @@ def _total(recipe: Recipe) -> int:
 
 
 def _migrated(stored: dict[str, MutableJson]) -> dict[str, MutableJson]:
-    """The settings as this version and this installation have them, with their secrets."""
-    try:
-        values = with_older_defaults(moved(renamed(given_again(stored)), missing_only=True))
-    except (ValidationError, ValueError):
-        return stored  # which is read next, and says what is wrong
-    return dict(values)  # pyright: ignore[reportReturnType] # made of fresh mappings
+    """The settings as this installation has them, with their secrets."""
+    return dict(moved(given_again(stored), missing_only=True))  # pyright: ignore[reportReturnType] # fresh mappings
 
 
 def _before(directory: RunDir) -> Recipe:
     """The recipe that the run has. Raises ``UserError`` where it cannot be read."""
     try:
-        stored = directory.settings()
-        return Recipe.model_validate(with_older_defaults(moved(renamed(stored), missing_only=True)))
+        return Recipe.model_validate(moved(directory.settings(), missing_only=True))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{directory.resolved} cannot be read ({str(error).splitlines()[0]}); put it back from a copy, or train "

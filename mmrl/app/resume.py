@@ -8,10 +8,10 @@ import sys
 
 from mmrl.app.divergence import CHANGEABLE, diverged
 from mmrl.config.loader import LoadedRecipe
-from mmrl.config.older_keys import moved, renamed
+from mmrl.config.older_keys import moved
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json, JsonObject, as_object
+from mmrl.core.json_types import Json, as_object
 from mmrl.core.secrets import masked
 from mmrl.core.stored import blamed
 from mmrl.logging.rundir import RunDir
@@ -35,10 +35,6 @@ _MEMORY = (
     *("model.offload", "model.gradient_checkpointing"),
 )
 """Keys that may change after a run has run out of memory, because the work stays the same."""
-_BEFORE = {"algorithm.guidance": "sampling", "algorithm.last_level": False, "algorithm.t_min": 0.0}
-"""The behaviour of versions without these keys, if it differs from today's default."""
-
-
 _RATES = ("train.steps", "train.max_cpu_seconds", "optim.lr", "optim.held", "optim.earlier")
 """What ``mmrl continue`` may change, too."""
 
@@ -47,7 +43,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     """Refuse to resume with a different recipe than the run's. Its length, its devices and its logging may change, and
     where it continues its stored recipe (``mmrl continue``) its learning rate.
 
-    A key that the run's version of mmrl did not have gets that version's behaviour, and the terminal names it. Raises
+    A key that the run's version of mmrl did not have gets today's default, and the terminal names it. Raises
     ``UserError`` with the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
@@ -60,13 +56,11 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     elif loaded.recipe.optim.schedule != "constant":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     with blamed(directory.resolved):
-        stored = moved(renamed(directory.settings()))
-        filled = flatten(masked(without_limits(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
+        stored = moved(directory.settings())
+        filled = flatten(masked(without_limits(Recipe.model_validate(stored).model_dump(mode="json"))))
     before, now = (flatten(masked(without_limits(recipe))) for recipe in (stored, moved(loaded.resolved())))
     new = {key: filled.get(key) for key in sorted(now.keys() - before.keys()) if not {key, key.split(".")[0]} & free}
     before |= new
-    if now.get("data.overlong") is None and before.get("data.overlong") == "skip":
-        before["data.overlong"] = None  # an older version's default
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:
@@ -98,18 +92,6 @@ def _refusal(directory: RunDir, loaded: LoadedRecipe, changed: list[str], began:
         f"--resume: {differ}. Resume with the same recipe and overrides, or without any: {again}; or start a new run "
         "with --out"
     )
-
-
-def with_older_defaults(stored: JsonObject) -> JsonObject:
-    """The resolved recipe of a run, with its version's behaviour for keys that this version did not have, if that
-    differs from today's default."""
-    known, given = (flatten(tree) for tree in (Recipe.model_validate(stored).model_dump(mode="json"), stored))
-    filled = dict(stored)
-    for key, value in _BEFORE.items():
-        section, _, name = key.partition(".")
-        if key in known and key not in given:
-            filled[section] = {**as_object(filled[section]), name: value}
-    return filled
 
 
 def flatten(tree: Json, prefix: str = "") -> dict[str, Json]:

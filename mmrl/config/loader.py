@@ -22,7 +22,6 @@ from mmrl.config.names import (
     missing_names,
     shipped_recipes,
 )
-from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json, JsonObject, MutableJson
 from mmrl.core.secrets import masks, remember
@@ -86,9 +85,7 @@ class LoadedRecipe:
 
     def source(self, key: str) -> str:
         """Where ``key`` (``rewards[0].weight``) was written: file and line, ``command line``, or ``default``."""
-        names = [key, *(old for old, new in MOVED.items() if new == key)]
-        written = [path for name in names if (path := parse_key(name)) in self.tree.sources]
-        return str(self.tree.sources[written[0]]) if written else "default"
+        return str(self.tree.sources.get(parse_key(key) or (), "default"))
 
 
 def load_recipe(

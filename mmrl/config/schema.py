@@ -28,7 +28,6 @@ from mmrl.config.dtype import with_choice
 from mmrl.config.environment import Environment
 from mmrl.config.midway import Midway
 from mmrl.config.model import Lora, Model
-from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
 from mmrl.config.placement import Placement, placement_settings
 from mmrl.config.rollout import Partial, Rollout
@@ -443,4 +442,4 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _choose_dtype(cls, values: object) -> object:
-        return with_choice(renamed(without_name(values))) if isinstance(values, Mapping) else values
+        return with_choice(without_name(values)) if isinstance(values, Mapping) else values

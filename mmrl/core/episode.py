@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -48,12 +49,27 @@ def _marked(parts: Sequence[str | Media]) -> str:
     return "".join(part if isinstance(part, str) else "<image>" for part in parts)
 
 
-def _pictures_of(parts: Sequence[str | Media]) -> list[Media]:
-    return [part for part in parts if isinstance(part, Media)]
+class _Shown(ABC):
+    """What is shown of something: texts and pictures."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[str | Media]:
+        """In order."""
+
+    @property
+    def text(self) -> str:
+        """``parts``, with ``<image>`` for each picture."""
+        return _marked(self.parts)
+
+    @property
+    def pictures(self) -> list[Media]:
+        """Those of ``parts``, in the order of the marks ``<image>`` in ``text``."""
+        return [part for part in self.parts if isinstance(part, Media)]
 
 
 @dataclass(frozen=True)
-class Observation:
+class Observation(_Shown):
     """What an environment answers. ``content``, texts and pictures, is shown to the policy; ``reward`` is added to the
     episode's; ``done``: the episode is over; ``truncated``: so it is, before its end. ``call_id``: the call that it
     answers. ``info`` is kept for rewards, JSON values only; its ``anchor`` names the state of the next turn, for
@@ -73,16 +89,6 @@ class Observation:
         """The content of an observation of an ``Episode``."""
         parts = self.content if isinstance(self.content, tuple) else (self.content,)
         return tuple(part for part in parts if isinstance(part, str | Media))
-
-    @property
-    def text(self) -> str:
-        """Its content, with ``<image>`` for each picture."""
-        return _marked(self.parts)
-
-    @property
-    def pictures(self) -> list[Media]:
-        """Those of its content, in order."""
-        return _pictures_of(self.parts)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ _OF_LINE = ("text", "name", "picture")
 
 
 @dataclass(frozen=True)
-class Episode:
+class Episode(_Shown):
     """What happened, for rewards and reports. ``reward``: the sum of the observations' and, of tools with a method
     ``get_reward``, of that. ``end``: why it is over: ``answer`` (a turn without a call), ``done``, ``turns`` or
     ``tokens`` (the limits of the recipe), or ``failed``, with ``failure`` saying why; such a sample has no reward.
@@ -169,16 +175,6 @@ class Episode:
                         n += 1
         ended = f"{self.end}: {self.failure}" if self.failure else self.end
         return found if self.end in ("answer", "done") else [*found, Line("end", ended)]
-
-    @property
-    def text(self) -> str:
-        """``parts``, with ``<image>`` for each picture."""
-        return _marked(self.parts)
-
-    @property
-    def pictures(self) -> list[Media]:
-        """What the environment answered with, in the order of the marks ``<image>`` in ``text``."""
-        return _pictures_of(self.parts)
 
 
 def _shown(turn: Exchange) -> list[tuple[str | Media, ...]]:

@@ -44,7 +44,7 @@ from mmrl.placement.tasks import LENT, Call
 from mmrl.rewards.calling import Calls
 from mmrl.rewards.returned import Answer
 from mmrl.step.batch import MicroBatch
-from mmrl.step.step_context import Chunk, ComingChunks, Drawn, R, SamplingSpec, StepContext, Ts
+from mmrl.step.step_context import Chunk, ComingChunks, Devices, Drawn, R, SamplingSpec, StepContext, Ts
 
 _SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
 """The tasks that count as work; the others are bookkeeping."""
@@ -68,8 +68,8 @@ class RemoteDevice(Protocol):
     def close(self) -> None: ...
 
 
-class MultiDevice:
-    """Final class, ``Devices``: the controller's own process and ``workers``, each with a thread that takes tasks.
+class MultiDevice(Devices):
+    """Final class: the controller's own process and ``workers``, each with a thread that takes tasks.
 
     With a disaggregated placement the first devices train. The controller waits for the others only to get samples; all
     other messages to them are tasks in the queue.

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
-from mmrl.core.checkpoint_reader import PartState, Saved
 from mmrl.core.clock import Clock
-from mmrl.core.json_types import JsonObject
 from mmrl.core.notices import starting
 from mmrl.core.trajectory import TextRows
 from mmrl.models.policy import Version
 from mmrl.placement import device_tasks
 from mmrl.step.batch import MicroBatch
-from mmrl.step.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
+from mmrl.step.step_context import Chunk, Devices, Drawn, R, SamplingSpec, StepContext, Ts
 
 
-class SingleDevice:
-    """Final class, ``Devices``: the controller's own process is its one device.
+class SingleDevice(Devices):
+    """Final class: the controller's own process is its one device.
 
     With ``placement.sleep`` an engine and the judge models stay awake until training starts: samples are judged while
     others are drawn.
@@ -86,9 +84,6 @@ class SingleDevice:
         self._switch_role(context, "judge")
         return device_tasks.continue_all(context, parts, most, how)
 
-    def lending(self, context: StepContext, step: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def version(self, context: StepContext, name: str) -> Version:
         return context.policy.version(name)
 
@@ -108,16 +103,6 @@ class SingleDevice:
     def run_on_trainers(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         return device_tasks.perform(context, task, arguments)
 
-    def run_on_other_trainers(
-        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
-    ) -> None:
-        pass
-
-    def running_on_other_trainers(
-        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def begin_step(self) -> None:
         self._turning = 0.0
 
@@ -125,21 +110,6 @@ class SingleDevice:
         return (
             {"placement/wake": sum(context.controller.gather(self._turning))} if context.recipe.placement.sleep else {}
         )
-
-    def lines(self) -> Sequence[JsonObject]:
-        return []
-
-    def cpu_seconds(self, context: StepContext) -> float:
-        return time.process_time()
-
-    def state_dict(self) -> PartState:
-        return PartState({})
-
-    def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _rounds(chunks: Iterable[Chunk], rows: int) -> Iterator[list[Chunk]]:

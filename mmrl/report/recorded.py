@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from mmrl.config.algorithms import algorithm_names
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.layers import parse_value
-from mmrl.config.older_keys import renamed
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
@@ -172,7 +171,7 @@ def _settings(path: Path) -> dict[str, Any]:
     name = section.get("type") if isinstance(section, Mapping) else None
     own = isinstance(name, str) and name not in algorithm_names()
     try:
-        Recipe.model_validate(renamed({key: of for key, of in found.items() if not own or key != "algorithm"}))
+        Recipe.model_validate({key: of for key, of in found.items() if not own or key != "algorithm"})
     except ValidationError as error:  # of other versions keys may be missing, unknown, or out of today's limits
         wrong = [one for one in error.errors(include_url=False) if one["type"].endswith("_type")]
         if wrong:

@@ -41,7 +41,7 @@ from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
 from mmrl.rollout.partial_rollout import PartialRollout, PartialRound
 from mmrl.rollout.rounds import Sampling, sample_and_score
 from mmrl.step.batch import Groups, Round
-from mmrl.step.step_context import StepContext, StepPart
+from mmrl.step.step_context import RolloutStrategy, StepContext, StepPart
 from mmrl.step.step_metrics import StepMetrics, Sums
 
 _FILE = "ahead"
@@ -60,8 +60,8 @@ class Begun:
     ended: Future[Replaced | None] = field(default_factory=Future)
 
 
-class AsyncRollout(StepPart):
-    """Final class, a ``RolloutStrategy``: what this controller samples for this step and the next ones, and the
+class AsyncRollout(StepPart, RolloutStrategy):
+    """Final class: what this controller samples for this step and the next ones, and the
     versions of the weights for it.
 
     One thread per step submits samples to the rewards as they arrive and replaces groups; the steps take turns.

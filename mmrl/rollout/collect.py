@@ -41,7 +41,7 @@ from mmrl.rollout.rounds import sample_and_score
 from mmrl.rollout.turn_credit import with_turns
 from mmrl.step.batch import Batch, Groups, MicroBatch, rows_of_update, samples_of
 from mmrl.step.micro_batches import micro_batches_of, packed_rows
-from mmrl.step.step_context import StepContext
+from mmrl.step.step_context import RolloutStrategy, StepContext
 from mmrl.step.step_metrics import StepMetrics
 
 
@@ -132,11 +132,8 @@ def row_weights(settings: AlgorithmSettings, batch: Batch, groups: Tensor, advan
     return counts.float()
 
 
-class SynchronousRollout:
-    """Final class, a ``RolloutStrategy``: every group is sampled in its step, with the trained weights."""
-
-    staleness = 0
-    replaces_groups = False
+class SynchronousRollout(RolloutStrategy):
+    """Final class: every group is sampled in its step, with the trained weights."""
 
     def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
         whole = sample_and_score(context, slots, step, clock)

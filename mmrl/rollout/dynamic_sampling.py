@@ -27,19 +27,18 @@ from mmrl.core.json_types import JsonObject, as_number
 from mmrl.core.trajectory import Slot
 from mmrl.rollout.rounds import sample_and_score
 from mmrl.step.batch import Groups, Round
-from mmrl.step.step_context import FinishedStep, StepContext, StepPart
+from mmrl.step.step_context import FinishedStep, RolloutStrategy, StepContext, StepPart
 from mmrl.step.step_metrics import StepMetrics
 
 DECAY = 0.9
 """Decay per step of the moving average of the fraction of valid groups."""
 
 
-class DynamicSampling(StepPart):
-    """Final class, a ``RolloutStrategy``. ``most``: largest number of attempts per slot. ``valid``: moving average of
+class DynamicSampling(StepPart, RolloutStrategy):
+    """Final class. ``most``: largest number of attempts per slot. ``valid``: moving average of
     the fraction of valid groups over all controllers; 1 at the start.
     """
 
-    staleness = 0
     replaces_groups = True
 
     def __init__(self, most: int) -> None:

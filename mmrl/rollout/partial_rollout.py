@@ -42,7 +42,7 @@ from mmrl.models.protocol import of_text
 from mmrl.rewards.scoring import Failure, Scoring
 from mmrl.rollout.encoding import encode
 from mmrl.step.batch import Groups, Round, chunks, samples_of
-from mmrl.step.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
+from mmrl.step.step_context import FinishedStep, RolloutStrategy, SamplingSpec, StepContext, StepPart
 from mmrl.step.step_metrics import StepMetrics
 
 _FILE = "flight"
@@ -90,11 +90,9 @@ class PartialRound:
     taken: dict[int, int]
 
 
-class PartialRollout(StepPart):
-    """Final class, a ``RolloutStrategy``: this controller's groups in flight, in the order of the stream."""
+class PartialRollout(StepPart, RolloutStrategy):
+    """Final class: this controller's groups in flight, in the order of the stream."""
 
-    staleness = 0
-    replaces_groups = False
     own = True  # each controller saves its own unfinished responses
 
     def __init__(self, settings: Partial) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -79,19 +80,21 @@ class SamplingSpec:
     until: int | None = None
 
 
-class Devices(Protocol):
+class Devices(ABC):
     """The devices of one controller, and the work of a step that they do. Only one thread calls it.
+    Methods with a body are those of a single device.
 
     A *task* is a module-level function whose first argument is the ``StepContext`` of the device
     (``mmrl.placement.device_tasks`` has most): other processes find it by its name. The *trainers* are the devices that
     hold the trained weights; with ``placement.type: disaggregated`` the others only sample and judge.
     """
 
+    @abstractmethod
     def sampling_phase(self, context: StepContext, weights: str) -> AbstractContextManager[None]:
         """A context in which each device can sample without collectives, with the copy ``weights`` of the policy.
         Sharded weights are gathered for it. All controllers enter and leave together."""
-        ...
 
+    @abstractmethod
     def sample(
         self,
         context: StepContext,
@@ -104,8 +107,8 @@ class Devices(Protocol):
 
         ``version``: the weights to sample with, if the devices that sample do not train; None takes the current ones.
         """
-        ...
 
+    @abstractmethod
     def continue_generation(
         self,
         context: StepContext,
@@ -115,22 +118,22 @@ class Devices(Protocol):
         version: Version | None = None,
     ) -> list[TextRows]:
         """Continue unfinished responses by at most ``most`` tokens each; ``version`` as in ``sample``."""
-        ...
 
     def lending(self, context: StepContext, step: int) -> AbstractContextManager[None]:
         """A context in which the caller waits for the samples of ``step``: trainers may sample and judge for it
         (``placement.lend``). After it they have their own weights again."""
-        ...
+        return nullcontext()
 
+    @abstractmethod
     def version(self, context: StepContext, name: str) -> Version:
         """The current weights of the policy's copy ``name``, to sample with later."""
-        ...
 
+    @abstractmethod
     def lockstep_count(self, context: StepContext, n: int) -> int:
         """The number of micro-batches that every rank must run, if this controller has ``n``: the maximum over all
         controllers if a forward pass is collective, else ``n``. All controllers must call it."""
-        ...
 
+    @abstractmethod
     def map_micro_batches(
         self,
         context: StepContext,
@@ -140,66 +143,60 @@ class Devices(Protocol):
     ) -> list[R]:
         """Divide the micro-batches over the trainers, and call ``task(context, micro-batches, *arguments)`` on each
         trainer that got some. Returns one result per trainer (per group of trainers that share a model)."""
-        ...
 
+    @abstractmethod
     def run_on_trainers(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         """Call ``task(context, *arguments)`` on every trainer; returns the result of the first."""
-        ...
 
-    def run_on_other_trainers(
+    def run_on_other_trainers(  # noqa: B027
         self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> None:
         """Call ``task`` on every trainer except the first, which is the controller's own process."""
-        ...
 
     def running_on_other_trainers(
         self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> AbstractContextManager[None]:
         """A context during which the trainers except the first run ``task``; leaving it waits for them."""
-        ...
+        return nullcontext()
 
+    @abstractmethod
     def begin_step(self) -> None:
         """Start the step's clock."""
-        ...
 
+    @abstractmethod
     def end_step(self, context: StepContext, step: int) -> dict[str, float]:
         """Metrics of the finished step; every controller must call it."""
-        ...
 
     def lines(self) -> Sequence[JsonObject]:
         """Rows for placement.jsonl: what each device of every controller did in the last step and when, and the
         decision on roles."""
-        ...
+        return ()
 
     def cpu_seconds(self, context: StepContext) -> float:
         """CPU time of all processes of this controller so far."""
-        ...
+        return time.process_time()
 
-    def state_dict(self) -> PartState: ...
+    def state_dict(self) -> PartState:
+        return PartState({})
 
-    def load_state_dict(self, numbers: JsonObject, saved: Saved, /) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, /) -> None:  # noqa: B027
         """Restore ``state_dict``; ignored if it is of a different number of devices."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """End what was started."""
 
 
-class RolloutStrategy(Protocol):
+class RolloutStrategy(ABC):
     """How a step gets its samples: sampled in the step, in parts over several steps, or ahead of it."""
 
-    @property
-    def staleness(self) -> int:
-        """By how many steps the sampling weights are behind the trained ones; 0 is on-policy."""
-        ...
+    staleness = 0
+    """By how many steps the sampling weights are behind the trained ones; 0 is on-policy."""
+    replaces_groups = False
+    """Whether groups may be replaced (dynamic sampling); rewards are then normalised over the remaining groups."""
 
-    @property
-    def replaces_groups(self) -> bool:
-        """Whether groups may be replaced (dynamic sampling); rewards are then normalised over the remaining groups."""
-        ...
-
+    @abstractmethod
     def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
         """Sample and score the groups of ``step``. Raises ``RewardError`` and ``UserError``."""
-        ...
 
 
 @dataclass(frozen=True)

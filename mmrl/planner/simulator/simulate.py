@@ -146,11 +146,6 @@ def static(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
     return placed(trace, cluster, settings, f"partial {split.rollout}+{split.judge}")
 
 
-def best_static(trace: Trace, cluster: Cluster) -> Outcome:
-    """The fastest static split, including colocate: the best choice if the whole run was known beforehand."""
-    return min((static(trace, cluster, split) for split in splits(cluster.devices)), key=lambda o: o.seconds)
-
-
 def moving(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
     """Every step begins with the same split, and devices move within it; ``greedy`` where all sample first."""
     name = f"{split.rollout}+{split.judge} with moves" if split.judge else "greedy"

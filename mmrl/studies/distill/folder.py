@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field
-from safetensors.torch import save
+from pydantic import Field
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.files import write_atomic
-from mmrl.core.json_types import JsonObject
+from mmrl.core.model_folder import WEIGHTS, read_said, read_weights, write_model
 from mmrl.core.secrets import masked
-from mmrl.core.stored import LARGEST_LINES, BadFileError, Number, Text, fitted, read_bytes, read_object
-from mmrl.core.tensor_files import filled, load
+from mmrl.core.stored import BadFileError, Number, Text
+from mmrl.core.tensor_files import filled
 from mmrl.studies.distill.comparing import Comparing, Rows
 from mmrl.studies.distill.encoders import Backbone, Encoder, Words
 from mmrl.studies.distill.formulas import calibrated
@@ -28,7 +24,6 @@ from mmrl.studies.distill.read_students import ReadShape, ReadStudents
 from mmrl.studies.distill.students import Shape, Students
 
 NAME = "distilled.json"
-WEIGHTS = "model.safetensors"
 _ADAPTER = "backbone."
 FORMATS = 1, 2
 """Of students that begin from nothing, and of those that begin from a model."""
@@ -38,10 +33,15 @@ Answers = Literal["image", "text"]
 _Count = Annotated[int, Field(ge=0, le=1000, strict=True)]
 
 
-class _Said(BaseModel):
-    """The schema of ``distilled.json``."""
+@dataclass(frozen=True)
+class Record:
+    """What distilled.json says. ``answers``: what the students read of a sample. ``pictures``: the most pictures of a
+    prompt, and of an answer, for students that begin from nothing. ``calibration``: slope and shift of each student.
+    ``student``: which to ask. ``judge``: the reward that gave the verdicts, ``{name, options}``. ``figures``: of the
+    held-out verdicts. ``backbone``: the model that reads for the students (``encoders.backbone_of``); None without.
+    ``weights``: the SHA-256 of the file of weights, where one was written."""
 
-    shape: dict[str, Any]
+    shape: Shape | ReadShape
     answers: Answers
     pictures: tuple[_Count, _Count]
     calibration: dict[Student, tuple[Number, Number]]
@@ -49,24 +49,7 @@ class _Said(BaseModel):
     judge: dict[str, Any]
     figures: dict[str, Any]
     backbone: dict[str, Any] | None = None
-    weights: Text
-
-
-@dataclass(frozen=True)
-class Record:
-    """What distilled.json says. ``answers``: what the students read of a sample. ``pictures``: the most pictures of a
-    prompt, and of an answer, for students that begin from nothing. ``calibration``: slope and shift of each student.
-    ``student``: which to ask. ``judge``: the reward that gave the verdicts, ``{name, options}``. ``figures``: of the
-    held-out verdicts. ``backbone``: the model that reads for the students (``encoders.backbone_of``); None without."""
-
-    shape: Shape | ReadShape
-    answers: Answers
-    pictures: tuple[int, int]
-    calibration: dict[Student, tuple[float, float]]
-    student: Student
-    judge: JsonObject
-    figures: JsonObject
-    backbone: JsonObject | None = None
+    weights: Text = ""
 
     def verdicts(self, logits: Tensor, student: Student) -> Tensor:
         """Calibrated verdicts in [0, 1], float64."""
@@ -76,53 +59,23 @@ class Record:
 def write(folder: Path, record: Record, students: Comparing, adapter: Mapping[str, Tensor] | None = None) -> None:
     """Write both files into ``folder``, which exists. ``adapter``: the trained weights of the backbone. Secrets of the
     judge's options are masked."""
-    tensors = {**students.state_dict(), **{_ADAPTER + name: of.detach() for name, of in (adapter or {}).items()}}
-    weights = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    write_atomic(folder / WEIGHTS, weights)
-    said = {
-        "format": FORMATS[record.backbone is not None],
-        "shape": record.shape.as_json(),
-        "answers": record.answers,
-        "pictures": record.pictures,
-        "calibration": record.calibration,
-        "student": record.student,
-        "judge": masked(record.judge),
-        "backbone": record.backbone,
-        "weights": hashlib.sha256(weights).hexdigest(),
-        "figures": record.figures,
-    }
-    write_atomic(folder / NAME, json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    said = {"format": FORMATS[record.backbone is not None], **asdict(record), "judge": masked(record.judge)}
+    weights = {**students.state_dict(), **{_ADAPTER + name: of for name, of in (adapter or {}).items()}}
+    write_model(folder / NAME, said, weights)
 
 
 def read(folder: Path) -> Record:
     """What the folder says, without its weights. Raises ``UserError``."""
-    return _read(folder)[0]
-
-
-def _read(folder: Path) -> tuple[Record, str]:
     try:
-        given = read_object(folder / NAME)
-        if given.get("format") not in FORMATS:
-            raise UserError(f"{folder / NAME} has format {given.get('format')}, and this version reads {FORMATS}")
-        said = fitted(_Said, given, NAME)
-        kind = Shape if said.backbone is None else ReadShape
-        lines: dict[Student, tuple[float, float]] = {name: said.calibration[name] for name in STUDENTS}
-        found = Record(
-            kind.of(said.shape),
-            said.answers,
-            said.pictures,
-            lines,
-            said.student,
-            said.judge,
-            said.figures,
-            said.backbone,
-        )
-        return found, said.weights
-    except (OSError, ValueError, KeyError) as error:
+        found = read_said(folder / NAME, Record, FORMATS)
+        if isinstance(found.shape, Shape) != (found.backbone is None) or not found.calibration.keys() >= {*STUDENTS}:
+            raise ValueError("its keys contradict each other")
+    except (OSError, ValueError) as error:
         why = f"no {NAME}" if isinstance(error, FileNotFoundError) else f"its {NAME} cannot be read: {error}"
         raise UserError(
             f"options.path: {folder} is no distilled judge ({why}); name a folder that mmrl distill wrote"
         ) from error
+    return found
 
 
 def student_of(name: str) -> Student:
@@ -135,10 +88,12 @@ def student_of(name: str) -> Student:
 
 def load_students(folder: Path) -> tuple[Record, Comparing]:
     """The students, frozen and on the CPU. Raises ``UserError``, also where the weights are not those of the json."""
-    said, digest = _read(folder)
+    said = read(folder)
     shape = said.shape
     with _readable(folder):
-        tensors = {name: of for name, of in _tensors(folder, digest).items() if not name.startswith(_ADAPTER)}
+        tensors = {
+            name: of for name, of in read_weights(folder / NAME, said.weights).items() if not name.startswith(_ADAPTER)
+        }
         students: Comparing = (
             filled(lambda: Students(shape), tensors, WEIGHTS)
             if isinstance(shape, Shape)
@@ -149,23 +104,16 @@ def load_students(folder: Path) -> tuple[Record, Comparing]:
 
 def load_encoder(folder: Path) -> Encoder:
     """What reads for the students. Raises ``UserError``, also where their model is not there, or is another."""
-    said, digest = _read(folder)
+    said = read(folder)
     if said.backbone is None:
         assert isinstance(said.shape, Shape)
         return Words(said.shape, said.pictures)
     backbone = Backbone(said.backbone)
     with _readable(folder):
-        tensors = _tensors(folder, digest)
+        tensors = read_weights(folder / NAME, said.weights)
         own = {name.removeprefix(_ADAPTER): of for name, of in tensors.items() if name.startswith(_ADAPTER)}
         backbone.load(own)
     return backbone
-
-
-def _tensors(folder: Path, digest: str) -> dict[str, Tensor]:
-    data = read_bytes(folder / WEIGHTS, LARGEST_LINES)
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise ValueError(f"its sha256 is not that of {NAME}")
-    return load(data, WEIGHTS)
 
 
 @contextmanager

@@ -7,14 +7,13 @@ comparisons.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from mmrl.core.json_types import JsonObject
-from mmrl.core.stored import Layers, Size, fitted
+from mmrl.core.stored import Layers, Size
 from mmrl.studies.distill.comparing import Comparing, Encoded, Rows
 
 DROPOUT = 0.2
@@ -50,14 +49,6 @@ class ReadShape:
     token_width: Size = 32
     layers: Layers = 1
     heads: Layers = 4
-
-    def as_json(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, given: JsonObject) -> ReadShape:
-        """From JSON. Raises ``UserError`` for what no students have."""
-        return fitted(cls, given, "the shape of the students")
 
 
 class _Side(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from mmrl.core.json_types import JsonObject
-from mmrl.core.stored import Layers, Size, fitted
+from mmrl.core.stored import Layers, Size
 from mmrl.studies.distill.comparing import Comparing, Encoded, Rows
 
 _WORDS = re.compile(r"\d|[^\W\d_]+|[^\w\s]|_", re.UNICODE)
@@ -42,14 +41,6 @@ class Shape:
     words: Size = 64
     side: Size = 32
     pictures: Size = 1
-
-    def as_json(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, given: JsonObject) -> Shape:
-        """From JSON. Raises ``UserError`` for what no students have."""
-        return fitted(cls, given, "the shape of the students")
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field
-from safetensors.torch import save
 
 from mmrl.core.errors import UserError
-from mmrl.core.files import write_atomic
-from mmrl.core.stored import LARGEST_LINES, BadFileError, Number, Size, Text, fitted, parsed, read_bytes
-from mmrl.core.tensor_files import filled, load
+from mmrl.core.json_types import JsonObject
+from mmrl.core.model_folder import WEIGHTS, read_said, read_weights, write_model
+from mmrl.core.stored import LARGEST_LINES, Number, Size, Text
+from mmrl.core.tensor_files import filled
 from mmrl.studies.knowledge.embeddings import Embedding, Kind
 from mmrl.studies.knowledge.graph import Graph
 from mmrl.studies.knowledge.training import Settings, Trained
 
-NAME, WEIGHTS, FORMAT = "knowledge.json", "model.safetensors", 1
+NAME, FORMAT = "knowledge.json", 1
 _MOST = 20_000_000
 """Names of entities and relations."""
 
@@ -40,6 +39,7 @@ class _Said(BaseModel):
     figures: dict[str, Number]
     entities: Annotated[list[Text], Field(min_length=1)]
     relations: Annotated[list[Text], Field(min_length=1)]
+    weights: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ class Knowledge:
 def write(folder: Path, trained: Trained, settings: Settings, graph: Graph) -> None:
     """Write both files into ``folder``, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().contiguous() for name, tensor in trained.embedding.state_dict().items()}
-    write_atomic(folder / WEIGHTS, save(weights))
-    said = {
+    said: JsonObject = {
         "format": FORMAT,
         "settings": asdict(settings),
         "slope": trained.slope,
@@ -65,26 +63,21 @@ def write(folder: Path, trained: Trained, settings: Settings, graph: Graph) -> N
         "entities": graph.entities,
         "relations": graph.relations,
     }
-    write_atomic(folder / NAME, json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_model(folder / NAME, said, trained.embedding.state_dict())
 
 
 def read(folder: Path) -> Knowledge:
     """What ``write`` wrote. Raises ``UserError``."""
     try:
-        found = parsed(read_bytes(folder / NAME, LARGEST_LINES), str(folder / NAME), _MOST)
-        if not isinstance(found, dict):
-            raise BadFileError(f"{folder / NAME} is no mapping")
-        if found.get("format") != FORMAT:
-            raise UserError(f"{folder / NAME} has format {found.get('format')}, and this version reads {FORMAT}")
-        said = fitted(_Said, found, str(folder / NAME))
+        said = read_said(folder / NAME, _Said, (FORMAT,), _MOST, LARGEST_LINES)
         entities, relations = ({name: n for n, name in enumerate(of)} for of in (said.entities, said.relations))
         given = said.settings
         embedding = filled(
             lambda: Embedding(given.kind, len(entities), len(relations), given.size, given.group, given.margin),
-            load(read_bytes(folder / WEIGHTS, LARGEST_LINES), str(folder / WEIGHTS)),
+            read_weights(folder / NAME, said.weights),
             str(folder / WEIGHTS),
         )
-    except (FileNotFoundError, BadFileError) as error:
+    except (FileNotFoundError, ValueError) as error:
         why = f"no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else str(error)
         raise UserError(
             f"{folder} holds no trained knowledge ({why}); make it with: "

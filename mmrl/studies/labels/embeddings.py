@@ -12,9 +12,9 @@ mean (geometric), to the least likely one, and to the end of the answer. They sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 import mmrl
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import BadPromptError, UserError
-from mmrl.core.json_types import JsonObject, as_object, as_text
+from mmrl.core.json_types import JsonObject
 from mmrl.core.media import BadMediaError
 from mmrl.core.packages.places import lacking
 from mmrl.logging.progress import Progress
@@ -61,25 +61,12 @@ class Encoders:
     kind: Kind
     samples: str
     prompts: str
-    model: JsonObject | None = None
-
-    def as_json(self) -> JsonObject:
-        return {"kind": self.kind, "samples": self.samples, "prompts": self.prompts, "model": self.model}
+    model: Mapping[str, Any] | None = None
 
     @property
     def apart(self) -> int:
         """How many of the last parts are no part of the embedding."""
         return 2 if self.prompts and self.model is not None else 0
-
-    @classmethod
-    def of(cls, given: JsonObject) -> Encoders:
-        """From JSON. Raises ``KeyError``, ``TypeError`` and ``ValueError``."""
-        model = given["model"]
-        for kind in ("image", "video", "text"):
-            if given["kind"] == kind:
-                samples, prompts = as_text(given["samples"]), as_text(given["prompts"])
-                return cls(kind, samples, prompts, None if model is None else as_object(model))
-        raise ValueError(f"{given['kind']!r} is no kind of sample")
 
     @classmethod
     def for_items(cls, items: Sequence[Item], texts: str | None = None, model: JsonObject | None = None) -> Encoders:

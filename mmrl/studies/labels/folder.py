@@ -7,24 +7,22 @@ neighbours among the kept ones, and the models' score; it changes nothing for th
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, Field
-from safetensors.torch import save
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.json_types import JsonObject
-from mmrl.core.stored import LARGEST_LINES, Layers, Number, Size, Text, blamed, fitted, read_bytes, read_object
-from mmrl.core.tensor_files import filled, load
+from mmrl.core.model_folder import WEIGHTS, read_said, read_weights, write_model
+from mmrl.core.stored import Layers, Number, Size, Text, blamed
+from mmrl.core.tensor_files import filled
 from mmrl.studies.distill.formulas import calibrated
 from mmrl.studies.labels import table
 from mmrl.studies.labels.agreement import Agreement
@@ -35,34 +33,22 @@ from mmrl.studies.labels.model import GraphTransformer, Shape
 from mmrl.studies.labels.spreading import HEAD, Inputs, Projection, Spread
 from mmrl.studies.labels.training import Settings
 
-NAME, WEIGHTS, FORMAT = "labels.json", "model.safetensors", 2
+NAME, FORMAT = "labels.json", 2
 SCORES, FOLLOWING = "scores.csv", "next.csv"
-
-
-@dataclass(frozen=True)
-class Record:
-    """What labels.json says. ``by``: the method that gives the scores. ``line``: slope and shift of calibration.
-    ``figures``: of labels that were not given."""
-
-    by: str
-    encoders: Encoders
-    widths: tuple[int, ...]
-    shape: Shape
-    neighbours: int
-    folds: int
-    line: tuple[float, float]
-    figures: JsonObject
 
 
 class _Settings(BaseModel):
     neighbours: Size
 
 
-class _Said(BaseModel):
-    """The schema of ``labels.json``."""
+@dataclass(frozen=True)
+class Record:
+    """What labels.json says. ``by``: the method that gives the scores. ``models``: how many there are.
+    ``calibration``: its slope and shift. ``figures``: of labels that were not given. ``weights``: the SHA-256 of the
+    file of weights."""
 
     by: Literal["graph transformer", "supervised head"]
-    encoders: dict[str, Any]
+    encoders: Encoders
     widths: Annotated[tuple[Size, ...], Field(min_length=1, max_length=16)]
     shape: Shape
     settings: _Settings
@@ -87,7 +73,7 @@ class Known:
             return
         features = self.inputs.kept(self.embeddings)
         graph = Graph(tensors["sources"], tensors["targets"], tensors["cosines"], len(self.embeddings))
-        for n in range(record.folds):
+        for n in range(record.models):
             own = f"models.{n}."
             weights = {k.removeprefix(own): v for k, v in tensors.items() if k.startswith(own)}
             model = filled(lambda: GraphTransformer(record.shape), weights, WEIGHTS)
@@ -103,13 +89,13 @@ class Known:
         embeddings = self.space(parts)
         features = self.inputs.projection(embeddings)
         if self.head is not None:
-            return calibrated(head_logits(features, self.head), *self.record.line)
+            return calibrated(head_logits(features, self.head), *self.record.calibration)
         if (agreement := self.inputs.agreement) is not None:
             features = torch.cat([features, agreement(*self.space.moved(parts)[-2:])], 1)
-        graph = directed(embeddings, self.embeddings, self.record.neighbours)
+        graph = directed(embeddings, self.embeddings, self.record.settings.neighbours)
         pairs = zip(self.models, self.read, strict=True)
         logits = torch.stack([model.added(features, graph, read) for model, read in pairs]).mean(0).double()
-        return calibrated(logits, *self.record.line)
+        return calibrated(logits, *self.record.calibration)
 
 
 class Place(NamedTuple):
@@ -148,21 +134,18 @@ def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders
         tensors |= _of_graph(made, embeddings)
     else:
         tensors["head"] = made.head
-    weights = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    write_atomic(folder / WEIGHTS, weights)
-    said = {
+    said: JsonObject = {
         "format": FORMAT,
         "by": made.by,
-        "encoders": encoders.as_json(),
+        "encoders": asdict(encoders),
         "widths": space.widths,
-        "shape": made.trained.models[0].shape.as_json(),
-        "settings": settings.as_json(),
+        "shape": asdict(made.trained.models[0].shape),
+        "settings": asdict(settings),
         "models": len(made.trained.models),
         "calibration": made.lines[made.by],
-        "weights": hashlib.sha256(weights).hexdigest(),
         "figures": {name: one.as_json() for name, one in made.quality.items()},
     }
-    write_atomic(folder / NAME, json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_model(folder / NAME, said, tensors)
 
 
 def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
@@ -179,44 +162,22 @@ def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def read(folder: Path) -> Record:
-    """What labels.json says, without the weights. Raises ``UserError``."""
-    return _read(folder)[0]
-
-
 def load_known(folder: Path) -> Known:
     """Raises ``UserError``, also where the weights are not those of the json."""
-    record, digest = _read(folder)
-    file = folder / WEIGHTS
+    record, file = read(folder), folder / WEIGHTS
     try:
-        data = read_bytes(file, LARGEST_LINES)
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise ValueError(f"its sha256 is not that of {NAME}")
         with blamed(file):
-            return Known(record, load(data, str(file)))
+            return Known(record, read_weights(folder / NAME, record.weights))
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
         raise UserError(f"options.path: {file} cannot be loaded ({why}); run mmrl spread again") from error
 
 
-def _read(folder: Path) -> tuple[Record, str]:
+def read(folder: Path) -> Record:
+    """What labels.json says, without the weights. Raises ``UserError``."""
     try:
-        given = read_object(folder / NAME)
-        if given.get("format") != FORMAT:
-            raise UserError(f"{folder / NAME} has format {given.get('format')}, and this version reads {FORMAT}")
-        said = fitted(_Said, given, NAME)
-        found = Record(
-            said.by,
-            Encoders.of(said.encoders),
-            said.widths,
-            said.shape,
-            said.settings.neighbours,
-            said.models,
-            said.calibration,
-            said.figures,
-        )
-        return found, said.weights
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read_said(folder / NAME, Record, (FORMAT,))
+    except (OSError, ValueError) as error:
         if (folder / SCORES).exists() and isinstance(error, FileNotFoundError):
             why = "its scores were no better than chance, so it has no reward"
         else:

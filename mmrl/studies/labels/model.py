@@ -13,7 +13,7 @@ given. Training gives some labels and asks for the others (masked label predicti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -21,8 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
 
-from mmrl.core.json_types import JsonObject
-from mmrl.core.stored import Layers, Number, Size, fitted
+from mmrl.core.stored import Layers, Number, Size
 from mmrl.studies.labels.graph import Graph
 
 
@@ -35,14 +34,6 @@ class Shape:
     heads: Layers = 2
     layers: Layers = 2
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.3
-
-    def as_json(self) -> dict[str, int | float]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, given: JsonObject) -> Shape:
-        """From JSON. Raises ``UserError``."""
-        return fitted(cls, given, "the shape of the graph transformer")
 
 
 class GraphAttention(nn.Module):

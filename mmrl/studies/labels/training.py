@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -54,9 +54,6 @@ class Settings:
     folds: int = 5
     repeats: int = 3
     seed: int = 0
-
-    def as_json(self) -> dict[str, int | float]:
-        return asdict(self)
 
     def shape(self, features: int) -> Shape:
         return Shape(features, self.hidden, layers=self.layers, dropout=self.dropout)

@@ -27,7 +27,7 @@ from mmrl.planner.plan import changed
 from mmrl.studies.soup.backbones import begun, planned, train_backbones, train_rest
 from mmrl.studies.soup.evaluation import measuring
 from mmrl.studies.soup.formulas import Point, hypervolume, merging_weights
-from mmrl.studies.soup.record import AUTO, NAME, Soup, read_soup
+from mmrl.studies.soup.record import AUTO, NAME, Soup, Trial, read_soup
 
 BETAS = (0.6, 0.7, 0.8, 1.0)
 """The paper tries the first three. The last one is Rewarded Soup."""
@@ -87,7 +87,7 @@ def _chosen_before(soup: Soup, *, resume: bool) -> Soup:
     return begun(replace(soup, beta=before.beta), resume=resume)
 
 
-def _tried(loaded: LoadedRecipe, soup: Soup, *, resume: bool) -> tuple[tuple[float, float], ...] | None:
+def _tried(loaded: LoadedRecipe, soup: Soup, *, resume: bool) -> tuple[Trial, ...] | None:
     """Each of ``BETAS`` with the hypervolume of its merges; None where Ctrl-C has stopped a trial."""
     trials = [_trial(soup, beta) for beta in BETAS]
     began = any((path / NAME).exists() for path in trials)
@@ -113,7 +113,7 @@ def _tried(loaded: LoadedRecipe, soup: Soup, *, resume: bool) -> tuple[tuple[flo
     volumes = [hypervolume(points, (worst[0], worst[1])) for points in found]
     for beta, volume in zip(BETAS, volumes, strict=True):
         print(f"beta {beta:g}: hypervolume {volume:.4g} after {steps} of {recipe.train.steps} steps", file=sys.stderr)
-    return tuple(zip(BETAS, volumes, strict=True))
+    return tuple(map(Trial, BETAS, volumes))
 
 
 def _trial(soup: Soup, beta: float) -> Path:

@@ -6,15 +6,15 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.json_types import JsonObject
-from mmrl.core.stored import BadFileError, Layers, Number, Text, read_as
+from mmrl.core.stored import BadFileError, Layers, Number, Text, fitted, read_object
 from mmrl.studies.soup.formulas import combination
 
 NAME = "soup.json"
@@ -22,21 +22,11 @@ AUTO = "auto"
 """What ``--beta`` is called where it is to be chosen."""
 
 
-class _Trial(BaseModel):
+class Trial(NamedTuple):
+    """A beta that was tried, with the hypervolume of its merges."""
+
     beta: Number
     hypervolume: Number
-
-
-class _Said(BaseModel):
-    """The schema of ``soup.json``."""
-
-    rewards: Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]
-    units: tuple[Number, ...]
-    beta: Number
-    recipe: tuple[Text, ...]
-    overrides: tuple[Text, ...]
-    finished: tuple[Layers, ...]
-    trials: tuple[_Trial, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,18 +35,18 @@ class Soup:
 
     ``units``: the weight of each reward in the recipe, which is its unit: the paper's ``r_i`` is ``units[i]`` times
     what reward ``i`` gives. ``recipe``: files; ``overrides``: ``a.b=c`` on top of them, without secrets. ``finished``:
-    the numbers, from 1, of the backbones that are trained. ``trials``: each beta that was tried with the hypervolume of
-    its merges, where ``beta`` was chosen among them.
+    the numbers, from 1, of the backbones that are trained. ``trials``: where ``beta`` was chosen among
+    them.
     """
 
     path: Path
-    rewards: tuple[str, ...]
-    units: tuple[float, ...]
-    beta: float
-    recipe: tuple[str, ...]
-    overrides: tuple[str, ...]
-    finished: tuple[int, ...] = ()
-    trials: tuple[tuple[float, float], ...] = ()
+    rewards: Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]
+    units: tuple[Number, ...]
+    beta: Number
+    recipe: tuple[Text, ...]
+    overrides: tuple[Text, ...]
+    finished: tuple[Layers, ...] = ()
+    trials: tuple[Trial, ...] = ()
 
     @property
     def matrix(self) -> Tensor:
@@ -94,7 +84,7 @@ class Soup:
             "overrides": self.overrides,
         }
         if self.trials:
-            content["trials"] = [{"beta": beta, "hypervolume": found} for beta, found in self.trials]
+            content["trials"] = [one._asdict() for one in self.trials]
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / NAME, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
@@ -102,10 +92,9 @@ class Soup:
 def read_soup(path: Path) -> Soup:
     """The soup in the folder ``path``. Raises ``UserError`` where there is none, or its file is damaged."""
     try:
-        said = read_as(_Said, path / NAME)
+        soup = fitted(Soup, {**read_object(path / NAME), "path": str(path)}, str(path / NAME))
     except FileNotFoundError:
         raise UserError(f"{path} is no soup: it has no {NAME}; name a folder that mmrl soup train made") from None
-    if len(said.units) != len(said.rewards):
+    if len(soup.units) != len(soup.rewards):
         raise BadFileError(f"{path / NAME}, units: one for each of rewards is needed; put it back from a copy")
-    trials = tuple((one.beta, one.hypervolume) for one in said.trials)
-    return Soup(path, said.rewards, said.units, said.beta, said.recipe, said.overrides, said.finished, trials)
+    return soup

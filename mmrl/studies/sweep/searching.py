@@ -27,7 +27,7 @@ from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.json_types import JsonObject
-from mmrl.core.stored import Number, Text, read_as
+from mmrl.core.stored import Number, Text, fitted, read_object
 from mmrl.inference.this_machine import choose_device
 from mmrl.logging.rundir import RunDir, has_begun
 from mmrl.planner.plan import changed
@@ -342,17 +342,6 @@ class _Row(BaseModel):
     failed: Text
 
 
-class _Said(BaseModel):
-    """The schema of ``sweep.json``."""
-
-    recipe: tuple[Text, ...]
-    overrides: tuple[Text, ...]
-    trials: tuple[tuple[Text, ...], ...]
-    factor: _Place
-    seeds: Annotated[tuple[_Seed, ...], Field(min_length=1)] = (0,)
-    results: list[_Row]
-
-
 @dataclass(frozen=True)
 class Result:
     """What one seed of a trial came to in a round.
@@ -374,11 +363,11 @@ class Sweep:
     """
 
     path: Path
-    recipe: tuple[str, ...]
-    overrides: tuple[str, ...]
-    trials: tuple[tuple[str, ...], ...]
-    factor: int
-    seeds: tuple[int, ...] = (0,)
+    recipe: tuple[Text, ...]
+    overrides: tuple[Text, ...]
+    trials: tuple[tuple[Text, ...], ...]
+    factor: _Place
+    seeds: Annotated[tuple[_Seed, ...], Field(min_length=1)] = (0,)
     results: Mapping[tuple[int, int, int], Result] = field(default_factory=dict)
 
     def asks(self) -> tuple[object, ...]:
@@ -434,13 +423,17 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """The search in the folder ``path``. Raises ``UserError`` where there is none, or its file is damaged."""
     try:
-        said = read_as(_Said, path / NAME)
+        said = read_object(path / NAME)
     except FileNotFoundError:
         raise UserError(f"{path} holds no search: it has no {NAME}; leave out --resume, or correct --out") from None
-    results = {
-        (row.round, row.trial, said.seeds[0] if row.seed is None else row.seed): Result(
-            row.value, row.cpu_seconds, row.failed
-        )
-        for row in said.results
-    }
-    return Sweep(path, said.recipe, said.overrides, said.trials, said.factor, said.seeds, results)
+    sweep = fitted(Sweep, {**said, "path": str(path), "results": {}}, str(path / NAME))
+    rows = fitted(list[_Row], said.get("results"), f"{path / NAME}, results")
+    return replace(
+        sweep,
+        results={
+            (row.round, row.trial, sweep.seeds[0] if row.seed is None else row.seed): Result(
+                row.value, row.cpu_seconds, row.failed
+            )
+            for row in rows
+        },
+    )
