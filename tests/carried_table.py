@@ -118,7 +118,7 @@ BY_HAND: dict[str, str] = {
 """The message, and the test that causes it and makes its edits."""
 
 ADVICE: dict[str, str] = {
-    "mmrl/cli/arguments.py: Files layered over the recipe, then single settings such as optim.lr=1": "a text of --help",
+    "mmrl/commands/arguments.py: Files layered over the recipe, then single settings such as optim.lr=1": "a text of --help",
     "mmrl/cli/runs.py: Replay which device did what, of a run with placement.log=true.": "a text of --help",
     "mmrl/report/advice.py: eval.early_stopping={metric: …, patience: 2}": "advice in a report, for the next run",
     "mmrl/report/advice.py: eval.rewards=[{name: ...}]": "advice in a report, for the next run",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrl import cli
-from mmrl.cli.arguments import read_recipe, reward_options
+from mmrl.commands.arguments import read_recipe, reward_options
 from mmrl.config.algorithms import algorithm_names
 from mmrl.config.loader import find_recipe, load_recipe, shipped_recipes
 from mmrl.core.errors import UserError
@@ -242,7 +242,7 @@ def test_doctor_finds_a_folder_that_cannot_be_written(folder: Path, monkeypatch:
 
 
 def test_eval_takes_the_runs_threads(folder: Path) -> None:
-    from mmrl.cli.arguments import use_threads_of
+    from mmrl.commands.arguments import use_threads_of
 
     (folder / "run").mkdir()
     (folder / "run/resolved.json").write_text(json.dumps({"threads": 2}))

@@ -8,7 +8,7 @@ import yaml
 
 from mmrl.app.build import evaluate, open_run
 from mmrl.cli import runs
-from mmrl.cli.arguments import read_recipe
+from mmrl.commands.arguments import read_recipe
 from mmrl.config.dtype import has_bfloat16
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe, shipped_recipes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmrl.cli.arguments import json_alone, plain
+from mmrl.commands.arguments import json_alone, plain
 from mmrl.core.secrets import remember
 from mmrl.planner.plan_json import as_json
 from tests.planning import LEFT_OUT, planned, without_the_step

@@ -10,28 +10,28 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 
 import typer
 
+from mmrl import studies
 from mmrl.cli import (
     check,
     compare,
     data,
-    distill,
     fetch,
     init,
     judge,
-    labels,
     launch,
     recipes,
     rewards,
     runs,
     sample,
     simulate,
-    soup,
-    sweep,
 )
 from mmrl.core.errors import UserError
 from mmrl.core.installing import DISTRIBUTION, version_of
@@ -50,7 +50,14 @@ app = typer.Typer(
 )
 _NAMES: Mapping[object, str] = {runs.evaluate: "eval", runs.continue_: "continue"}
 """Commands whose functions cannot have their names."""
-for _command in (
+
+
+def _add(*commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command(_NAMES.get(command))(command)
+
+
+_add(
     runs.train,
     runs.continue_,
     runs.plan,
@@ -66,18 +73,17 @@ for _command in (
     check.check,
     rewards.serve,
     judge.judge,
-    distill.distill,
-    labels.label,
-    labels.spread,
-    sweep.sweep,
+)
+for _study in pkgutil.iter_modules(studies.__path__, f"{studies.__name__}."):
+    if find_spec(f"{_study.name}.commands") is not None:
+        import_module(f"{_study.name}.commands").register(app)
+_add(
     recipes.ls,
     recipes.cp,
     init.init,
     fetch.fetch,
-):
-    app.command(_NAMES.get(_command))(_command)
+)
 app.add_typer(data.app)
-app.add_typer(soup.app)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import reward_options
+from mmrl.commands.arguments import reward_options
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import JsonOption, console, json_alone
+from mmrl.commands.arguments import JsonOption, console, json_alone
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, OptionsOption, console, read_recipe, reward_options
+from mmrl.commands.arguments import ChangesArgument, OptionsOption, console, read_recipe, reward_options
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import load
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from mmrl.cli.arguments import read_recipe
+from mmrl.commands.arguments import read_recipe
 from mmrl.core.errors import UserError
 from mmrl.core.garbage import rarely_collected
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import JsonOption, OptionsOption, console, json_alone, read_recipe, reward_options
+from mmrl.commands.arguments import JsonOption, OptionsOption, console, json_alone, read_recipe, reward_options
 from mmrl.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, RecipeArgument, read_recipe
+from mmrl.commands.arguments import ChangesArgument, RecipeArgument, read_recipe
 from mmrl.core.errors import UserError
 
 Launcher = Literal["slurm", "torchrun", "ray"]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from mmrl.cli.arguments import RecipeArgument, console
+from mmrl.commands.arguments import RecipeArgument, console
 from mmrl.core.errors import UserError
 
 Shelf = Literal["recipes", "pipelines", "rewards", "datasets", "environments", "algorithms"]

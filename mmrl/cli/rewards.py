@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmrl.cli.arguments import JsonOption, OptionsOption, console, json_alone, reward_options
+from mmrl.commands.arguments import JsonOption, OptionsOption, console, json_alone, reward_options
 from mmrl.core.errors import UserError
 
 RewardArgument = Annotated[

@@ -6,13 +6,14 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import (
+from mmrl.commands.arguments import (
     ChangesArgument,
     CheckpointOption,
+    Exported,
     JsonOption,
     RecipeArgument,
     RunArgument,
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from mmrl.planner.gpus import Gpu
     from mmrl.planner.plan_data import Plan
     from mmrl.runtime.launchers import Launched
-
-
-Exported = Literal["merged", "lora", "lora-file"]
 
 
 def train(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mmrl.cli.arguments import CheckpointOption, RunArgument, use_threads_of
+from mmrl.commands.arguments import CheckpointOption, RunArgument, use_threads_of
 
 
 def sample(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, json_alone, read_recipe
+from mmrl.commands.arguments import ChangesArgument, RecipeArgument, console, json_alone, read_recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import (
+from mmrl.commands.arguments import (
     ChangesArgument,
+    Exported,
     JsonOption,
     RecipeArgument,
     console,
@@ -17,14 +18,13 @@ from mmrl.cli.arguments import (
     read_recipe,
     use_threads_of,
 )
-from mmrl.cli.runs import Exported
 from mmrl.core.errors import UserError
 from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
     from mmrl.studies.soup.evaluation import Front, SoupReport
 
-app = typer.Typer(
+soup = typer.Typer(
     name="soup",
     help="Trade rewards off after training: train a model per reward, merge them for any weights (Bone Soup).",
     no_args_is_help=True,
@@ -36,7 +36,7 @@ CheckpointOption = Annotated[
 ]
 
 
-@app.command("train")
+@soup.command("train")
 def train(
     recipe: RecipeArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the soup.")],
@@ -82,7 +82,7 @@ def _share(beta: str) -> float:
         raise UserError(f"--beta {beta}: give a number above 1/n and at most 1 (0.7, say), or auto") from None
 
 
-@app.command("merge")
+@soup.command("merge")
 def merge(
     soup: SoupArgument,
     weights: Annotated[
@@ -111,7 +111,7 @@ def merge(
     print(out)
 
 
-@app.command("report")
+@soup.command("report")
 def report(
     soup: SoupArgument,
     points: Annotated[int, typer.Option(help="Preferences, from all for one reward to all for the other.")] = 5,
@@ -183,3 +183,8 @@ def _measures(front: Front) -> str:
         f"hypervolume {front.hypervolume:.4g}, controllability {front.controllability:.2f}, sparsity "
         f"{front.sparsity:.4g}"
     )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this study to those of ``mmrl``."""
+    app.add_typer(soup)

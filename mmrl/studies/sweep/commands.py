@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, JsonOption, RecipeArgument, console, json_alone, read_recipe
+from mmrl.commands.arguments import ChangesArgument, JsonOption, RecipeArgument, console, json_alone, read_recipe
 from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
@@ -121,3 +121,8 @@ def _as_json(search: Search, best: int) -> JsonObject:
         "results": sweep.rows(),
         "leads": [{"trial": trial, **vars(lead), "ahead": lead.ahead} for trial, lead in leads.items()],
     }
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this study to those of ``mmrl``."""
+    app.command()(sweep)

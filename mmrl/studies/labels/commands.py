@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import JsonOption, json_alone, read_recipe
+from mmrl.commands.arguments import JsonOption, json_alone, read_recipe
 from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
@@ -144,3 +144,9 @@ def _show(made: Outcome, out: Path) -> None:
         print(f"{made.pairs} pairs of a better and a worse sample for DPO: {out}/pairs.jsonl")
     if made.following:
         print(f"label these next ({out}/next.csv): {', '.join(made.following[:5])}, ...")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this study to those of ``mmrl``."""
+    app.command()(label)
+    app.command()(spread)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, CheckpointOption, JsonOption, json_alone, read_recipe, use_threads_of
+from mmrl.commands.arguments import (
+    ChangesArgument,
+    CheckpointOption,
+    JsonOption,
+    json_alone,
+    read_recipe,
+    use_threads_of,
+)
 from mmrl.core.errors import UserError
 from mmrl.core.garbage import rarely_collected
 
@@ -97,3 +104,8 @@ def _show(made: Outcome) -> None:
     print(f"the reward asks the student {made.student}; with options.judge_below it asks the judge too:")
     for one in made.askings:
         print(f"  judge_below: {one.threshold:.3f}   asked {one.asked:.1%}   order of pairs {one.order:.3f}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this study to those of ``mmrl``."""
+    app.command()(distill)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -42,6 +42,8 @@ CheckpointOption = Annotated[
         help="Which weights; best needs eval.early_stopping, base is the model before training.",
     ),
 ]
+Exported = Literal["merged", "lora", "lora-file"]
+"""Forms of an export."""
 OptionsOption = Annotated[
     list[str] | None,
     typer.Option("--options", metavar="KEY=VALUE", help="An option of the reward; may be repeated."),

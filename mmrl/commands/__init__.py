@@ -1,0 +1,1 @@
+"""What every command shares: its arguments and options, reading a recipe, the console."""
