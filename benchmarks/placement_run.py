@@ -44,7 +44,7 @@ from mmrl.planner.simulator.simulate import Cluster, Outcome, adaptive, bound, s
 from mmrl.planner.simulator.trace import Trace
 from mmrl.planner.simulator.trace_from_run import read_run
 from mmrl.runtime.program import watchdog
-from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
+from mmrl.runtime.worker import RemoteWorker, WorkerListener, connect, serve
 from mmrl.step.step_context import StepContext
 from mmrl.training.loop import train_step
 
@@ -95,7 +95,7 @@ def opened(load: str) -> Iterator[tuple[StepContext, MultiDevice]]:
     loaded, listener = recipe(load), WorkerListener()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["--worker", listener.address, listener.key.hex(), str(port), load]
+    words = ["--worker", listener.address, str(port), load]
     worker = subprocess.Popen([sys.executable, __file__, *words])
     cores = os.sched_getaffinity(0)
     try:
@@ -112,11 +112,11 @@ def opened(load: str) -> Iterator[tuple[StepContext, MultiDevice]]:
         os.sched_setaffinity(0, cores)
 
 
-def work(address: str, key: str, port: str, load: str) -> None:
+def work(address: str, port: str, load: str) -> None:
     """The other device, in a process of its own."""
     loaded = recipe(load)
     controller = joined(loaded, 1, int(port))
-    connection = call(1, address, bytes.fromhex(key))
+    connection = connect(1, address)
     serve(build(loaded.recipe, controller), connection, None, watchdog(loaded.recipe))
 
 
@@ -206,7 +206,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of every placement")
     parser.add_argument("--json", type=Path, help="write every single figure here")
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if arguments.worker:
         work(*arguments.worker)

@@ -107,7 +107,7 @@ def lose_one(out, how, *overrides):
     if how == signal.SIGKILL:
         assert "died" in said
     else:  # 10 to 12 on a machine that has nothing else to do; to end it takes longer
-        assert 10 <= int(re.findall(r"frozen: no sign of life for (\d+) s", said)[0]) <= 30
+        assert 10 <= int(re.findall(r"has given no sign of life for (\d+) s; it is stopped", said)[0]) <= 30
 
 
 def run(recipe, out, *overrides):

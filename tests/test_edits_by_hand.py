@@ -195,15 +195,6 @@ def test_enough_prompts_leave_no_device_without_work(capsys, says):
     assert "without work" not in capsys.readouterr().out
 
 
-def test_processes_of_one_device_are_launched(capsys):
-    words = ["launch", "shapes-judge", "controllers=2", "device=cpu"]
-    assert command(*words, "devices_per_controller=4", "--print", "torchrun") == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "set controllers=8 devices_per_controller=1, or print ray" in said
-    assert command(*words, "controllers=8", "devices_per_controller=1", "--print", "torchrun") == 0
-    assert command(*words, "devices_per_controller=4", "--print", "ray") == 0
-
-
 def test_a_sweep_has_settings_with_values_and_evaluates(tmp_path):
     said = refused(lambda: combinations(["optim.lr"]), "is no setting with values; write --try optim.lr=1e-5,3e-5")
     assert len(combinations([said.partition("write --try ")[2]])) == 2
@@ -732,22 +723,14 @@ def test_a_tokenizer_gets_a_chat_template(tmp_path):
 
 
 def test_a_process_is_waited_for_as_long_as_the_recipe_says(says):
-    from mmrl.runtime.launch import LostError, Watch
-    from mmrl.runtime.vigil import Vigil, whereabouts
+    from mmrl.runtime.heartbeat import HeartbeatMonitor, Processes, whereabouts
 
-    there = {0: whereabouts(), 1: whereabouts() | {"host": "elsewhere", "pid": 1}}
-    silent = lambda patience: Vigil(None, 0, there, patience, None, print)._silent(1, 200.0)  # noqa: E731
+    there = Processes({0: whereabouts(), 1: whereabouts() | {"host": "elsewhere", "pid": 1}}, 1, [0])
+    silent = lambda patience: HeartbeatMonitor(None, 0, there, patience, None, print)._silent(1, 200.0)  # noqa: E731
     said = silent(120.0)
     says(said)
     assert said.endswith("raise runtime.patience")
     assert silent(300.0) == ""
-    watch = object.__new__(Watch)  # of Ray's controllers
-    watch._silences, watch._where, watch._patience, watch.size = {}, {}, 120.0, 2
-    with pytest.raises(LostError, match=r"raise runtime\.patience") as error:
-        watch._check_silent((1, 0), 200.0)
-    says(str(error.value))
-    watch._patience = 300.0
-    watch._check_silent((1, 0), 200.0)
 
 
 CONNECT = """

@@ -23,7 +23,9 @@ def test_a_batch_script_asks_for_what_the_recipe_needs(capsys, tmp_path):
     assert (asked["--nodes"], asked["--ntasks-per-node"], asked["--gpus-per-node"]) == ("2", "8", "8")
     unknown = script[script.index("# TO FILL IN") :]
     assert all(f"##SBATCH --{key}=" in unknown for key in ("partition", "account", "time"))
-    assert "mmrl train sums controllers=16 optim.lr=1e-4 device=cuda --out runs/sums" in script.splitlines()[-1]
+    assert "mmrl train sums controllers=16 optim.lr=1e-4 device=cuda --out runs/sums" in next(
+        line for line in script.splitlines() if line.startswith("srun")
+    )
     (tmp_path / "job.sh").write_text(script)
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
     assert "gpus" not in printed(capsys, "sums", "controllers=2", "device=cpu")[1].replace("no GPUs", "")
@@ -52,6 +54,9 @@ def test_commands_of_torchrun_and_ray(capsys):
     assert 'torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "$HEAD"' in said
     assert "-m mmrl train sums controllers=8" in said
     shape = ["controllers=4", "devices_per_controller=4", "device=cuda"]
+    assert "--nnodes 2 --nproc-per-node 8 " in printed(capsys, "shapes-judge", *shape, "--print", "torchrun")[1]
+    script = printed(capsys, "shapes-judge", *shape, "--print", "slurm")[1]
+    assert all(f"#SBATCH --{key}-per-node=8\n" in script for key in ("ntasks", "gpus"))
     code, said = printed(capsys, "shapes-judge", *shape, "placement=adaptive", "--print", "ray")
     assert code == 0
     assert "# 2 hosts with 8 GPUS each" in said
@@ -75,7 +80,6 @@ def test_a_secret_is_not_printed(capsys):
             "12 do not divide among hosts with 8 each; set controllers=16, or --per-node 6",
         ),
         ([], "controllers: the recipe has one"),
-        (["controllers=2", "devices_per_controller=2"], "set controllers=4 devices_per_controller=1, or print ray"),
     ],
 )
 def test_what_cannot_be_printed_is_refused_with_the_edit(capsys, words, expected):

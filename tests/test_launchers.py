@@ -12,9 +12,9 @@ import time
 import pytest
 
 from mmrl.core.errors import UserError
-from mmrl.runtime.board import meet
-from mmrl.runtime.joined import _refuse, _told
-from mmrl.runtime.launchers import Launched, first_host, hidden_from_each_other, launched, own_devices
+from mmrl.runtime.external_launch import _on_one_host, _refuse, _told
+from mmrl.runtime.launchers import Launched, first_host, hidden_from_each_other, launched, own_device
+from mmrl.runtime.rendezvous import meet
 from tests.ranks import Command, free_port
 from tests.ray_runs import ROOT, SMALL, UNHURRIED, children, ended, rows, wait_for
 
@@ -78,23 +78,34 @@ def test_the_first_host_of_a_list_of_nodes():
     assert {text: first_host(text) for text in lists} == lists
 
 
-def test_each_process_has_its_own_devices():
+def test_each_process_has_a_gpu_of_its_own():
     torchrun, slurm = launched(TORCHRUN), launched(SLURM)
-    assert own_devices(torchrun, None, 2) == "2,3"
-    assert own_devices(torchrun, "4,5,6,7", 1) == "5"
-    assert own_devices(slurm, "0,1", 1) == "1"
-    assert own_devices(slurm, "6,7", 2) == "6,7"  # --gpus-per-task=2: Slurm has given each its own
+    assert own_device(torchrun, None) == "1"
+    assert own_device(torchrun, "4,5,6,7") == "5"
+    assert own_device(slurm, "0,1") == "1"
+    assert own_device(slurm, "6") == "6"  # --gpus-per-task=1: Slurm has given each its own
     with pytest.raises(UserError, match=r"process 1 of this host needs 1 GPU of its own.*start fewer processes"):
-        own_devices(torchrun, "0", 1)
+        own_device(torchrun, "0")
+
+
+def test_the_devices_of_a_controller_are_of_one_host():
+    torchrun, slurm = launched(TORCHRUN), launched(SLURM)
+    where = {n: {"host": host} for n, host in enumerate("aabb")}
+    _on_one_host(where, torchrun, 1)
+    _on_one_host(where, torchrun, 2)
+    for found, option in ((torchrun, "torchrun --nproc-per-node"), (slurm, "srun --ntasks-per-node")):
+        edit = rf"controller 0 would have its 4 devices on a and b.*a multiple of 4 processes on each host \({option}\)"
+        with pytest.raises(UserError, match=edit):
+            _on_one_host(where, found, 4)
 
 
 def test_gpus_that_slurm_hides_from_each_other_are_said():
     slurm = launched(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
-    assert "--gpus-per-node in place of --gpus-per-task" in hidden_from_each_other(slurm, "0", 1)
-    assert not hidden_from_each_other(slurm, "0,1,2,3", 1)
-    assert not hidden_from_each_other(slurm, None, 1)
-    assert not hidden_from_each_other(launched(SLURM | {"SLURM_NNODES": "4"}), "0", 1)  # one task a host
-    assert not hidden_from_each_other(launched(TORCHRUN), "0", 1)
+    assert "--gpus-per-node in place of --gpus-per-task" in hidden_from_each_other(slurm, "0")
+    assert not hidden_from_each_other(slurm, "0,1,2,3")
+    assert not hidden_from_each_other(slurm, None)
+    assert not hidden_from_each_other(launched(SLURM | {"SLURM_NNODES": "4"}), "0")  # one task a host
+    assert not hidden_from_each_other(launched(TORCHRUN), "0")
 
 
 def tasks(recipe, out, *words, size=2, each=(), vary=(), **more):
@@ -183,7 +194,7 @@ def test_a_killed_process_is_named_and_the_job_resumes(by_slurm, tmp_path):
     began = time.monotonic()
     code, said = ended(first)
     assert time.monotonic() - began < 100  # less than the patience
-    assert code == 2
+    assert code == 4
     assert f"controller 1 of 2 (process {second.pid} on {socket.gethostname()}) has died" in said
     assert "--resume" in said
     assert "srun --ntasks 2 mmrl train" in said
@@ -207,7 +218,7 @@ def test_a_stopped_process_is_named_within_the_patience(tmp_path, victim):
         code, said = ended(job[1 - victim], timeout=120)
     finally:
         job[victim].kill()
-    assert code == 2
+    assert code == 4
     assert f"controller {victim} of 2 (process {job[victim].pid}" in said
     assert "no sign of life for" in said
     assert "stopped (SIGSTOP)" in said
@@ -234,7 +245,7 @@ def test_what_differs_between_processes_is_refused_before_a_model_is_loaded(tmp_
 def test_process_0_that_refuses_the_run_stays_until_the_others_know():
     port, leads, left = free_port(), [], []
     processes = [Launched("srun", rank, 2, rank, "localhost", port) for rank in (0, 1)]
-    board = meet(processes[0], 60.0)
+    store = meet(processes[0], 60.0)
 
     def follow():
         mine = meet(processes[1], 60.0)
@@ -249,7 +260,7 @@ def test_process_0_that_refuses_the_run_stays_until_the_others_know():
     thread.start()
     while not leads:
         time.sleep(0.01)
-    _refuse(board, processes[0], "another recipe")
+    _refuse(store, processes[0], "another recipe")
     ended = time.monotonic()
     thread.join(60)
     assert left
@@ -259,8 +270,16 @@ def test_process_0_that_refuses_the_run_stays_until_the_others_know():
 def test_a_number_of_controllers_that_is_not_that_of_the_processes_is_refused(tmp_path):
     for code, said in [ended(task) for task in tasks("sums", tmp_path / "x", *SMALL, "controllers=3")]:
         assert code == 2
-        assert "controllers: the recipe has 3 (command line), and srun started 2 processes" in said
+        assert "controllers: the recipe has 3 (command line), and srun started 2 processes, each a controller" in said
         assert "set controllers=2 or leave it out, or start 3 processes (--ntasks)" in said
+
+
+def test_a_number_of_devices_that_does_not_divide_the_processes_is_refused(tmp_path):
+    given = [*SMALL, "devices_per_controller=2"]
+    for code, said in [ended(task) for task in tasks("sums", tmp_path / "x", *given, size=3)]:
+        assert code == 2
+        assert "srun started 3 processes, one for each device, and controllers of 2 need a multiple of 2" in said
+        assert "start 4 processes (--ntasks), or set devices_per_controller=1" in said
 
 
 def test_a_process_that_does_not_come_is_named(tmp_path):

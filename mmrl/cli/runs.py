@@ -48,8 +48,8 @@ def train(
     """Plan a recipe, then train it.
 
     Exit code 0 at the end and after Ctrl-C; 2 for what you can mend; 3 where too many samples had no score for longer
-    than scoring.patience; 143 after SIGTERM and 129 after SIGHUP. A signal finishes and saves the step first. --resume
-    goes on in all cases.
+    than scoring.patience; 4 where a process of the run was lost; 143 after SIGTERM and 129 after SIGHUP. A signal
+    finishes and saves the step first. --resume goes on in all cases.
     """
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
@@ -128,8 +128,8 @@ def _train(loaded: LoadedRecipe, out: Path, found: Launched | None, *, resume: b
     with rarely_collected():
         from mmrl.planner.plan import plan
         from mmrl.planner.render import render
-        from mmrl.runtime.joined import train as train_with_others
-        from mmrl.runtime.joined import with_processes
+        from mmrl.runtime.external_launch import train as train_with_others
+        from mmrl.runtime.external_launch import with_processes
         from mmrl.runtime.start import train as train_alone
 
         loaded = loaded if found is None else with_processes(loaded, found)

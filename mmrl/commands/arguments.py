@@ -85,13 +85,13 @@ def preparing(
     from mmrl.config.names import refuse_moved
     from mmrl.config.schema import Recipe
     from mmrl.planner.gpus import planned_for
-    from mmrl.runtime.launchers import use_own_devices
+    from mmrl.runtime.launchers import use_own_device
 
     def prepare(values: JsonObject) -> JsonObject:
         threads = values.get("threads", Recipe.model_fields["threads"].default)
         use_threads(threads if isinstance(threads, int) else None)  # before a choice imports torch
         if found is not None:
-            use_own_devices(found, values.get("device"), values.get("devices_per_controller", 1))
+            use_own_device(found, values.get("device"))
         if gpu is not None:
             return planned_for(gpu, values)
         if run is None or not isinstance(name := values.get("name"), str):

@@ -94,8 +94,7 @@ class Alone:
 
 
 class Group:
-    """Final class: controllers connected by ``torch.distributed``; the first listens at ``host``:``port``, with the
-    socket ``listening`` if it has one.
+    """Final class: controllers connected by ``torch.distributed``; the first listens at ``host``:``port``.
 
     NCCL sends tensors on a GPU and gloo all others, both over the network interface that leads to ``host``. A process
     has at most one such group.
@@ -113,7 +112,6 @@ class Group:
         size: int,
         host: str,
         port: int,
-        listening: socket.socket | None = None,
         devices: int = 1,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         store: dist.Store | None = None,
@@ -130,7 +128,6 @@ class Group:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         if store is None:
-            handle = None if listening is None else listening.detach()
             wait = timedelta(minutes=3)
             store = dist.TCPStore(
                 host,
@@ -139,7 +136,6 @@ class Group:
                 is_master=rank == 0,
                 timeout=wait,
                 wait_for_workers=False,
-                master_listen_fd=handle,
             )
         self._store: dist.Store | None = store
         self._controllers: dist.ProcessGroup | None = None

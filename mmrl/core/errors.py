@@ -50,6 +50,12 @@ class LostServerError(UserError):
     """A server of ours ended, or stands still and was ended: whoever asked it may start another and ask again."""
 
 
+class LostProcessError(UserError):
+    """A process of a run has ended or stands still; the run goes on from its last checkpoint if it is started again."""
+
+    exit_code = 4
+
+
 class BadPromptError(UserError):
     """One prompt cannot be used (broken media, say). In training another takes its place and it is named."""
 

@@ -14,13 +14,13 @@ TO_FILL_IN = "# TO FILL IN:"
 _PER_NODE = 8
 """Devices of a host, if nobody says how many there are."""
 _PER_GPU = 8
-"""CPU cores of a controller on a GPU, if nobody says how many: rewards, readers of media and engines run beside it."""
+"""CPU cores of a process on a GPU, if nobody says how many: rewards, readers of media and engines run beside it."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A recipe on a cluster. ``command``: the words of ``mmrl train`` for it; ``per_node``: devices of a host;
-    ``cpus``: cores of a controller."""
+    ``cpus``: cores of a device."""
 
     recipe: Recipe
     command: tuple[str, ...]
@@ -35,7 +35,7 @@ class Job:
 
     @property
     def cores(self) -> int:
-        """CPU cores of a controller: at least the recipe's threads, and on a GPU more."""
+        """CPU cores of a device: at least the recipe's threads, and on a GPU more."""
         threads = self.recipe.threads or 1
         return self.cpus or (max(threads, _PER_GPU) if self.gpus else threads)
 
@@ -65,18 +65,20 @@ class Job:
 
 def slurm(job: Job) -> str:
     """A batch script for ``sbatch``. Raises ``UserError``."""
-    _one_device(job.recipe, "srun")
+    _several(job.recipe)
     nodes, each = job.nodes()
+    tasks = each * job.recipe.devices_per_controller
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={job.recipe.name}",
         f"#SBATCH --nodes={nodes}",
-        f"#SBATCH --ntasks-per-node={each}",
+        f"#SBATCH --ntasks-per-node={tasks}",
         f"#SBATCH --cpus-per-task={job.cores}",
-        *([f"#SBATCH --gpus-per-node={each}"] if job.gpus else []),
+        *([f"#SBATCH --gpus-per-node={tasks}"] if job.gpus else []),
         f"#SBATCH --output={job.recipe.name}-%j.log",
         "#SBATCH --signal=TERM@120  # two minutes before the end of its time the run saves and stops",
         "#SBATCH --requeue  # a job that starts again continues from its last checkpoint",
+        "#SBATCH --open-mode=append",
         f"{TO_FILL_IN} remove a # where your cluster asks for the line",
         "##SBATCH --partition=PARTITION",
         "##SBATCH --account=ACCOUNT",
@@ -85,18 +87,23 @@ def slurm(job: Job) -> str:
         "",
         f"cd {shlex.quote(str(job.folder))} || exit 1  # all nodes must see it, and {job.shown}",
         f"{TO_FILL_IN} what makes `mmrl` a command there, such as: source .venv/bin/activate",
-        f"srun --kill-on-bad-exit=0 {shlex.join(job.command)}",
+        f"srun --kill-on-bad-exit=0 --wait=300 {shlex.join(job.command)}",
+        "code=$?",
+        "case $code in  # a process was lost, or killed: the job starts again, at most three times",
+        '4 | 137) [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID" ;;',
+        "esac",
+        "exit $code",
     ]
     return "\n".join(lines) + "\n"
 
 
 def torchrun(job: Job) -> str:
     """The commands of torchrun. Raises ``UserError``."""
-    _one_device(job.recipe, "torchrun")
+    _several(job.recipe)
     nodes, each = job.nodes()
     command = shlex.join(job.command)
     lines = [f"cd {shlex.quote(str(job.folder))} || exit 1"]
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {each}"
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {each * job.recipe.devices_per_controller}"
     if nodes > 1:
         lines.insert(0, f"# on each of {nodes} hosts, all of which see this folder and {job.shown}")
         lines.append(f"{TO_FILL_IN} the address of one of the hosts, and a port that is free on it")
@@ -126,16 +133,6 @@ def ray(job: Job) -> str:
         f"ray job submit --address http://127.0.0.1:8265 -- sh -c {shlex.quote(words)}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _one_device(recipe: Recipe, launcher: str) -> None:
-    n, devices = recipe.controllers, recipe.devices_per_controller
-    if devices > 1:
-        raise UserError(
-            f"devices_per_controller: {launcher} starts a process for each device, and the recipe gives {devices} to a "
-            f"controller; set controllers={n * devices} devices_per_controller=1, or print ray"
-        )
-    _several(recipe)
 
 
 def _several(recipe: Recipe) -> None:

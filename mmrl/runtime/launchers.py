@@ -44,6 +44,11 @@ class Launched:
         """The option of the launcher that sets how many processes it starts."""
         return "--nproc-per-node" if self.launcher == "torchrun" else "--ntasks"
 
+    @property
+    def processes_of_a_host(self) -> str:
+        """The option of the launcher that sets how many processes it starts on a host."""
+        return "torchrun --nproc-per-node" if self.launcher == "torchrun" else "srun --ntasks-per-node"
+
     def command(self, command: str) -> str:
         """``command`` of ``mmrl``, as this launcher starts it."""
         return f"{shlex.join(self.words)} {command}"
@@ -73,22 +78,21 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
     return found
 
 
-def own_devices(found: Launched, visible: str | None, devices: int) -> str:
-    """The GPUs of this process for CUDA_VISIBLE_DEVICES: its part of those that its host's processes share.
+def own_device(found: Launched, visible: str | None) -> str:
+    """The GPU of this process for CUDA_VISIBLE_DEVICES: one of those that its host's processes share.
 
     ``visible``: the present value, None where it is not set. Raises ``UserError`` where there are too few.
     """
-    first = found.local * devices
     if visible is None:
-        return ",".join(str(n) for n in range(first, first + devices))
+        return str(found.local)
     listed = [one.strip() for one in visible.split(",") if one.strip()]
-    if len(listed) >= first + devices:
-        return ",".join(listed[first : first + devices])
-    if found.launcher == "srun" and len(listed) == devices:  # Slurm has divided them (--gpus-per-task)
-        return visible
+    if len(listed) > found.local:
+        return listed[found.local]
+    if found.launcher == "srun" and len(listed) == 1:  # Slurm has divided them (--gpus-per-task)
+        return listed[0]
     raise UserError(
-        f"process {found.local} of this host needs {devices} GPU{'s' * (devices > 1)} of its own, and "
-        f"CUDA_VISIBLE_DEVICES={visible} has too few; ask the launcher for more GPUs a host, or start fewer processes"
+        f"process {found.local} of this host needs 1 GPU of its own, and CUDA_VISIBLE_DEVICES={visible} has too few; "
+        "ask the launcher for more GPUs a host, or start fewer processes"
     )
 
 
@@ -168,21 +172,21 @@ def first_host(nodelist: str) -> str:
     return "" if found is None else "".join(part or "" for part in found.groups())
 
 
-def use_own_devices(found: Launched, device: object, devices: object) -> None:
-    """Set CUDA_VISIBLE_DEVICES before CUDA starts, by the recipe's ``device`` and ``devices_per_controller``."""
-    if device == "cpu" or not isinstance(devices, int):
+def use_own_device(found: Launched, device: object) -> None:
+    """Set CUDA_VISIBLE_DEVICES before CUDA starts, unless the recipe's ``device`` is a CPU."""
+    if device == "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = own_devices(found, visible, devices)
-    if found.leads and (said := hidden_from_each_other(found, visible, devices)):
+    os.environ["CUDA_VISIBLE_DEVICES"] = own_device(found, visible)
+    if found.leads and (said := hidden_from_each_other(found, visible)):
         print(said, file=sys.stderr)
 
 
-def hidden_from_each_other(found: Launched, visible: str | None, devices: int) -> str:
-    """What to say where Slurm shows each task of a host only its own GPUs; empty elsewhere."""
+def hidden_from_each_other(found: Launched, visible: str | None) -> str:
+    """What to say where Slurm shows each task of a host only its own GPU; empty elsewhere."""
     if found.launcher != "srun" or found.size <= found.nodes or visible is None:
         return ""
-    if len([one for one in visible.split(",") if one.strip()]) > devices:
+    if len([one for one in visible.split(",") if one.strip()]) > 1:
         return ""
     return (
         f"warning: Slurm shows each task only its own GPUs (CUDA_VISIBLE_DEVICES={visible}), so NCCL may not use "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
@@ -95,37 +94,3 @@ class Work:
         more = {name: value - before.get(name, value) for name, value in now.items()}
         computes = more["process"] + more["children"] > _COMPUTES * more["at"]
         return computes or more.get("thread", 0.0) > _ALONE * more["at"] or more["moved"] > _MOVES * more["at"]
-
-
-class ProcessProbe:
-    """Final class: readings of processes on every node of a Ray cluster. On this node they are taken at once; on other
-    nodes by a Ray task, without waiting for it.
-    """
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        apart = ray.util.client.ray.is_connected()  # to a server that may be on another machine
-        self.here: str = "" if apart else ray.get_runtime_context().get_node_id()
-        self._asked: dict[tuple[str, int], Any] = {}
-
-    def read(self, node: str, pid: int) -> Reading | None:
-        """A new reading; None if there is none yet."""
-        if node == self.here:
-            return read(pid)
-        place = node, pid
-        if place not in self._asked:
-            self._asked[place] = self._ask(node, pid)
-        if not self._ray.wait([self._asked[place]], timeout=0)[0]:
-            return None
-        try:
-            return self._ray.get(self._asked.pop(place))
-        except self._ray.exceptions.RayError:  # the node is lost: Ray reports it soon
-            return None
-
-    def _ask(self, node: str, pid: int) -> Any:
-        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
-            NodeAffinitySchedulingStrategy,
-        )
-
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return self._ray.remote(read).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)

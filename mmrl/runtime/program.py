@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,14 +36,12 @@ as stuck. For a process that is not stopped it is ``runtime.patience``."""
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where all processes of a run meet: ``host:port``. The first listens there with the socket ``listening``, or all
-    use ``store``, which somebody else keeps. ``hosts``: of the processes, as far as they are known."""
+    """Where all processes of a run meet: ``store``, at ``host:port``. ``hosts``: of the processes."""
 
     host: str
     port: int
-    listening: socket.socket | None = None
-    store: dist.Store | None = None
-    hosts: Mapping[int, str] = field(default_factory=dict)
+    store: dist.Store
+    hosts: Mapping[int, str]
 
 
 def watchdog(recipe: Recipe) -> StallWatchdog:
@@ -78,7 +75,7 @@ def join(
     sizes = sorted({n for n in (train.shard_size, train.width) if n is not None and 1 < n < size})
     seconds = preflight.seconds_of(recipe.runtime.patience)
     first = FirstSum(str(choose_device(recipe.device)), sizes, seconds, where.hosts)
-    peers = Group(place, size, where.host, where.port, where.listening, devices, waiting, where.store, first)
+    peers = Group(place, size, where.host, where.port, devices, waiting, where.store, first)
     return Controller(recipe.seed, rank, recipe.controllers, peers)
 
 

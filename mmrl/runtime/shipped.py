@@ -49,19 +49,19 @@ def variables(recipe: Recipe) -> dict[str, str]:
     return {name: os.environ[name] for name in recipe.env}
 
 
-def ship(loaded: LoadedRecipe, actors: Mapping[tuple[int, int], Any], get: Callable[[Any], Any]) -> None:
-    """Give controllers, by rank and device, the files that their nodes do not see. ``get``: waits for an answer.
+def ship(loaded: LoadedRecipe, actors: Sequence[Any], each: int, get: Callable[[Any], Any]) -> None:
+    """Give controllers, of ``each`` actors, the files that their nodes do not see. ``get``: waits for an answer.
 
     Raises ``UserError`` for a file that cannot be shipped.
     """
     named = named_files(loaded)
     paths = [str(path) for path in named.values()]
-    asked = {rank: actor.lacks.remote(paths) for (rank, device), actor in actors.items() if device == 0}
-    for rank, ref in asked.items():
+    asked = {first: actors[first].lacks.remote(paths) for first in range(0, len(actors), each)}
+    for first, ref in asked.items():
         node, lacks = get(ref)
         if lacks:
             given = bundle(loaded, {key: path for key, path in named.items() if str(path) in lacks}, node)
-            for its in [actor.take.remote(given) for (of, _), actor in actors.items() if of == rank]:
+            for its in [actor.take.remote(given) for actor in actors[first : first + each]]:
                 get(its)
 
 

@@ -1,4 +1,4 @@
-"""Train a recipe into a run directory: in this process, or in processes that ``mmrl.runtime.launch`` starts."""
+"""Train a recipe into a run directory: in this process, or in processes that ``mmrl.runtime.ray_driver`` starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mmrl.planner.plan import resolved
 from mmrl.report.html import write_report
 from mmrl.report.verdict import judge_run
 from mmrl.rewards.last_words import left_by_last
-from mmrl.runtime.launch import launch
+from mmrl.runtime.ray_driver import launch
 from mmrl.runtime.shipped import variables
 from mmrl.training.callbacks import AnyCallback, Callbacks
 

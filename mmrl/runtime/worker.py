@@ -26,6 +26,9 @@ from mmrl.runtime.stall_watchdog import StallWatchdog
 from mmrl.runtime.wire import receive, send
 from mmrl.step.step_context import StepContext
 
+_KEY = "key"
+"""The file beside the socket with the key that a worker shows."""
+
 
 class LostDeviceError(RuntimeError):
     """A device's process is gone, or has failed with an error that is not the user's."""
@@ -36,9 +39,10 @@ class WorkerListener:
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="mmrl-")
-        self.key = secrets.token_bytes(32)
+        key = secrets.token_bytes(32)
+        (Path(self._folder) / _KEY).write_bytes(key)
         self.address = str(Path(self._folder) / "workers")
-        self._listener = Listener(self.address, "AF_UNIX", authkey=self.key)
+        self._listener = Listener(self.address, "AF_UNIX", authkey=key)
 
     def accept(self, workers: int) -> list[Connection]:
         """Wait until ``workers`` workers have connected, and return the connections by device."""
@@ -132,8 +136,9 @@ class ControllerLink:
             self.say("line", line)
 
 
-def call(device: int, address: str, key: bytes) -> Connection:
+def connect(device: int, address: str) -> Connection:
     """Connect to the controller at ``address`` as its device ``device``."""
+    key = (Path(address).parent / _KEY).read_bytes()
     connection: Any = Client(address, "AF_UNIX", authkey=key)
     connection.send(device)
     return connection

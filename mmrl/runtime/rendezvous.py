@@ -1,4 +1,4 @@
-"""A board of notes that all processes of a launched job read and write: torch's TCPStore, at the launcher's address."""
+"""The rendezvous store: notes that all processes of a run read and write, in torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _EVERY = 0.05
 
 
 class GoneError(Exception):
-    """The process that keeps the board does not answer: it has ended."""
+    """The process that keeps the store does not answer: it has ended."""
 
 
-class Board:
+class RendezvousStore:
     """Final class: notes by key, JSON. Each thread needs its own (``again``): a connection does one thing at a time."""
 
     def __init__(self, store: dist.Store, found: Launched, patience: float) -> None:
         self.store, self._found, self._patience = store, found, patience
 
-    def again(self) -> Board:
-        """A second connection to the same board."""
-        return Board(_prefixed(_connected(self._found, self._patience), self._found), self._found, self._patience)
+    def again(self) -> RendezvousStore:
+        """A second connection to the same store."""
+        return RendezvousStore(
+            _prefixed(_connected(self._found, self._patience), self._found), self._found, self._patience
+        )
 
     def write(self, key: str, value: Json) -> None:
         """Raises ``GoneError``."""
@@ -81,10 +83,14 @@ class Board:
         return [key for key in keys if key in left and not self.has(key)]
 
 
-def meet(found: Launched, patience: float) -> Board:
-    """Open the board, in process 0 unless torchrun has opened it. Raises ``UserError`` where that fails."""
-    store = _connected(found, patience) if found.agent or not found.leads else _opened(found)
-    return Board(_prefixed(store, found), found, patience)
+def meet(found: Launched, patience: float, listening: socket.socket | None = None) -> RendezvousStore:
+    """Open the store, in process 0 unless torchrun has opened it; ``listening``: a socket that it has there already.
+    Raises ``UserError`` where that fails."""
+    if found.agent or not found.leads:
+        store = _connected(found, patience)
+    else:
+        store = _opened(found, listening or _listening(found))
+    return RendezvousStore(_prefixed(store, found), found, patience)
 
 
 def _prefixed(store: dist.Store, found: Launched) -> dist.Store:
@@ -92,18 +98,32 @@ def _prefixed(store: dist.Store, found: Launched) -> dist.Store:
 
 
 def _connected(found: Launched, patience: float) -> dist.Store:
-    wait = timedelta(seconds=patience)
+    wait, address = timedelta(seconds=patience), "MASTER_ADDR and MASTER_PORT must name its host, and a port that is"
+    if found.launcher == "ray":
+        address = "Let the hosts reach each other at ports that are"
     try:
         return dist.TCPStore(found.host, found.port, found.size, timeout=wait, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:  # DistNetworkError is a RuntimeError
         raise UserError(
             f"{found.launcher}: process {found.rank} of {found.size} does not reach process 0 at "
             f"{found.host}:{found.port} within {duration(patience)} (runtime.patience). See whether process 0 runs and "
-            "what it printed; MASTER_ADDR and MASTER_PORT must name its host, and a port that is open between the hosts"
+            f"what it printed. {address} open between the hosts"
         ) from error
 
 
-def _opened(found: Launched) -> dist.Store:
+def _opened(found: Launched, listening: socket.socket) -> dist.Store:
+    return dist.TCPStore(
+        found.host,
+        found.port,
+        found.size,
+        is_master=True,
+        timeout=timedelta(days=1),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _listening(found: Launched) -> socket.socket:
     """Listen at the address that the launcher names, and at no other."""
     edit = "set MASTER_ADDR to the address at which the other hosts reach it"
     try:
@@ -118,18 +138,9 @@ def _opened(found: Launched) -> dist.Store:
             f"of process 0, which no other reaches; {edit}"
         )
     try:
-        listening = socket.create_server((str(address[0]), found.port), family=family)
+        return socket.create_server((str(address[0]), found.port), family=family)
     except OSError as error:
         raise UserError(
             f"{found.launcher}: process 0 cannot listen at {address[0]}:{found.port}: {error.strerror or error}; "
             f"{edit}, or MASTER_PORT to a free port"
         ) from error
-    return dist.TCPStore(
-        found.host,
-        found.port,
-        found.size,
-        is_master=True,
-        timeout=timedelta(days=1),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
