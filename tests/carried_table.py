@@ -91,6 +91,7 @@ BY_HAND: dict[str, str] = {
     "mmrl/app/build.py: algorithm.type: … follows the reward's gradient, and not every reward ": "tests/test_edits_by_hand.py::test_a_gradient_is_declared_or_not_followed",
     "mmrl/runtime/cluster.py: ray: the cluster at … and this environment differ (…); install the sam": "tests/test_edits_by_hand.py::test_a_cluster_is_reached_by_its_address_and_the_same_ray",
     "mmrl/runtime/cluster.py: ray: there is no usable Ray cluster at … (…); correct the address, sta": "tests/test_edits_by_hand.py::test_a_cluster_is_reached_by_its_address_and_the_same_ray",
+    "mmrl/runtime/external_launch.py: devices_per_controller: …, and controllers of … need a multiple of …; ": "tests/test_launchers.py::test_a_number_of_devices_that_does_not_divide_the_processes_is_refused",
     "mmrl/runtime/heartbeat.py: …; …. If a reward or a data set of yours holds Python's lock (GIL) for": "tests/test_edits_by_hand.py::test_a_process_is_waited_for_as_long_as_the_recipe_says",
     "mmrl/app/lora_scale.py: --lora-strength: … trains all weights, and no adapter could be scaled;": "tests/test_edits_by_hand.py::test_a_run_with_an_adapter_is_scaled",
     "mmrl/studies/sweep/searching.py: --try … is no setting with values; write --try optim.lr=1e-5,3e-5": "tests/test_edits_by_hand.py::test_a_sweep_has_settings_with_values_and_evaluates",

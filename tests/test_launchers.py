@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
-from mmrl.runtime.external_launch import _on_one_host, _refuse, _told
+from mmrl.runtime.external_launch import _on_one_host, _refuse, _told, with_processes
 from mmrl.runtime.launchers import Launched, first_host, hidden_from_each_other, launched, own_device
 from mmrl.runtime.rendezvous import meet
 from tests.ranks import Command, free_port
@@ -274,12 +276,19 @@ def test_a_number_of_controllers_that_is_not_that_of_the_processes_is_refused(tm
         assert "set controllers=2 or leave it out, or start 3 processes (--ntasks)" in said
 
 
-def test_a_number_of_devices_that_does_not_divide_the_processes_is_refused(tmp_path):
-    given = [*SMALL, "devices_per_controller=2"]
-    for code, said in [ended(task) for task in tasks("sums", tmp_path / "x", *given, size=3)]:
-        assert code == 2
-        assert "srun started 3 processes, one for each device, and controllers of 2 need a multiple of 2" in said
-        assert "start 4 processes (--ntasks), or set devices_per_controller=1" in said
+def test_a_number_of_devices_that_does_not_divide_the_processes_is_refused():
+    slurm = launched(SLURM | {"SLURM_NTASKS": "5"})
+    with pytest.raises(UserError) as refused:
+        with_processes(load_recipe(["sums"], ["devices_per_controller=2"]), slurm)
+    said = str(refused.value)
+    assert "srun started 5 processes, one for each device, and controllers of 2 need a multiple of 2" in said
+    assert "start 6 processes (--ntasks), or set devices_per_controller=1" in said
+    given = {5: "devices_per_controller=1", 6: "devices_per_controller=2"}
+    for size, change in given.items():
+        found = with_processes(load_recipe(["sums"], [change]), replace(slurm, size=size)).recipe
+        assert found.controllers * found.devices_per_controller == size
+    with pytest.raises(UserError, match=r"controllers: the recipe has 2 of 2 devices \(.*; set controllers=3 or leave"):
+        with_processes(load_recipe(["sums"], ["devices_per_controller=2", "controllers=2"]), replace(slurm, size=6))
 
 
 def test_a_process_that_does_not_come_is_named(tmp_path):
