@@ -150,6 +150,8 @@ def _text(recipe: Recipe) -> Iterator[str]:
             )
     for key in _changed(recipe.model, ("offload",)):
         yield f"model.{key}: it moves the encoders and the VAE of picture models, and text has none; remove it"
+    for key in _changed(recipe.performance, ("vae",)):
+        yield f"performance.{key}: text has no VAE that decodes; remove it"
     yield from _pixels(recipe)
     least, most = recipe.decoding.min_new_tokens, recipe.decoding.max_new_tokens
     if least > most:

@@ -38,6 +38,7 @@ from mmrl.models.text.spelled import SHOWN, SpelledTokens
 
 from . import export, pictures
 from .adapter import Adapter, Schedule
+from .decoding import Decoder
 from .denoiser import Denoiser
 from .describe import tokenizer_of
 from .predictor import Predictor
@@ -55,7 +56,7 @@ class FlowPipeline(Denoiser):
         self.cache: FeatureCache | None = None
         self._encoders_looked_at = False
         self.lengths_of_prompts: PromptLengths | None = None
-        self.captions = Captions(adapter)
+        self.captions, self.decoded = Captions(adapter), Decoder(adapter, recipe, device)
         adapter.schedule(recipe.eval.steps or self.steps)  # what it refuses, before anything trains
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
@@ -166,10 +167,7 @@ class FlowPipeline(Denoiser):
     def images(self, rows: DenoisingRows) -> Tensor:
         """Decode clean results to float32 ``[B, 3, H, W]``, clips ``[B, F, 3, H, W]``, in [0, 1]."""
         with self.offloaded.using(self.adapter.vae):  # it stays for the next micro-batch
-            return finite.checked_pictures(self._shown(rows.clean), rows.clean, rows.ids)
-
-    def _shown(self, x: Tensor) -> Tensor:
-        return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
+            return finite.checked_pictures(self.decoded(rows.clean), rows.clean, rows.ids)
 
     def updates(self) -> dict[str, float]:
         return {"perf/shared_steps": self.prefix.saved} if self.prefix.used else {}
@@ -311,7 +309,7 @@ class FlowPipeline(Denoiser):
             predicted.append((x + (b - a) * v - b * eps) / (1 - b))
         x = torch.cat(predicted[1:] if path.jumps else predicted)
         with self.offloaded.using(self.adapter.vae):  # it stays for the backward, which comes after this returns
-            out = {"images": self._shown(x), "latents": x.detach()}
+            out = {"images": self.decoded.shown(x), "latents": x.detach()}
         out |= {"from": torch.tensor([a for a, _ in path.jumps])} if path.jumps else {}
         return out | ({"reference_distance": torch.stack(distances).mean(0)} if distances else {})
 
