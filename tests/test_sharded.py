@@ -29,12 +29,14 @@ LOAD = {"balance/load", "balance/load_predicted"}
 """What there is to say of several controllers alone."""
 SMALL = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
 SMALL += ["train.backend=fsdp"]
+TEXT = [*SMALL, "train.updates_per_step=2", "algorithm.kl_coef=0.01", "train.micro_batch_tokens=64"]
 PICTURES = [*SMALL, "sampling.steps=4", "sampling.window={size: 2}"]
 RECIPES = {
     "lora": ("shapes-lora", [*PICTURES, "algorithm.kl_coef=0.01", "optim.ema_decay=0.9"]),
     "full": ("shapes-full", [*PICTURES, "algorithm.kl_coef=0.01", "optim.ema_decay=0.9"]),
     "nft": ("shapes-nft", [*SMALL, "sampling.steps=4"]),
-    "text": ("sums", [*SMALL, "train.updates_per_step=2", "algorithm.kl_coef=0.01", "train.micro_batch_tokens=64"]),
+    "text": ("sums", TEXT),
+    "lines": ("sums", [*TEXT, "train.packing=true"]),
     "dynamic": ("sums", [*SMALL, "algorithm={type: dapo, dynamic_sampling: true}"]),
     "half": ("shapes-lora", [*PICTURES, "model.dtype=bfloat16"]),
     "critic": ("sums", [*SMALL, "algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"]),
@@ -212,6 +214,13 @@ def check(name, sizes, folder, steps=1):
 
 def test_two_ranks_with_half_the_weights_each(tmp_path):
     check("text", [2], tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_rows_in_lines(tmp_path):
+    """They do what one does with whole weights, whose gradient is that of padded rows."""
+    packed = check("lines", [2], tmp_path)
+    close([packed["gradient"]], work(make("text"))["gradient"])
 
 
 @pytest.mark.slow
