@@ -202,7 +202,7 @@ def test_the_bar_keeps_count_time_and_reward_at_80_columns(seconds, clock, monke
         assert "0/125 steps" in frame(out)
         for n in range(1, 13):
             clock[0] += seconds
-            progress.advance(1, status_line(n, 125, ROW, brief=True), spent=n * seconds / 2700)
+            progress.advance(1, status_line(ROW), spent=n * seconds / 2700)
         line = frame(out)
         expected = "12/125 steps 7 min 32 s left" if seconds == 4 else "12/~60 steps 36 min 00 s left"
         assert expected in line
@@ -226,6 +226,6 @@ def test_a_wide_bar_shows_everything(clock, monkeypatch):
     out = Terminal()
     with Progress(125, "shapes-full", "steps", file=out) as progress:
         clock[0] += 45
-        progress.advance(1, status_line(1, 125, ROW, brief=True))
+        progress.advance(1, status_line(ROW))
         line = frame(out)
     assert "1/125 steps in 45 s 1 h 33 min left reward 0.601 ±0.21  kl 0.010  45.1 s/step" in line

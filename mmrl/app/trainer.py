@@ -354,7 +354,7 @@ class Session:
         finally:  # a callback that raises loses no row
             metrics.write(self.done, row | logged)
         self.directory.placed(self.run.compute.devices.lines() if self.controller.leads else ())
-        line = status_line(self.done, self.recipe.train.steps, row, brief=True)
+        line = status_line(row)
         progress.advance(1, line + self._left_out(row, failures), self._spent)
         if not self._paced and not self.finished:
             progress.line(self._expected(row["time/step"], self._spent - spent))

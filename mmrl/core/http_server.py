@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import socketserver
 import sys
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 from mmrl.core.errors import UserError
 
@@ -32,3 +34,24 @@ class HttpServer(ThreadingHTTPServer):
         """Ignore a client that closed its connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
+
+
+class HttpHandler(BaseHTTPRequestHandler):
+    """Base class: answers requests, and is quiet about them: the client reports what went wrong, and an address may
+    have a token."""
+
+    protocol_version = "HTTP/1.1"
+    always: ClassVar[Mapping[str, str]] = {}
+    """Headers of every reply."""
+
+    def reply(self, status: int, body: bytes, kind: str) -> None:
+        """Send ``body`` of the media type ``kind``, and say so where the connection ends with it."""
+        closes = {"Connection": "close"} if self.close_connection else {}
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **closes, **self.always}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""

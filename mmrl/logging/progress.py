@@ -181,38 +181,18 @@ class Progress:
             self._bar.remove_task(self._task)
 
 
-def status_line(
-    step: int,
-    total: int,
-    row: Mapping[str, float],
-    heldout: Mapping[str, float] | None = None,
-    eta: float | None = None,
-    *,
-    brief: bool = False,
-) -> str:
-    """One training step on one line; what ``row`` (of metrics.jsonl) lacks is left out.
-
-    ``heldout`` is the row of an evaluation at this step. ``eta`` is the seconds left where the caller knows better than
-    this step's time times the steps to come. ``brief`` leaves out the step and the time left, which a bar shows, and
-    the deviation of the ratio, which metrics.jsonl and the report have.
-    """
-    parts = [] if brief else [f"step {step:>{len(str(total))}}/{total}"]
+def status_line(row: Mapping[str, float]) -> str:
+    """One training step on one line, beside a bar, which shows the step and the time left. ``row``: of metrics.jsonl;
+    what it lacks is left out."""
+    parts = []
     if "reward/mean" in row:
         spread = f" ±{row['reward/std']:.2g}" if "reward/std" in row else ""
         parts.append(f"reward {_number(row['reward/mean'])}{spread}")
-    for where, values in (("", row), ("held-out ", heldout or {})):
-        own = [key for key in of_pairs(values) if key.endswith(("/accuracy", "/margin"))]
-        own += [key for key in values if where and key.startswith("reward/") and key.count("/") == 1]
-        parts += [f"{where}{key.removeprefix('reward/')} {_number(values[key])}" for key in own]
-    if "policy/ratio_max_dev" in row and not brief:
-        parts.append(f"ratio dev {row['policy/ratio_max_dev']:.1e}")
+    parts += [f"{key} {_number(row[key])}" for key in of_pairs(row) if key.endswith(("/accuracy", "/margin"))]
     if "policy/kl" in row:
         parts.append(f"kl {_number(row['policy/kl'])}")
     if "time/step" in row:
         parts.append(f"{row['time/step']:.3g} s/step")
-        eta = row["time/step"] * (total - step) if eta is None else eta
-    if eta is not None and step < total and not brief:
-        parts.append(f"{duration(eta)} left")
     return "  ".join(parts)
 
 

@@ -17,11 +17,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 from mmrl.core.errors import UserError
-from mmrl.core.http_server import HttpServer
+from mmrl.core.http_server import HttpHandler, HttpServer
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media.images import MAX_PIXELS
 from mmrl.core.reward_contract import Context, Span
@@ -138,9 +137,8 @@ class RewardServer(HttpServer):
 _HOST = "the request names another host; ask this server as 127.0.0.1 or localhost, or start it with a token (--token)"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HttpHandler):
     server: RewardServer  # type: ignore[assignment]
-    protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = 2**16
     """Head and body go out together: apart, the second waits 40 ms for the acknowledgement of the first."""
@@ -256,13 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes) -> None:
         self.connection.settimeout(PATIENCE_S)
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+        self.reply(status, body, "application/json")
 
     def _refuse(self, status: int, why: str) -> None:
         """Answer without having read the body, then read on a little, so that the client sees the answer."""
@@ -277,9 +269,6 @@ class _Handler(BaseHTTPRequestHandler):
                 pass
         except OSError:
             pass
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the client reports what went wrong with its own request."""
 
 
 def serve(

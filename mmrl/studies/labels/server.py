@@ -15,12 +15,11 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from mmrl.core.errors import UserError
-from mmrl.core.http_server import HttpServer
+from mmrl.core.http_server import HttpHandler, HttpServer
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, read_bytes
 from mmrl.core.untrusted import inside
@@ -31,10 +30,13 @@ HOST = "127.0.0.1"
 _MOST_BODY = 4096
 _PATIENCE_S = 30.0
 _PAGE = Path(__file__).with_name("page.html")
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self'; media-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src 'self'; media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
 _TYPES = {
     **{"jpg": "image/jpeg", "tif": "image/tiff", "m4v": "video/mp4"},
     **{"mov": "video/quicktime", "mkv": "video/x-matroska", "avi": "video/x-msvideo"},
@@ -118,10 +120,10 @@ def _listed(number: int, item: Item) -> JsonObject:
     }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HttpHandler):
     server: LabelServer  # type: ignore[assignment]
-    protocol_version = "HTTP/1.1"
     timeout = _PATIENCE_S
+    always = _HEADERS
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
@@ -130,9 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         kind, _, rest = address.path.lstrip("/").partition("/")
         if address.path == "/":
-            self._answer(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
+            self.reply(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
         elif address.path == "/samples":
-            self._answer(200, json.dumps(self.server.listed()).encode(), "application/json")
+            self.reply(200, json.dumps(self.server.listed()).encode(), "application/json")
         elif kind == "file" and _number(rest) and int(rest) < len(self.server.items):
             item = self.server.items[int(rest)]
             self._file(None if item.path is None else item.name)
@@ -160,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(500, f"{self.server.path} cannot be written: {error.strerror or error}")
         if wrong is not None:
             return self._refuse(400, wrong)
-        return self._answer(200, b"{}", "application/json")
+        return self.reply(200, b"{}", "application/json")
 
     def _welcome(self, token: str) -> bool:
         """Whether the request has the token, and this server's address as its host (a page of another site that has
@@ -194,27 +196,10 @@ class _Handler(BaseHTTPRequestHandler):
             data = read_bytes(Media(KINDS[suffix], str(path)))
         except BadMediaError as error:
             return self._refuse(404, str(error))
-        return self._answer(200, data, _TYPES.get(suffix, f"{KINDS[suffix]}/{suffix}"))
+        return self.reply(200, data, _TYPES.get(suffix, f"{KINDS[suffix]}/{suffix}"))
 
     def _refuse(self, status: int, why: str) -> None:
-        self._answer(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
-
-    def _answer(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        for name, value in (
-            ("Content-Type", kind),
-            ("Content-Length", str(len(body))),
-            ("Content-Security-Policy", _POLICY),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Referrer-Policy", "no-referrer"),
-            ("Cache-Control", "no-store"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the address has the token."""
+        self.reply(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
 
 
 def _number(text: str) -> bool:

@@ -84,7 +84,7 @@ class Soup:
             "overrides": self.overrides,
         }
         if self.trials:
-            content["trials"] = [one._asdict() for one in self.trials]
+            content["trials"] = [Trial(*one)._asdict() for one in self.trials]
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / NAME, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
