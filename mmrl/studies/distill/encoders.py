@@ -8,7 +8,6 @@ the log-probability of the answer. The head is thrown away: the students read th
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from mmrl.rewards.encoders.described import described, digest
 from mmrl.rewards.encoders.pictures import PictureReader, Views
 from mmrl.rewards.encoders.texts import Asked, Question, States, TextReader
 from mmrl.rewards.judging.statistics import rows_of
+from mmrl.studies.descent import descend, passes
 from mmrl.studies.distill.comparing import Comparing
 from mmrl.studies.distill.formulas import losses
 from mmrl.studies.distill.read_students import Features, ReadShape, ReadStudents
@@ -272,22 +272,16 @@ def tune(
         head = _Head(width).to(reader.device)
     given = [{"params": adapter, "lr": settings.lr}, {"params": list(head.parameters()), "lr": 1e-3}]
     optimizer = torch.optim.AdamW(given, betas=_BETAS, weight_decay=0.0)
-    order, draw = list(range(len(groups))), random.Random(settings.seed)
-    steps = settings.passes * math.ceil(len(order) / settings.groups)
+    steps = settings.passes * math.ceil(len(groups) / settings.groups)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 10) * max(0.0, 1 - n / steps))
     for weight in adapter:
         weight.requires_grad_(True)
     with Progress(steps, "tune the model that reads", "steps") as progress:
-        for _ in range(settings.passes):
-            draw.shuffle(order)
-            for first in range(0, len(order), settings.groups):
-                of = [groups[n] for n in order[first : first + settings.groups]]
+        for batches in passes(len(groups), settings.groups, settings.passes, settings.seed):
+            for numbers in batches:
+                of = [groups[n] for n in numbers]
                 loss = _loss(reader, head, width, asked, verdicts, of, settings.temperature)
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(adapter, 1.0)
-                optimizer.step()
-                rates.step()
+                descend(optimizer, loss, rates, adapter)
                 progress.advance(1, f"loss {float(loss.detach()):.3f}")
     for weight in adapter:
         weight.requires_grad_(False)

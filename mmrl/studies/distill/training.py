@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from mmrl.logging.progress import Progress
 from mmrl.rewards.judging.statistics import rows_of
+from mmrl.studies.descent import best, descend, passes
 from mmrl.studies.distill.comparing import Comparing, Encoded, Rows
 from mmrl.studies.distill.encoders import Encoder, students_of
 from mmrl.studies.distill.formulas import losses
@@ -111,8 +112,8 @@ def train(
     with torch.random.fork_rng(devices=cards):
         torch.manual_seed(settings.seed)
         students = students_of(encoder, table.prompts, table.answers).to(device)
-        best = _passes(students, table, validation, settings, device)
-    students.load_state_dict(best)
+        weights = _passes(students, table, validation, settings, device)
+    students.load_state_dict(weights)
     return students.eval().requires_grad_(False)
 
 
@@ -121,30 +122,22 @@ def _passes(
 ) -> dict[str, Tensor]:
     """Train, and return the weights of the best pass."""
     optimizer = torch.optim.AdamW(students.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    order, draw = list(range(len(table.groups))), random.Random(settings.seed)
     moves = torch.Generator().manual_seed(settings.seed)
-    steps = settings.epochs * math.ceil(len(order) / settings.groups)
+    steps = settings.epochs * math.ceil(len(table.groups) / settings.groups)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    best, least, waited = copy.deepcopy(students.state_dict()), math.inf, 0
-    with Progress(settings.epochs, "distil", "passes") as progress:
-        for _ in range(settings.epochs):
+
+    def looks(progress: Progress) -> Iterator[float]:
+        for batches in passes(len(table.groups), settings.groups, settings.epochs, settings.seed):
             students.train()
-            draw.shuffle(order)
-            for first in range(0, len(order), settings.groups):
-                loss = _loss(students, table, order[first : first + settings.groups], settings, device, moves)
-                optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(students.parameters(), 1.0)
-                optimizer.step()
-                rates.step()
+            for groups in batches:
+                loss = _loss(students, table, groups, settings, device, moves)
+                descend(optimizer, loss, rates, students.parameters())
             now = validation_loss(students, validation, settings, device)
-            waited += 1
-            if settings.patience is None or now < least:
-                best, least, waited = copy.deepcopy(students.state_dict()), now, 0
             progress.advance(1, f"loss {now:.3f}")
-            if settings.patience is not None and waited >= settings.patience:
-                break
-    return best
+            yield now
+
+    with Progress(settings.epochs, "distil", "passes") as progress:
+        return best(looks(progress), lambda: copy.deepcopy(students.state_dict()), settings.patience)
 
 
 def _rate(step: int, steps: int) -> float:

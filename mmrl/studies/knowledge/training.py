@@ -11,6 +11,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.rewards.judging.calibration import calibration
 from mmrl.rewards.judging.statistics import auc
+from mmrl.studies.descent import descend
 from mmrl.studies.distill.formulas import calibrated, platt
 from mmrl.studies.knowledge import formulas
 from mmrl.studies.knowledge.embeddings import Embedding, Kind, Side
@@ -101,10 +102,7 @@ def _fitted(graph: Graph, seen: Tensor, of: Settings, told: Callable[[int], None
         false = embedding(rows, others, side).masked_fill(known.holds(_with(rows, others, side)), torch.inf)
         true = embedding(rows, rows[:, _COLUMN[side]].unsqueeze(1), side).squeeze(1)
         loss = formulas.adversarial_loss(true, false, of.margin, TEMPERATURE)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+        descend(optimizer, loss, schedule)
         told(step + 1)
     return embedding.requires_grad_(requires_grad=False)
 

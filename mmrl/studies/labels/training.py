@@ -12,7 +12,7 @@ of a head that does not know its label: it would learn to trust a head that does
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,15 +21,16 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from mmrl.logging.progress import Progress
+from mmrl.studies.descent import best, descend
 from mmrl.studies.distill.formulas import rising
 from mmrl.studies.labels.baselines import head, head_logits
 from mmrl.studies.labels.graph import Graph, fields
 from mmrl.studies.labels.model import GraphTransformer, Shape
 
-_PATIENCE = 40
-"""Epochs without a better loss of the folds' labels that end training."""
 _EVERY = 5
 """Epochs from one look at the folds' labels to the next."""
+_PATIENCE = 8
+"""Looks without a better loss that end training."""
 _DECAY = 5e-4
 """Of the weights."""
 _APART = 1000
@@ -109,20 +110,20 @@ def train(features: Tensor, graph: Graph, labels: Tensor, given: Tensor, setting
 
 def _learned(pupils: Sequence[_Pupil], epochs: int, progress: Progress) -> None:
     """Train them until their loss has not fallen for some time, and leave them as they were where it was least."""
-    best, least, waited = [pupil.copied() for pupil in pupils], _mean_loss(pupils), 0
-    for epoch in range(0, epochs, _EVERY):
-        for pupil in pupils:
-            for _ in range(_EVERY):
-                pupil.learn()
-        now = _mean_loss(pupils)
-        waited += _EVERY
-        if now < least:
-            best, least, waited = [pupil.copied() for pupil in pupils], now, 0
-        progress.advance(min(_EVERY, epochs - epoch), f"loss {now:.3f}")
-        if waited >= _PATIENCE:
-            progress.advance(max(0, epochs - epoch - _EVERY))  # which are not needed
-            break
-    for pupil, weights in zip(pupils, best, strict=True):
+
+    def looks() -> Iterator[float]:
+        for epoch in range(0, epochs, _EVERY):
+            for pupil in pupils:
+                for _ in range(_EVERY):
+                    pupil.learn()
+            now = _mean_loss(pupils)
+            progress.advance(min(_EVERY, epochs - epoch), f"loss {now:.3f}")
+            yield now
+
+    end = progress.done + epochs
+    kept = best(looks(), lambda: [pupil.copied() for pupil in pupils], _PATIENCE, _mean_loss(pupils))
+    progress.advance(end - progress.done)  # the epochs that are not needed
+    for pupil, weights in zip(pupils, kept, strict=True):
         pupil.model.load_state_dict(weights)
         pupil.model.eval().requires_grad_(False)
 
@@ -176,9 +177,7 @@ class _Pupil:
         told[self.place[shown]] = True
         logits = self.model(self.features, self.of_place, self.labels, told) + self.model.trust * self.correction
         loss = binary_cross_entropy_with_logits(logits[asked], self.labels[asked])
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        descend(self.optimizer, loss)
 
     @torch.no_grad()
     def loss(self) -> float:
