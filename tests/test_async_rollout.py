@@ -337,10 +337,10 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
     board.put(Task("rollout", device_tasks.sample, (), of=(4, 1)))
     board.take(0)
     began = board.scheduler.since[0]
-    board.cut()
+    board.tell(board.scheduler.cut)
     (row,) = as_rows(board.events, 4, 0)
     assert (row["of"], row["round"], row["cut"]) == (5, 1, True)
-    board.new_step()
+    board.tell(board.scheduler.new_step)
     board.done(0, "rollout", began, began, board.scheduler.start + 2.0)
     assert [(e.began, e.ended) for e in board.events] == [(0.0, pytest.approx(2.0))]
     (row,) = as_rows(board.events, 5, 0)
@@ -354,7 +354,7 @@ def test_work_that_ends_as_the_step_does_counts_once():
     board.put(Task("rollout", device_tasks.sample, ()))
     board.take(0)
     began = board.scheduler.since[0]
-    board.cut()
+    board.tell(board.scheduler.cut)
     board.done(0, "rollout", began, began, began + 5.0)
     first, rest = board.events
     assert first.ended == rest.began

@@ -158,7 +158,7 @@ def test_every_kind_trains_a_step_and_is_read_as_it_was_written(kind, tmp_path):
     assert list(there.entities) == list(graph.entities)
     assert {path.name for path in (tmp_path / "it").iterdir()} == {"knowledge.json", "model.safetensors"}
     (tmp_path / "it" / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"holds no trained knowledge.*python -m mmrl\.knowledge"):
+    with pytest.raises(UserError, match=r"holds no trained knowledge.*python -m mmrl\.studies\.knowledge"):
         folder.read(tmp_path / "it")
 
 

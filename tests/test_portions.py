@@ -162,7 +162,7 @@ def test_devices_claim_only_what_they_can_begin(monkeypatch):
     """Two threads are the devices, whose judging is as long as sampling; all is drawn and nothing is claimed early."""
     monkeypatch.setattr("mmrl.placement.claimed.features_of", lambda context, slots: {})
     board, coming = TaskQueue(2), Listed(Chunk([], [], n) for n in range(9))
-    board.new_step()
+    board.tell(board.scheduler.new_step)
     board.begin(Split(2, 0), "worth", coming.left)
     drawing, judged = [], []
 

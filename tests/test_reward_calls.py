@@ -156,7 +156,7 @@ def recorded(folder, name):
     """The events of two calls of a reward of ``REWARD``."""
     (folder / "own.py").write_text(REWARD)
     board, caller = TaskQueue(1), Caller(build(find(f"{folder}/own.py:{name}"), {}), 60.0)
-    board.new_step()
+    board.tell(board.scheduler.new_step)
     outside = Outside(board, caller, lambda context: None)
     try:
         for answer in [outside.submit([], Context(label=name)) for _ in range(2)]:

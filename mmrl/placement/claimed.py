@@ -29,9 +29,9 @@ def drawn(
             answer.add_done_callback(lambda _: board.hear())
             running[answer] = number
             number += 1
-            board.comes(coming.left)
+            board.tell(board.scheduler.comes, coming.left)
             coming.tell(*board.open_work())
-        board.comes(coming.left)
+        board.tell(board.scheduler.comes, coming.left)
         ended = [answer for answer in running if answer.done()]
         for answer in ended:
             yield running.pop(answer), *answer.result()

@@ -102,12 +102,12 @@ def decision(step: int, lines: Sequence[JsonObject], trainers: int, scheduler: S
 def window(board: TaskQueue, step: int, trainers: range) -> Generator[None]:
     """Inside, the ``trainers`` may do what ``step`` waits for. Leaving it waits until all are back, with their own
     weights, whatever happened inside: a checkpoint may be saved next. Raises the error of a device that is lost."""
-    board.lend(step)
+    board.tell(board.scheduler.lend, step)
     back: list[Future[Any]] = []
     try:
         yield
     finally:
-        board.recall()
+        board.tell(board.scheduler.recall)
         back += [board.put(Task("train", give_back, (), device=device)) for device in trainers]
         wait(back)
     all_of(back)

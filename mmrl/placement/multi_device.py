@@ -126,7 +126,7 @@ class MultiDevice(Devices):
         try:
             yield
         except BaseException:
-            self._board.drop("rollout")  # a round of this phase may be in progress
+            self._board.tell(self._board.scheduler.drop, "rollout")  # a round of this phase may be in progress
             raise
         finally:
             self.run_on_trainers(context, device_tasks.leave_sampling)
@@ -248,7 +248,7 @@ class MultiDevice(Devices):
         all_of(answers)
 
     def begin_step(self) -> None:
-        self._board.new_step()
+        self._board.tell(self._board.scheduler.new_step)
         self._step_began = self._cpu
         all_of(self._put(self._trainers, device_tasks.gpu, ()))  # drop the readings of the last step and of evaluation
 
@@ -257,7 +257,7 @@ class MultiDevice(Devices):
         self.run_on_other_trainers(context, device_tasks.release)
         for device in range(len(self._trainers), self._count):
             board.put(Task("train", device_tasks.release, (), device=device))
-        board.cut()
+        board.tell(board.scheduler.cut)
         gpus = [share for share in all_of(self._put(self._trainers, device_tasks.gpu, ())) if share is not None]
         mine = {
             **self._replicas.busy(board.scheduler.numbers(), self.state.split),
@@ -267,7 +267,7 @@ class MultiDevice(Devices):
             "gpus": len(gpus),
         }
         decides = self.settings.follows and bool(context.rewards.on_device)
-        work = board.work_of(step)
+        work = board.tell(board.scheduler.work_of, step)
         tried = hindsight.of_step(board.measured(), self.settings, self.state, work) if decides else []
         if decides:
             board.note(TRIED, tried)

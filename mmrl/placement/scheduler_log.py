@@ -21,6 +21,8 @@ from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.tasks import Call, Event, Role
 
 Entry = Sequence[Json]
+DECIDES = ("apart", "lend", "begin", "comes", "ready", "idle", "done")
+"""What the scheduler decides after."""
 BEGINS, RESUMES, HANDED = "begins", "resumes", "handed"
 MEASURED, TRIED = "measured", "tried"
 
@@ -144,7 +146,7 @@ class Replay:
                 getattr(scheduler, what)(*given)
             case _:
                 raise ValueError(f"no entry of a scheduler's log: {what} {given!r}")
-        if what in ("apart", "lend", "begin", "comes", "ready", "idle", "done"):
+        if what in DECIDES:
             self._found = [[device, task.number] for device, task in scheduler.handed()]
 
     def _compare(self, what: str, recorded: Json, mine: Json) -> None:

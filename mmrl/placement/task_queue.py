@@ -9,15 +9,17 @@ from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.models.policy import Version
 from mmrl.placement.adaptive import Moves, Split
 from mmrl.placement.scheduler import Scheduler
-from mmrl.placement.scheduler_log import BEGINS, HANDED, MEASURED, Entry
+from mmrl.placement.scheduler_log import BEGINS, DECIDES, HANDED, MEASURED, Entry
 from mmrl.placement.tasks import Call, Event, Role
 from mmrl.placement.what_if import measured
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +52,8 @@ class Task:
 
 class TaskQueue:
     """Final class. The controller adds tasks; each device's thread takes them. ``scheduler`` decides who takes what; it
-    is used under one lock, and every change is followed by its decisions. A method that has the name of one of
-    ``Scheduler``'s calls it, and writes that into the log."""
+    is used under one lock, and every change is followed by its decisions. ``tell`` and the methods that have the name
+    of one of ``Scheduler``'s call it, and write that into the log."""
 
     def __init__(self, devices: int) -> None:
         self._now = time.perf_counter()
@@ -73,43 +75,18 @@ class TaskQueue:
         """Seconds since the start of the step."""
         return time.perf_counter() - self.scheduler.start
 
-    def new_step(self) -> None:
-        """Discard the events of the last step; times are measured from now on."""
-        with self._heard("new_step"):
-            self.scheduler.new_step()
+    def tell(self, call: Callable[..., R], *given: Json) -> R:
+        """Call a method of ``scheduler`` that takes JSON data, and write it into the log."""
+        with self._heard(call.__name__, *given):
+            return call(*given)
 
     def apart(self, split: Split, moves: Moves = "never") -> None:
         with self._heard("apart", split.rollout, split.judge, moves):
             self.scheduler.apart(split, moves)
-            self._decide()
-
-    def work_of(self, step: int) -> list[Event]:
-        with self._heard("work_of", step):
-            return self.scheduler.work_of(step)
-
-    def lend(self, step: int) -> None:
-        with self._heard("lend", step):
-            self.scheduler.lend(step)
-            self._decide()
-
-    def recall(self) -> None:
-        with self._heard("recall"):
-            self.scheduler.recall()
-
-    def cut(self) -> None:
-        """Count the unfinished work of samplers and judges so far for this step, which ends while they work."""
-        with self._heard("cut"):
-            self.scheduler.cut()
 
     def begin(self, split: Split, moves: Moves, to_come: int, members: Collection[int] = ()) -> None:
         with self._heard("begin", split.rollout, split.judge, moves, to_come, sorted(members)):
             self.scheduler.begin(split, moves, to_come, members)
-            self._decide()
-
-    def comes(self, count: int) -> None:
-        with self._heard("comes", count):
-            self.scheduler.comes(count)
-            self._decide()
 
     def measured(self) -> Scheduler[Task]:
         with self._heard(MEASURED):
@@ -142,20 +119,13 @@ class TaskQueue:
                 return task.answer
             with self._heard("ready", task.number, task.role, task.device, task.updates, task.of, task.judge):
                 self.scheduler.ready(task)
-                self._decide()
         return task.answer
-
-    def drop(self, role: Role) -> None:
-        """Discard the waiting tasks of a role."""
-        with self._heard("drop", role):
-            self.scheduler.drop(role)
 
     def take(self, device: int) -> Task | None:
         """Wait for the next task of this device; None after the queue is closed."""
         with self._changed:
             with self._heard("idle", device):
                 self.scheduler.idle(device)
-                self._decide()
             while not self._closed:
                 if device in self._handed:
                     return self._handed.pop(device)
@@ -176,7 +146,6 @@ class TaskQueue:
         """Record a finished task, as ``Scheduler.done``."""
         with self._heard("done", device, role, began, turned, ended, priced, to):
             self.scheduler.done(device, role, began, turned, ended, priced=priced, to=to)
-            self._decide()
         self.hear()
 
     def called(self, call: Call, began: float, ended: float, of: tuple[int, int] | None) -> None:
@@ -217,11 +186,13 @@ class TaskQueue:
 
     @contextmanager
     def _heard(self, what: str, *given: Json) -> Generator[None]:
-        """Hold the lock while the scheduler hears of ``what``, at one time."""
+        """Hold the lock while the scheduler hears of ``what``, at one time, and hands out its decisions."""
         with self._changed:
             self._now = time.perf_counter()
             self._write(what, *given)
             yield
+            if what in DECIDES:
+                self._decide()
 
     def _write(self, what: str, *given: Json) -> None:
         if self._log is not None:
