@@ -411,7 +411,7 @@ def test_rewards_that_all_weigh_nothing_are_refused():
 
 
 def test_no_value_stands_without_its_reason():
-    assert status_line(3, 9, {"reward/mean": float("nan")}, brief=True) == "reward -"
+    assert status_line({"reward/mean": float("nan")}) == "reward -"
     row = {"reward/a": float("nan"), "reward/a/part": 0.5, "reward/b": 0.25, "samples": 8, "dropped": 8, "failed/a": 8}
     bad = [Failure(SampleId(-1, k, 0, 0), "p", "a", "connection\nrefused") for k in range(4)]
     assert summary(row, bad) == "a - (8 of 8 samples failed: connection refused)  a/part 0.500  b 0.250"

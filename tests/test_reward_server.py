@@ -514,7 +514,7 @@ def test_serving_and_scoring_a_folder_import_no_torch(tmp_path):
     program = (
         "import sys, threading, urllib.request, json; from pathlib import Path\n"
         "from mmrl.rewards.serve import RewardServer; from mmrl.rewards.bench import score_folder\n"
-        "from mmrl.rewards import wire; from PIL import Image; from mmrl.trajectory import *\n"
+        "from mmrl.rewards import wire; from PIL import Image; from mmrl.core.trajectory import *\n"
         "s = RewardServer('jpeg:compressibility', port=0)\n"
         "threading.Thread(target=s.serve_forever, daemon=True).start()\n"
         "a = Sample(Prompt('a', 'a'), SampleId(0, 0, 0, 0), Image.new('RGB', (8, 8)))\n"

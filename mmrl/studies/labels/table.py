@@ -192,27 +192,15 @@ def _records(text: str) -> Iterator[tuple[int, list[str] | None]]:
     lines = _LINE.findall(text)
     at = 0
     while at < len(lines):
-        rest = _Counted(lines[at : at + _MOST_LINES])
+        reader = csv.reader(lines[at : at + _MOST_LINES], strict=True)
         try:
-            values = next(csv.reader(rest, strict=True), [])
-            at += rest.taken
+            values = next(reader, [])
+            at += reader.line_num
         except csv.Error:
             values = None
             at += 1
         if values is None or any(values):
             yield at, values
-
-
-class _Counted:
-    """Lines, and how many of them were taken."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self._lines, self.taken = lines, 0
-
-    def __iter__(self) -> Iterator[str]:
-        for line in self._lines:
-            self.taken += 1
-            yield line
 
 
 def _sample(file: str, known: Collection[str]) -> str:
