@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.app.resume import same_run
 from mmrl.config.loader import load_recipe
-from mmrl.config.older_keys import moved
+from mmrl.config.shipped_paths import moved
 from mmrl.core.errors import UserError
 from mmrl.logging.rundir import RunDir
 

@@ -18,8 +18,8 @@ from mmrl.config.algorithm_settings import CriticSettings
 from mmrl.config.checks import possible
 from mmrl.config.learning_rate import for_critic
 from mmrl.config.names import refuse_code_inside
-from mmrl.config.older_keys import moved
 from mmrl.config.schema import Recipe
+from mmrl.config.shipped_paths import moved
 from mmrl.controller import Controller
 from mmrl.core import checkpoint_reader as reader
 from mmrl.core import sharded_loading as local_rows

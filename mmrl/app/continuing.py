@@ -17,8 +17,8 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.learning_rate import learning_rate
 from mmrl.config.loader import Continuation, LoadedRecipe, load_recipe
 from mmrl.config.names import refuse_code_inside, refuse_moved
-from mmrl.config.older_keys import moved
 from mmrl.config.schema import Earlier, Optim, Recipe
+from mmrl.config.shipped_paths import moved
 from mmrl.core.checkpoint_manifest import STATE, entries
 from mmrl.core.checkpoint_reader import BEST, read_state
 from mmrl.core.errors import UserError

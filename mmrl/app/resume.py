@@ -8,8 +8,8 @@ import sys
 
 from mmrl.app.divergence import CHANGEABLE, diverged
 from mmrl.config.loader import LoadedRecipe
-from mmrl.config.older_keys import moved
 from mmrl.config.schema import Recipe
+from mmrl.config.shipped_paths import moved
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, as_object
 from mmrl.core.secrets import masked
