@@ -14,10 +14,10 @@ OPTIONS = ("--out", "--resume", "--push-to-hub", "--prompt", "--n")
 """Of commands."""
 
 
-@pytest.mark.parametrize("tool", peer_names.TOOLS)
+@pytest.mark.parametrize("tool", peer_names.tools())
 def test_every_name_leads_to_a_key_that_exists(tool):
     keys = {*_all_keys(), "rewards[0].name"}
-    for name, here in peer_names.TOOLS[tool].items():
+    for name, here in peer_names.tools()[tool].items():
         assert here.keys or here.note, name
         assert all(key in keys or key in OPTIONS for key in here.keys), name
 

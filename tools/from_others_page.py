@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmrl.config.peer_names import TOOLS
+from mmrl.config.peer_names import tools
 
 
 def page() -> str:
@@ -19,7 +19,7 @@ def _lines() -> Iterator[str]:
     yield "Values keep their meaning unless the note says otherwise. `python tools/from_others_page.py` makes the page;"
     yield "a test compares the two. A reward function of TRL or verl gets"
     yield "[one more line](rewards.md#a-reward-of-trl-or-verl)."
-    for tool, names in TOOLS.items():
+    for tool, names in tools().items():
         yield from ("", f"## {tool}", "", f"| {tool} | mmrl | note |", "|---|---|---|")
         for name, here in names.items():
             yield f"| `{name}` | {', '.join(f'`{key}`' for key in here.keys) or '-'} | {here.note} |"
