@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmrl.core import checkpoint_reader as reader
 from mmrl.core import nan_check as finite
-from mmrl.core.checkpoint_manifest import MANIFEST, STATE, directory_of, entries, sha256
+from mmrl.core.checkpoint_manifest import MANIFEST, STATE, File, Manifest, directory_of, entries, sha256
 from mmrl.core.checkpoint_reader import Checkpoint, best_step
 from mmrl.core.errors import NotFiniteError
 
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class FileEntry(TypedDict):
-    """A file's entry in the manifest."""
-
-    bytes: int
-    sha256: str
-
-
 class WrittenParts(TypedDict):
     """The parts that a controller wrote for the leader, or its error."""
 
@@ -44,7 +37,6 @@ class WrittenParts(TypedDict):
     error: str | None
 
 
-Manifest = Mapping[str, FileEntry]
 Gather = Callable[[WrittenParts], list[WrittenParts]]
 
 
@@ -303,12 +295,12 @@ def _aside(folder: Path, step: int) -> Path:
     return aside
 
 
-def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, keep: int) -> Path:
+def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Mapping[str, File], keep: int) -> Path:
     """Add state and manifest to the directory ``aside``, and rename it to its final name."""
     target = folder / directory_of(taken.step)
     (aside / STATE).write_text(json.dumps(taken.state))
     files = {**files, STATE: _described(aside / STATE)}
-    (aside / MANIFEST).write_text(json.dumps({"step": taken.step, "files": files}, indent=1))
+    (aside / MANIFEST).write_text(Manifest(step=taken.step, files=files).model_dump_json(indent=1))
     for path in aside.iterdir():
         _sync(path)
     shutil.rmtree(target, ignore_errors=True)
@@ -331,8 +323,8 @@ def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
             shutil.rmtree(entry.directory, ignore_errors=True)
 
 
-def _described(path: Path) -> FileEntry:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def _described(path: Path) -> File:
+    return File(bytes=path.stat().st_size, sha256=sha256(path))
 
 
 def _sync(path: Path) -> None:
