@@ -75,7 +75,7 @@ _add(
     judge.judge,
 )
 for _study in pkgutil.iter_modules(studies.__path__, f"{studies.__name__}."):
-    if find_spec(f"{_study.name}.commands") is not None:
+    if _study.ispkg and find_spec(f"{_study.name}.commands") is not None:
         import_module(f"{_study.name}.commands").register(app)
 _add(
     recipes.ls,
