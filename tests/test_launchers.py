@@ -273,7 +273,7 @@ def test_a_number_of_controllers_that_is_not_that_of_the_processes_is_refused(tm
     for code, said in [ended(task) for task in tasks("sums", tmp_path / "x", *SMALL, "controllers=3")]:
         assert code == 2
         assert "controllers: the recipe has 3 (command line), and srun started 2 processes, each a controller" in said
-        assert "set controllers=2 or leave it out, or start 3 processes (--ntasks)" in said
+        assert "set controllers=2 or leave it out, or start 3 processes (srun --ntasks)" in said
 
 
 def test_a_number_of_devices_that_does_not_divide_the_processes_is_refused():
@@ -282,7 +282,7 @@ def test_a_number_of_devices_that_does_not_divide_the_processes_is_refused():
         with_processes(load_recipe(["sums"], ["devices_per_controller=2"]), slurm)
     said = str(refused.value)
     assert "srun started 5 processes, one for each device, and controllers of 2 need a multiple of 2" in said
-    assert "start 6 processes (--ntasks), or set devices_per_controller=1" in said
+    assert "start 6 processes (srun --ntasks), or set devices_per_controller=1" in said
     given = {5: "devices_per_controller=1", 6: "devices_per_controller=2"}
     for size, change in given.items():
         found = with_processes(load_recipe(["sums"], [change]), replace(slurm, size=size)).recipe

@@ -42,7 +42,7 @@ class Launched:
     @property
     def processes(self) -> str:
         """The option of the launcher that sets how many processes it starts."""
-        return "--nproc-per-node" if self.launcher == "torchrun" else "--ntasks"
+        return "torchrun --nproc-per-node" if self.launcher == "torchrun" else "srun --ntasks"
 
     @property
     def processes_of_a_host(self) -> str:
