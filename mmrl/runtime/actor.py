@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from mmrl.app.trainer import Outcome
 from mmrl.config.loader import LoadedRecipe
+from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.quiet import be_quiet, warn_plainly
 from mmrl.core.secrets import remember
@@ -86,7 +87,10 @@ class Actor:
         whole = RunDir(path)
         log_to(whole.path / "controllers" / processes.log(self._number), keep=resume)
         found = Launched("ray", self._number, len(processes.where), 0, host, port)
-        store = meet(found, loaded.recipe.runtime.patience, self._socket)
+        try:
+            store = meet(found, loaded.recipe.runtime.patience, self._socket)
+        except UserError as error:
+            return Outcome(False, 0, 0, 0.0, str(error))
         self._process = RunProcess(loaded, whole, found, store, processes, self._left.put)
         return self._process.run(self._stop, resume=resume)
 

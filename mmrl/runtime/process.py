@@ -27,7 +27,7 @@ from mmrl.placement.multi_device import MultiDevice
 from mmrl.rewards.last_words import in_a_call
 from mmrl.runtime.heartbeat import HeartbeatMonitor, Processes
 from mmrl.runtime.launchers import Launched
-from mmrl.runtime.program import PATIENCE, Meeting, join, train_part, watchdog
+from mmrl.runtime.program import PATIENCE, join, train_part, watchdog
 from mmrl.runtime.rendezvous import GoneError, RendezvousStore
 from mmrl.runtime.stall_watchdog import BETWEEN
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, connect, serve
@@ -76,14 +76,16 @@ class RunProcess:
     def run(self, stop: Stop, *, resume: bool) -> Outcome:
         """Do this process's part, to the end of the run."""
         monitor, name, number = self.monitor, self._processes.name, self._found.rank
-        monitor.begin()
-        waiting = [f"beat/{n}" for n in self._processes.where]
-        if missing := self._store.lacking(waiting, self._loaded.recipe.runtime.patience):
-            return self._lost(f"{name(int(missing[0].partition('/')[2]))} ended before the run began")
-        monitor.watch()
-        notices.listen(monitor.tell, self._pulse)
         try:
+            monitor.begin()
+            waiting = [f"beat/{n}" for n in self._processes.where]
+            if missing := self._store.lacking(waiting, self._loaded.recipe.runtime.patience):
+                return self._lost(f"{name(int(missing[0].partition('/')[2]))} ended before the run began")
+            monitor.watch()
+            notices.listen(monitor.tell, self._pulse)
             outcome = self._serve() if self._worker != 0 else self._train(stop, resume=resume)
+        except GoneError:
+            outcome = self._lost(monitor.broken(PATIENCE) or f"{name(0)} has ended: where all meet nobody answers")
         except UnreachedError as error:
             why = monitor.lost or f"{name(number)}: {error}"
             monitor.close({"error": why, "exit_code": UserError.exit_code})
@@ -111,8 +113,8 @@ class RunProcess:
     def _join(self, worker: int) -> Controller:
         recipe = self._loaded.recipe
         hosts = self._processes.hosts(recipe.placement.training(recipe.devices_per_controller))
-        meeting = Meeting(self._found.host, self._found.port, store=self._store.store, hosts=hosts)
-        return join(recipe, self._rank, worker, meeting, self._pulse.waiting)
+        where = self._found.host, self._found.port
+        return join(recipe, self._rank, worker, self._store.store, where, hosts, self._pulse.waiting)
 
     def _train(self, stop: Stop, *, resume: bool) -> Outcome:
         """The part of a controller."""

@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,16 +33,6 @@ PATIENCE = 10.0
 as stuck. For a process that is not stopped it is ``runtime.patience``."""
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where all processes of a run meet: ``store``, at ``host:port``. ``hosts``: of the processes."""
-
-    host: str
-    port: int
-    store: dist.Store
-    hosts: Mapping[int, str]
-
-
 def watchdog(recipe: Recipe) -> StallWatchdog:
     """The watchdog of a process's progress; rewards have their own deadline."""
     rewards = (*recipe.rewards, *recipe.eval.rewards)
@@ -62,10 +51,15 @@ def join(
     recipe: Recipe,
     rank: int,
     device: int,
-    where: Meeting,
+    store: dist.Store,
+    where: tuple[str, int],
+    hosts: Mapping[int, str],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Controller:
-    """Controller ``rank``, connected to the others, in the process of its ``device``. Raises ``UnreachedError``."""
+    """Controller ``rank``, connected to the others, in the process of its ``device``. Raises ``UnreachedError``.
+
+    All meet in ``store``, which is at the host and port ``where``. ``hosts``: of the ranks.
+    """
     before_cuda(recipe)
     devices = recipe.placement.training(recipe.devices_per_controller)
     place, size = rank * devices + device, recipe.controllers * devices
@@ -74,8 +68,8 @@ def join(
     train = recipe.train
     sizes = sorted({n for n in (train.shard_size, train.width) if n is not None and 1 < n < size})
     seconds = preflight.seconds_of(recipe.runtime.patience)
-    first = FirstSum(str(choose_device(recipe.device)), sizes, seconds, where.hosts)
-    peers = Group(place, size, where.host, where.port, devices, waiting, where.store, first)
+    first = FirstSum(str(choose_device(recipe.device)), sizes, seconds, hosts)
+    peers = Group(place, size, *where, devices, waiting, store, first)
     return Controller(recipe.seed, rank, recipe.controllers, peers)
 
 
