@@ -223,7 +223,7 @@ def _begin(run: OpenRun, store: RendezvousStore, others: dict[int, JsonObject], 
     mark = path / f".seen-{uuid.uuid4().hex}"
     mark.touch()
     recipe = run.recipe
-    settings = recipe.model_dump(mode="json", include={"model", "train", "sampling"})
+    settings = recipe.model_dump(mode="json", include={key.partition(".")[0] for key in _MADE_HERE})
     choices: JsonObject = {key: settings[key.partition(".")[0]].get(key.partition(".")[2]) for key in _MADE_HERE}
     try:
         store.write("begin", {"path": str(path), "mark": str(mark), "resume": resume, "choices": choices})
