@@ -350,13 +350,14 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     features: Features = Features()
     controllers: Few = 1
-    """Processes that run the loop in parallel, each with its own prompts and devices; several are Ray actors."""
+    """Processes that run the loop in parallel, each with its own prompts and devices."""
     devices_per_controller: Few = 1
     """Devices of one host: GPUs, or on CPUs processes with one thread each."""
     placement: Annotated[Placement, BeforeValidator(placement_settings)] = Placement()
     """``colocate``, ``partial``, ``greedy``, ``adaptive``, or a section."""
     ray: str = "local"
-    """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address uses a cluster."""
+    """Where several controllers run, unless torchrun or Slurm starts them: ``local`` starts Ray on this machine,
+    ``auto`` or an address uses a cluster."""
     env: list[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(default_factory=list)
     """Environment variables that the run needs (``[HF_TOKEN]``), by name. Controllers on a cluster get the values from
     where the run starts. Values are written into no file."""
