@@ -128,7 +128,10 @@ def test_a_gpu_with_too_little_memory_is_refused_and_one_with_enough_is_not():
 
 
 def test_loading_for_shards_puts_on_every_rank_what_it_keeps():
-    whole, shards = (planned("model.lora=null", *more) for more in ([], ["controllers=2", "train.backend=fsdp"]))
+    whole, shards = (
+        planned("model.lora=null", "model.offload=true", *more)
+        for more in ([], ["controllers=2", "train.backend=fsdp"])
+    )
     assert shards.load.parts["policy"] == pytest.approx(whole.load.parts["policy"] / 2, rel=0.01)
     optimizer = next(phase for phase in shards.phases if phase.name == "optimizer")
     assert optimizer.parts["policy"] == pytest.approx(whole.load.parts["policy"] / 2, rel=0.01)
@@ -290,7 +293,7 @@ def test_a_disaggregated_step_is_as_long_as_its_longer_half():
 
 
 def test_the_output_says_that_it_is_an_estimate_and_fits_a_terminal():
-    said = rendered(planned())
+    said = rendered(planned("model.offload=true"))
     assert "time of a step on h100-80g: an estimate, not measured" in said
     assert "78% of the operations of products" in said
     assert re.search(r"a step +[0-9.]+ m?s to [0-9.]+ m?s", said)
