@@ -80,7 +80,7 @@ def slowest(mine: Progress, others: Mapping[int, Progress], devices: int) -> int
 
 
 class Claims:
-    """Final class: controller ``rank`` claims portions. ``lengths``: the portions of every controller's list;
+    """Controller ``rank`` claims portions. ``lengths``: the portions of every controller's list;
     ``devices``: of each controller.
 
     Counter ``rank`` has the claims of a list, counter ``len(lengths) + rank`` what its controller has told last.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mmrl.placement.adaptive import Moves, Split
-from mmrl.placement.portions import ahead
+from mmrl.placement.portions import Claims, Numbers, ahead
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.tasks import Call, Role
 
@@ -57,15 +57,24 @@ class SimulatedTime:
             call()
 
 
-class Coming(Protocol):
-    """Micro-batches that are claimed one after another, as ``ComingChunks`` of a run."""
+class Claimed(Claims):
+    """Final class: what a controller claims of the first rounds of all, ``lists``; a portion is one micro-batch.
+    ``moved``: how many were not its own."""
 
-    @property
-    def left(self) -> int: ...
+    def __init__(self, rank: int, lists: Sequence[Sequence[MicroBatch]], counters: Numbers, devices: int) -> None:
+        super().__init__(rank, [*map(len, lists)], counters, devices)
+        self.moved, self._lists = 0, lists
 
-    def tell(self, open: float, each: float) -> None: ...
-
-    def next(self) -> MicroBatch | None: ...
+    def next(self) -> MicroBatch | None:
+        """The next micro-batch; None where there is none now."""
+        number = self.own()
+        if number is not None:
+            return self._lists[self._rank][number]
+        found = self.other()
+        if found is None:
+            return None
+        self.moved += 1
+        return self._lists[found[0]][found[1]]
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +157,7 @@ class SimulatedDevices:
         self.begin(rounds, split, moves)
         self.time.run()
 
-    def begin(self, rounds: Rounds, split: Split, moves: Moves, coming: Coming | None = None) -> None:
+    def begin(self, rounds: Rounds, split: Split, moves: Moves, coming: Claimed | None = None) -> None:
         """Begin the generate phase of a step, which happens when ``time`` runs. ``coming``: claims the micro-batches of
         the first round, in place of those of ``rounds``."""
         self._awake = [{"rollout"} for _ in self._awake]
@@ -248,7 +257,7 @@ class SimulatedDevices:
         self.scheduler.called(call, began, self.time.now, of)
         then()
 
-    def _claimed(self, coming: Coming, then: Callable[[], None]) -> None:
+    def _claimed(self, coming: Claimed, then: Callable[[], None]) -> None:
         """Simulate ``mmrl.placement.claimed.drawn``; ``then`` is called when all are judged."""
         number, sampling, working = 0, 0, 0
 
