@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -11,30 +12,33 @@ from torch import Tensor, nn
 from mmrl.studies.distill.formulas import maxsim
 
 
-class Rows(Protocol):
-    """Prompts, or answers, as tensors with a row for each."""
+class Rows:
+    """Base class of data classes whose fields are tensors with a row for each prompt, or answer."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(next(iter(vars(self).values())))
 
-    def rows(self, index: Tensor) -> Self: ...
+    def rows(self, index: Tensor) -> Self:
+        return self._each(lambda of: of[index])
 
-    def to(self, device: torch.device | str) -> Self: ...
+    def to(self, device: torch.device | str) -> Self:
+        return self._each(lambda of: of.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(*map(change, vars(self).values()))
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Encoded(Rows):
     """``vectors`` ``[B, D]``, and ``tokens`` ``[B, T, K]`` of length 1 with their ``mask`` ``[B, T]``."""
 
     vectors: Tensor
     tokens: Tensor
     mask: Tensor
 
-    def rows(self, index: Tensor) -> Encoded:
-        return Encoded(self.vectors[index], self.tokens[index], self.mask[index])
-
     def across(self, dimension: int) -> Encoded:
         """With one more dimension, so that each of two sides is compared with each."""
-        return Encoded(*(of.unsqueeze(dimension) for of in (self.vectors, self.tokens, self.mask)))
+        return self._each(lambda of: of.unsqueeze(dimension))
 
 
 class Comparing(nn.Module):

@@ -20,20 +20,11 @@ DROPOUT = 0.2
 
 
 @dataclass(frozen=True)
-class Features:
+class Features(Rows):
     """What the model has read: ``tokens`` ``[B, T, F]`` with their ``mask`` ``[B, T]`` (1: a token)."""
 
     tokens: Tensor
     mask: Tensor
-
-    def __len__(self) -> int:
-        return len(self.mask)
-
-    def rows(self, index: Tensor) -> Features:
-        return Features(self.tokens[index], self.mask[index])
-
-    def to(self, device: torch.device | str) -> Features:
-        return Features(self.tokens.to(device), self.mask.to(device))
 
 
 @dataclass(frozen=True)

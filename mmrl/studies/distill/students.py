@@ -52,22 +52,13 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Rows):
     """Sides as tensors: ``ids`` ``[B, W]`` (0: none), ``pictures`` ``[B, P, 3, S, S]`` in [0, 1], ``there`` ``[B,
     P]``."""
 
     ids: Tensor
     pictures: Tensor
     there: Tensor
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def rows(self, index: Tensor) -> Inputs:
-        return Inputs(self.ids[index], self.pictures[index], self.there[index])
-
-    def to(self, device: torch.device | str) -> Inputs:
-        return Inputs(self.ids.to(device), self.pictures.to(device), self.there.to(device))
 
 
 def words_of(text: str, shape: Shape) -> list[int]:
