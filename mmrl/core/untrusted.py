@@ -100,7 +100,7 @@ def parse_json(text: str | bytes, values: int = MAX_VALUES, *, strict: bool = Fa
     if opening + text.count(",") > values:  # commas inside texts count too; nothing honest has so many
         raise ValueError(f"has more than {values:,} values")
     deep = f"is not JSON that can be read (nested too deeply, over {MAX_DEPTH} levels)"
-    hooks: dict[str, Any] = {"parse_constant": _constant, "object_pairs_hook": _mapping} if strict else {}
+    hooks: dict[str, Any] = {"parse_constant": no_constant, "object_pairs_hook": _mapping} if strict else {}
     if strict and _SUSPICIOUS.search(text):
         hooks |= {"parse_int": _integer, "parse_float": _number}
     try:
@@ -207,8 +207,9 @@ def _number(text: str) -> float:
     return value
 
 
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+def no_constant(text: str) -> float:
+    """Refuses NaN and infinities for ``json.loads(..., parse_constant=no_constant)``: raises ``ValueError``."""
+    raise ValueError(f"{text} is no JSON number")
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

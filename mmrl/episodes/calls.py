@@ -18,6 +18,7 @@ from mmrl.core.episode import Call
 from mmrl.core.json_types import JsonObject
 from mmrl.core.plugins.loading import load_from_file
 from mmrl.core.plugins.user_code import describe
+from mmrl.core.untrusted import no_constant
 from mmrl.models.text.conditioner import Processor, Tokenizer, tokenizer_of
 from mmrl.models.text.thoughts import left_open
 
@@ -82,15 +83,11 @@ def _calls(text: str, turn: int) -> Iterator[Call]:
             yield Call(id, "", error="the call was cut before </tool_call>")
             continue
         try:
-            value = json.loads(found[1], parse_constant=_no_number)
+            value = json.loads(found[1], parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             yield Call(id, "", error=f"the call is no JSON: {error}")
             continue
         yield _call(id, value)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 def described(schemas: Sequence[JsonObject]) -> str:

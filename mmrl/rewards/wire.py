@@ -31,6 +31,7 @@ from mmrl.core.media import BadMediaError, Media, read_bytes
 from mmrl.core.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
 from mmrl.core.reward_contract import Failed, Parts, Span, Spans, Value
 from mmrl.core.trajectory import Prompt, Sample, SampleId, Turn
+from mmrl.core.untrusted import no_constant
 
 if TYPE_CHECKING:
     import torch
@@ -205,17 +206,13 @@ def _check_size(body: bytes | bytearray) -> None:
 def _versioned(body: bytes | bytearray) -> dict[str, Json]:
     _check_size(body)
     try:
-        parsed: Json = json.loads(body, parse_constant=_no_constant)
+        parsed: Json = json.loads(body, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}") from None
     message: dict[str, Json] = _typed(parsed, dict, "the message")
     if message.get("version") != VERSION:
         raise WireError(f"version: {message.get('version')!r}; this side speaks version {VERSION}")
     return message
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _typed(value: Json, kind: type[T], where: str) -> T:

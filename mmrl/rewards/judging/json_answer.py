@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.untrusted import no_constant
 from mmrl.models.text.thoughts import BEGINS, ENDS, IS_OPEN
 
 if TYPE_CHECKING:
@@ -229,10 +230,6 @@ def _objects(text: str) -> list[_Found]:
     return found
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
@@ -252,5 +249,5 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=_no_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
+    parse_constant=no_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
 )

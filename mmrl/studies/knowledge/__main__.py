@@ -49,12 +49,8 @@ def main(words: list[str] | None = None) -> None:
     try:
         _run(given)
     except UserError as error:
-        sys.exit(_failed(error))
-
-
-def _failed(error: UserError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def _run(given: argparse.Namespace) -> None:
