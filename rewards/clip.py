@@ -8,7 +8,7 @@ the other rewards here that stand on CLIP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import mmrl
 from mmrl.core.hub_files import check_files
 from mmrl.core.library_loading import check_size, check_tokens, refused, try_processor
-from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.reward_contract import Context, weights_at
 from mmrl.core.trajectory import Sample
 from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
@@ -26,11 +26,7 @@ DEFAULT = "openai/clip-vit-large-patch14"
 WEIGHT = 2.5
 
 
-def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", DEFAULT)), "float32")]
-
-
-@mmrl.reward(device=True, paths=("path",), models=_models, checks=True)
+@mmrl.reward(device=True, paths=("path",), models=weights_at(DEFAULT), checks=True)
 class ClipScore(Sleeping):
     """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
 

@@ -18,7 +18,7 @@ import mmrl
 from mmrl.core.hub_files import check_files
 from mmrl.core.library_loading import check_tokens, try_processor
 from mmrl.core.media.images import to_tensor
-from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.reward_contract import Context, weights_at
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.sleeping import Sleeping, check_dtype
@@ -55,11 +55,7 @@ _OUTSIDE = {
 _TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
 
 
-def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", DEFAULT)), "float32")]
-
-
-@mmrl.reward(device=True, paths=("path", "base"), models=_models, checks=True)
+@mmrl.reward(device=True, paths=("path", "base"), models=weights_at(DEFAULT), checks=True)
 class HPSv2(Sleeping):
     """HPS v2.1 of each picture with its prompt. Prompts are cut at the text encoder's length."""
 

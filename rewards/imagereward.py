@@ -18,7 +18,7 @@ import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
 from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
-from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.reward_contract import Context, weights_at
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
@@ -49,11 +49,7 @@ _RENAMED = (
 _UNUSED = ("blip.vision_proj.", "blip.text_proj.", "position_ids")
 
 
-def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", DEFAULT)), "float32")]
-
-
-@mmrl.reward(device=True, paths=("path", "tokenizer"), models=_models, checks=True)
+@mmrl.reward(device=True, paths=("path", "tokenizer"), models=weights_at(DEFAULT), checks=True)
 class ImageReward(Sleeping):
     """ImageReward of each picture with its prompt."""
 

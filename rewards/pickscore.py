@@ -6,13 +6,12 @@ and only a scale. PickScore_v1 holds no processor, so that of its base model is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 import mmrl
-from mmrl.core.reward_contract import Context, Weights
+from mmrl.core.reward_contract import Context, weights_at
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.sleeping import Sleeping, check_dtype
 
@@ -23,11 +22,7 @@ DEFAULT = "yuvalkirstain/PickScore_v1"
 PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
-def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", DEFAULT)), "float32")]
-
-
-@mmrl.reward(device=True, paths=("path", "processor"), models=_models, checks=True)
+@mmrl.reward(device=True, paths=("path", "processor"), models=weights_at(DEFAULT), checks=True)
 class PickScore(Sleeping):
     """PickScore of each picture with its prompt."""
 

@@ -12,7 +12,7 @@ VBench keeps DINO's frames in their shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,7 +24,7 @@ import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
 from mmrl.core.library_loading import check_size, refused, try_processor
-from mmrl.core.reward_contract import Context, Failed, Weights
+from mmrl.core.reward_contract import Context, Failed, weights_at
 from mmrl.core.trajectory import Sample
 from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping
@@ -48,15 +48,7 @@ def _flicker(frames: Sequence[Any]) -> float | Failed:
     return 1 - float(np.mean([np.abs(b - a).mean() for a, b in pairwise(pixels)])) / 255
 
 
-def _subject_models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", DINO)), "float32")]
-
-
-def _background_models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options.get("path", CLIP)), "float32")]
-
-
-@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_subject_models, checks=True)
+@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=weights_at(DINO), checks=True)
 class Subject(Sleeping):
     """Consistency by the class token of a ViT, 0 to 1. ``path``: a directory or hub name."""
 
@@ -71,7 +63,7 @@ class Subject(Sleeping):
         return _consistencies(self.model, self.images, samples, context)
 
 
-@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_background_models, checks=True)
+@mmrl.reward(inputs=("video",), device=True, paths=("path",), models=weights_at(CLIP), checks=True)
 class Background(Sleeping):
     """Consistency by a CLIP model's image features, 0 to 1. ``path``: a directory or hub name."""
 

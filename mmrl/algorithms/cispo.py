@@ -11,8 +11,6 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
 from mmrl.config.algorithm_settings import AdvantageAggregation, AggregationMode, Spread, TurnSettings
 
@@ -34,10 +32,7 @@ class CISPO(TokenObjective):
     def __init__(self, settings: CISPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.ratio_max = settings.ratio_max
-        self.advantage_std: Spread = settings.advantage_std
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
+        self.advantage_std = settings.advantage_std
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         ratio = log_ratio.detach().exp()

@@ -16,8 +16,6 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
 from mmrl.config.algorithm_settings import AdvantageAggregation, Spread, TokenSettings
 
@@ -39,10 +37,7 @@ class GMPO(TokenObjective):
     def __init__(self, settings: GMPOSettings) -> None:
         super().__init__(settings)
         self.low, self.high = settings.clip_low, settings.clip_high
-        self.advantage_std: Spread = settings.advantage_std
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
+        self.advantage_std = settings.advantage_std
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         better = advantages > 0

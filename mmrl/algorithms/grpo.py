@@ -10,8 +10,6 @@ averaged as the loss is, so by default over each response.
 
 from __future__ import annotations
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective
 from mmrl.config.algorithm_settings import AdvantageAggregation, AggregationMode, ClippedSettings, Spread, TurnSettings
 from mmrl.config.section import NonNegative
@@ -34,7 +32,4 @@ class GRPO(ClippedObjective):
 
     def __init__(self, settings: GRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.advantage_std: Spread = settings.advantage_std
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
+        self.advantage_std = settings.advantage_std

@@ -16,8 +16,6 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective, Surrogate, clipped_surrogate
 from mmrl.config.algorithm_settings import AdvantageAggregation, ClippedSettings, Spread
 
@@ -36,10 +34,7 @@ class GSPO(ClippedObjective):
 
     def __init__(self, settings: GSPOSettings) -> None:
         super().__init__(settings)
-        self.advantage_std: Spread = settings.advantage_std
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
+        self.advantage_std = settings.advantage_std
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

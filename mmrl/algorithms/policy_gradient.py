@@ -29,9 +29,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages
+from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Loss, Scored
-from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings, KLEstimator, TokenSettings, length_limit
+from mmrl.config.algorithm_settings import (
+    AggregationMode,
+    ClippedSettings,
+    KLEstimator,
+    Spread,
+    TokenSettings,
+    length_limit,
+)
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to it: exp would overflow, and infinity times a clipped gradient of 0 is NaN."""
@@ -51,9 +58,11 @@ class Surrogate:
 
 
 class TokenObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. A subclass has ``advantages`` and ``surrogate``."""
+    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. A subclass has ``surrogate``;
+    advantages are those of groups unless it has others."""
 
     kind: Literal["policy_gradient"] = "policy_gradient"
+    advantage_std: Spread = "group"
     prepares: frozenset[str] = frozenset()
     entries: int | None = None
 
@@ -77,8 +86,8 @@ class TokenObjective(ABC):
         extra = {"reference_log_probs": self.kl_coef, "entropy": self.entropy_coef}
         self.needs = frozenset({"log_probs"} | {name for name, coefficient in extra.items() if coefficient})
 
-    @abstractmethod
-    def advantages(self, scored: Scored) -> Advantages: ...
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
 
     @abstractmethod
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:

@@ -101,6 +101,11 @@ class Weights:
     asks: Asks | None = None
 
 
+def weights_at(default: str) -> Callable[[Mapping[str, object]], list[Weights]]:
+    """The ``models`` of a reward with one model in float32: that of the option ``path``, or ``default``."""
+    return lambda options: [Weights(str(options.get("path", default)), "float32")]
+
+
 Value: TypeAlias = float | Failed | None
 Parts: TypeAlias = Mapping[str, Sequence[Value] | Sequence[Spans | None]]
 Returned: TypeAlias = "Sequence[Value] | Parts | torch.Tensor"

@@ -51,8 +51,8 @@ def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Seque
     for i, (sample, row) in enumerate(zip(samples, scores, strict=True)):
         files, media = _pictures(run, name, i, sample), len(sample.prompt.media)
         one: dict[str, Any] = {
-            "prompt": _encodable(sample.prompt.conversation),
-            "text": _encodable(sample.transcript),
+            "prompt": encodable(sample.prompt.conversation),
+            "text": encodable(sample.transcript),
             "truncated": sample.truncated,
             "pictures": [file for of in files.values() for file in of],
             "scores": {k: v if math.isfinite(v) else None for k, v in row.items()},
@@ -67,12 +67,12 @@ def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Seque
 
 def kept_lines(lines: Sequence[Line]) -> list[dict[str, str]]:
     """The lines of an episode for a file of JSON (``lines_in`` reads them)."""
-    return [{key: _encodable(value) for key, value in vars(line).items() if value} for line in lines]
+    return [{key: encodable(value) for key, value in vars(line).items() if value} for line in lines]
 
 
 def visible(text: str) -> str:
     """``text`` with nothing in it that cannot be seen or encoded: control characters become their symbols."""
-    return _encodable(text).replace("\r\n", "\n").translate(_SYMBOLS)
+    return encodable(text).replace("\r\n", "\n").translate(_SYMBOLS)
 
 
 def fold(text: str) -> Folded:
@@ -99,7 +99,7 @@ def cell(text: str, most: int = 240) -> str:
     return "<br>".join(html.escape(line) for line in lines)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """``text`` with a question mark for half a surrogate pair, which JSON allows and UTF-8 does not."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

@@ -22,6 +22,7 @@ from PIL.Image import Image
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.lines import lines_of, opened, row_of
 from mmrl.core.notices import tell
+from mmrl.logging.texts import encodable
 from mmrl.rewards.judging.asking import Outcome, Verdict
 from mmrl.rewards.judging.json_answer import whole_numbers
 
@@ -63,7 +64,7 @@ class Cache:
         fresh = {k: o for k, o in found.items() if o.verdict is not None and k not in self._known}
         self._known |= {key: Outcome(o.verdict, o.raw, cached=True) for key, o in fresh.items()}
         if self._lines is not None:
-            rows = [{"key": k, "verdict": o.verdict, "raw": list(map(_encodable, o.raw))} for k, o in fresh.items()]
+            rows = [{"key": k, "verdict": o.verdict, "raw": list(map(encodable, o.raw))} for k, o in fresh.items()]
             self._lines.append(*({**row, "sum": _sum(row)} for row in rows))
 
 
@@ -104,11 +105,6 @@ def _intact(row: JsonObject) -> Verdict | None:
         return verdict
     same = row.get("sum") == _sum({name: row.get(name) for name in ("key", "verdict", "raw")})
     return verdict if same else None
-
-
-def _encodable(text: str) -> str:
-    """As the file will have it: half a surrogate pair, which an endpoint may send, becomes a question mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _sum(row: JsonObject) -> str:
