@@ -39,8 +39,6 @@ CARRIED: dict[str, str] = {
 """The message, by file and beginning, and the test that causes it, after which its edits are carried out."""
 
 BY_HAND: dict[str, str] = {
-    "mmrl/config/algorithm_settings.py: algorithm.advantage_aggregation: the credit of a turn is that of the s": "tests/test_turn_credit.py::test_the_edits_that_refusals_name_are_taken",
-    "mmrl/config/algorithm_settings.py: algorithm.…: only the credit of turns has it; set algorithm.credit to ": "tests/test_turn_credit.py::test_the_edits_that_refusals_name_are_taken",
     "mmrl/api/recipes.py: algorithm: …; write algorithm=MyClass, algorithm='grpo', or algorithm=": "tests/test_edits_by_hand.py::test_an_algorithm_is_given_as_the_message_writes_it",
     "mmrl/api/recipes.py: heldout: give data too, or set data.heldout of the recipe": "tests/test_edits_by_hand.py::test_heldout_data_come_with_data",
     "mmrl/api/recipes.py: environment: … is neither a name, a class nor a function; give environ": "tests/test_edits_by_hand.py::test_an_environment_is_a_function_or_several",
@@ -122,7 +120,7 @@ ADVICE: dict[str, str] = {
     "mmrl/report/advice.py: eval.early_stopping={metric: …, patience: 2}": "advice in a report, for the next run",
     "mmrl/report/advice.py: eval.rewards=[{name: ...}]": "advice in a report, for the next run",
     "mmrl/runtime/launch_files.py: # device=cpu: no GPUs are asked for": "a comment of a printed script",
-    "mmrl/families/text/scoring.py: import torch\nfrom peft import PeftModel\n\nfrom mmrl.text.scoring import": "the program of a model card, which tests/test_texts.py runs",
+    "mmrl/families/text/scoring.py: import torch\nfrom peft import PeftModel\n\nfrom mmrl.families.text.scori": "the program of a model card, which tests/test_texts.py runs",
     "mmrl/app/divergence.py: ; or … overflows: set model.dtype=float32": "one of several things to look at, for numbers that nothing has trained",
     "mmrl/training/guards.py: stopping: …. The weights are saved; the last evaluation within the lim": "said of a run that ended as its own limits ask; tests/test_guards.py goes on without them",
 }
