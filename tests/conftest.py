@@ -22,7 +22,7 @@ for name, value in {
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.carried_table import BY_HAND, CARRIED  # noqa: E402
+from tests.support.carried_table import BY_HAND, CARRIED  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PRETENDED = pytest.StashKey[str]()
@@ -31,12 +31,14 @@ PRETENDED = pytest.StashKey[str]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pretend-cuda", action="store_true", help="run the tests of a CUDA device that is pretended")
-    parser.addoption("--long-sweeps", action="store_true", help="sweeps try many inputs, for minutes (tests/sweeps.py)")
+    parser.addoption(
+        "--long-sweeps", action="store_true", help="sweeps try many inputs, for minutes (tests/support/sweeps.py)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("pretend_cuda"):
-        from tests import pretend
+        from tests.support import pretend
 
         if not (why := pretend.missing()):
             pretend.load()  # before a test imports torch
@@ -117,14 +119,14 @@ class Said:
     def note(self, text: str) -> None:
         """Keep the call that made this message, where the test carries out edits."""
         if self.wanted:
-            from tests.carried import calls_of
+            from tests.support.carried import calls_of
 
             if found := calls_of(text, sys._getframe(2)):
                 self.calls.append(found)
 
     def left(self) -> list[str]:
         """What is wrong with the edits that the test carries out."""
-        from tests.carried import after, said_by
+        from tests.support.carried import after, said_by
 
         caused = {name for text in self.texts if self.by_hand for name in said_by(text, self.by_hand)}
         wrong = [f"{name}: the test does not cause it" for name in self.by_hand if name not in caused]
@@ -152,7 +154,7 @@ def a_message_tells_what_can_be_done(request: pytest.FixtureRequest) -> Iterator
     said().begin(request.node.nodeid)
     yield
     if texts := said().texts:
-        from tests.messages import faults
+        from tests.support.messages import faults
 
         wrong = {text: found for text in dict.fromkeys(texts) if (found := faults(text))}
         assert not wrong, f"messages tell what cannot be done: {wrong}"
@@ -160,15 +162,16 @@ def a_message_tells_what_can_be_done(request: pytest.FixtureRequest) -> Iterator
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """The edit of a message that the test is to carry out (``tests/carried.py``) mends what it complains of."""
+    """The edit of a message that the test is to carry out (``tests/support/carried.py``) mends what it complains of."""
     yield
     assert not (left := said().left()), f"edits that messages name are not carried out: {left}"
 
 
 @pytest.fixture
 def sweep(request: pytest.FixtureRequest) -> Iterator[object]:
-    """A ``tests.sweeps.Sweep`` whose kind is what the marker ``sweep`` names; the table at the end counts it."""
-    from tests.sweeps import Sweep
+    """A ``tests.support.sweeps.Sweep`` whose kind is what the marker ``sweep`` names; the table at the end counts
+    it."""
+    from tests.support.sweeps import Sweep
 
     marker = request.node.get_closest_marker("sweep")
     assert marker, "a test that takes `sweep` is marked with @pytest.mark.sweep('what it tries')"
@@ -179,7 +182,7 @@ def sweep(request: pytest.FixtureRequest) -> Iterator[object]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The table of sweeps, where some ran."""
-    from tests.sweeps import table
+    from tests.support.sweeps import table
 
     reports = terminalreporter.stats.get("", ())  # of set-ups and teardowns; a sweep is counted in its teardown
     last = {report.nodeid: value for report in reports for name, value in report.user_properties if name == "sweep"}
@@ -205,8 +208,8 @@ def tools() -> Iterator[list[ModuleType]]:
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[object]:
-    """A tab of Chromium (``tests/browser.py``); the test is skipped where there is none."""
-    from tests.browser import opened
+    """A tab of Chromium (``tests/support/browser.py``); the test is skipped where there is none."""
+    from tests.support.browser import opened
 
     with opened(tmp_path) as tab:
         yield tab

@@ -88,8 +88,8 @@ is an error when the recipe is read, and `mmrl plan` shows all of them. The clas
 The file is imported when a recipe that names it is read. Other processes of a run import it from the same path. A
 file of this form in `mmrl/algorithms/` is an algorithm of mmrl, called by the file's name: nothing in mmrl lists it,
 and this page takes its formula, its settings and its departures from it. Check it with `mmrl check NAME`. Its name also
-goes into `tests/test_protocols.py` and, for text, into `TOKEN_TYPES` of `tests/test_token_algorithms.py`,
-`tests/test_text_loop.py` and the table in [text.md](text.md).
+goes into `tests/tools/test_protocols.py` and, for text, into `TOKEN_TYPES` of
+`tests/algorithms/test_token_algorithms.py`, `tests/training/test_text_loop.py` and the table in [text.md](text.md).
 '''
 TAIL = "The page is made by `python tools/algorithms_page.py`; a test compares the two.\n"
 

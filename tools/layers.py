@@ -12,9 +12,9 @@ The rules, read from the syntax tree (nothing is imported):
    ``mmrl`` itself and the modules that need an optional package (``OPTIONAL``). ``ALLOWED`` lists the others, each with
    its reason. What else runs later is passed in.
 
-``layers.txt`` lists what breaks these rules today. ``tests/test_layers.py`` fails when something breaks a rule that is
-not in the list, and when something in the list is gone: the list only gets shorter. Where a module is renamed, rename
-it in the list by hand.
+``layers.txt`` lists what breaks these rules today. ``tests/tools/test_layers.py`` fails when something breaks a rule
+that is not in the list, and when something in the list is gone: the list only gets shorter. Where a module is renamed,
+rename it in the list by hand.
 """
 
 from __future__ import annotations

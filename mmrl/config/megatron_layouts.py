@@ -43,7 +43,7 @@ TESTED: dict[Kind, list[frozenset[str]]] = {
     "sees": _of("TP SP DO TP+DO SP+DO"),
     "critic": _of("TP SP DO TP+DO SP+DO"),
 }
-"""``tests/test_megatron_cuts.py`` fails where this table and the cases of the tests differ."""
+"""``tests/models/test_megatron_cuts.py`` fails where this table and the cases of the tests differ."""
 
 _KEYS = {
     "TP": ("tensor_parallel",),

@@ -2,7 +2,8 @@
 
 Sampling, decoding, a training slice and the optimizer's step run as they do in training, but on fake tensors: shapes,
 dtypes, autocast, gradient checkpointing and the autograd graph are real, the data is missing. ``LiveBytes`` observes
-every operation and counts the live storages. It also counts a real step (``tests/test_plan.py`` compares the two).
+every operation and counts the live storages. It also counts a real step (``tests/planner/test_plan.py`` compares the
+two).
 
 Counted: every tensor that an operator returns. Not counted: memory that a kernel allocates and frees internally (matmul
 and convolution workspaces), the allocator's slack, the accelerator's own context. Attention is counted as the flash

@@ -1,0 +1,143 @@
+"""One recipe with several devices a controller under Ray, torchrun and Slurm: equal to the bit, and it outlives the end
+of a process."""
+
+import os
+import re
+import sys
+from contextlib import suppress
+from itertools import product
+
+import psutil
+import pytest
+
+from mmrl.config.loader import load_recipe
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from mmrl.runtime.launch_files import Job
+from mmrl.runtime.launch_files import slurm as script
+from tests.support.ranks import Command, free_port
+from tests.support.ray_runs import ROOT, actors, children, ended, placed, rows, wait_for
+from tests.support.slurm import INSTALLED, said, slurm, until
+
+allow_cpu_only()  # before transformers imports torchvision
+pytestmark = pytest.mark.slow
+SHAPE = ["controllers=2", "devices_per_controller=2", "device=cpu"]
+RECIPE = [
+    *("train.steps=3", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"),
+    *("eval.every=3", "eval.samples=8", "checkpoint.every=1", "sampling.max_new_tokens=8"),
+]
+UNHURRIED = """
+import time
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    time.sleep(0.5)  # so that there is time to kill a process
+    return [float(sum(map(ord, sample.text or "")) % 7) for sample in samples]
+"""
+MEASURED = ("time/", "perf/", "plan/", "memory/", "sent/", "balance/", "features/", "placement/")
+
+
+def words(folder):
+    """Of ``mmrl``, with the run in ``folder``."""
+    reward = folder / "unhurried.py"
+    reward.write_text(UNHURRIED)
+    given = [*RECIPE, *SHAPE, f'rewards=[{{name: "{reward}:score"}}]', "--out", str(folder / "run")]
+    return ["train", "sums", *given]
+
+
+def by_torchrun(folder):
+    shape = ["--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "1", "--master-port", free_port()]
+    return Command("torch.distributed.run", [*shape, "-m", "mmrl", *words(folder)], ROOT)
+
+
+class Batch:
+    """A job of Slurm, with what the test uses of ``Command``."""
+
+    returncode = None
+
+    def __init__(self, environ, folder):
+        self.environ, self.log = environ, folder / "printed"
+        command, loaded = (sys.executable, "-m", "mmrl", *words(folder)), load_recipe(["sums"], SHAPE)
+        printed = script(Job(loaded.recipe, command, folder / "run", ROOT, cpus=1))
+        (folder / "job.sh").write_text(printed.replace("--output=sums-%j.log", f"--output={self.log}"))
+        self.number = said(["sbatch", "--parsable", str(folder / "job.sh")], environ).strip()
+        self.pid = os.getpid()
+
+    def poll(self):
+        found = said(["scontrol", "show", "job", self.number], self.environ)
+        self.restarts = int(re.search(r"Restarts=(\d+)", found)[1])
+        if (state := re.search(r"JobState=(\w+)", found)[1]) in ("COMPLETED", "FAILED", "CANCELLED"):
+            self.returncode = int(state != "COMPLETED")
+        return self.returncode
+
+    def communicate(self, timeout=300):
+        until(lambda: self.poll() is not None, lambda: self.log.read_text(), timeout)
+        return self.log.read_text(), None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, printed = ended(by_torchrun(folder))
+    assert code == 0, printed
+    return folder / "run"
+
+
+def killed(process, out, victim):
+    """What was printed of a run whose process ``victim()`` is killed after a step, and which comes to its end."""
+    wait_for(process, out, 1)
+    victim().kill()
+    printed = process.communicate(timeout=400)[0]
+    assert process.returncode == 0, printed
+    assert re.search(r"device 1 of controller 1 of 2 .*died", printed), printed
+    assert re.search(r"(resuming|start again) after step [12]", printed), printed
+    assert "done: 3 steps" in printed
+
+
+def same(out, other):
+    """Equal to the bit, but for what is measured in seconds and bytes."""
+    kept = [[{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows(o)] for o in (out, other)]
+    assert kept[0] == kept[1]
+    assert rows(out, "heldout.jsonl") == rows(other, "heldout.jsonl")
+    weights = "checkpoints/step_000003/weights.safetensors"
+    assert (out / weights).read_bytes() == (other / weights).read_bytes()
+    assert {(line["controller"], line["device"]) for line in placed(out) if "device" in line} == set(
+        product((0, 1), (0, 1))
+    )
+
+
+def process_3(processes, variable):
+    return next(p for p in processes if p.environ().get(variable) == "3")
+
+
+def tasks_of(configuration):
+    """The processes that a Slurm has started, by the file that its commands read."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("SLURM_CONF") == configuration and "mmrl" in process.cmdline():
+                found.append(process)
+    return found
+
+
+def test_torchrun_starts_all_again(whole, tmp_path):
+    process = by_torchrun(tmp_path)
+    killed(process, tmp_path / "run", lambda: process_3(children(process.pid), "RANK"))
+    same(whole, tmp_path / "run")
+
+
+def test_ray_starts_all_again(whole, tmp_path):
+    pytest.importorskip("ray")
+    process = Command("mmrl.cli", words(tmp_path), ROOT)
+    killed(process, tmp_path / "run", lambda: actors(process)[-1])
+    same(whole, tmp_path / "run")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="Slurm is not installed (Debian: slurm-wlm)")
+def test_slurm_queues_the_job_again(whole, tmp_path):
+    with slurm(tmp_path / "slurm") as environ:
+        job = Batch(environ | {"OMP_NUM_THREADS": "1"}, tmp_path)
+        killed(job, tmp_path / "run", lambda: process_3(tasks_of(environ["SLURM_CONF"]), "SLURM_PROCID"))
+        assert job.restarts == 1
+    same(whole, tmp_path / "run")

@@ -1,0 +1,42 @@
+"""Shared by the tests of pretended families and others."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+OWN = {"flux2_klein_edit": {"data": {"name": "shape_edits"}}}
+PICTURES = [{"name": "jpeg:incompressibility"}]
+KINDS = {
+    "policy_gradient": {"algorithm": {"type": "flow_grpo", "kl_coef": 0.01}, "rewards": PICTURES},
+    "forward_process": {"algorithm": {"type": "diffusion_nft", "noise_levels": 2}, "rewards": PICTURES},
+    "pathwise": {
+        "algorithm": {"type": "draft", "last_steps": 2},
+        "rewards": [{"name": "colour:target", "options": {"rgb": [60, 95, 235]}}],
+    },
+    "offline": {"algorithm": {"type": "picture_dpo"}, "data": {"name": "shape_pairs"}, "rewards": []},
+}
+
+
+def settings(family, folder, kind, lora):
+    size = 64 if family == "flux2_klein_edit" else 32
+    length = {"sd3": 12, "flux": 16, "wan": 16}.get(family, 64)
+    sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
+    return {
+        "name": "pretended",
+        "device": "cuda",
+        "pipeline": f"diffusion/{family}",
+        "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 2, "alpha": 4} if lora else None},
+        "data": {"name": "shapes"},
+        "sampling": sampling | ({"frames": 5} if family == "wan" else {}),
+        "train": {
+            "steps": 2,
+            "prompts_per_step": 2,
+            "group_size": 1 if kind in ("pathwise", "offline") else 2,
+            "micro_batch_size": 2,
+        },
+        "eval": {"every": 2, "samples": 2, "grid": 2},
+        "checkpoint": {"every": 2},
+        **OWN.get(family, {}),
+        **KINDS[kind],
+        **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if family == "wan" else {}),
+    }
