@@ -17,8 +17,8 @@ from statistics import mean
 
 import torch
 
-from mmrl.studies.knowledge.embeddings import KINDS, Kind
-from mmrl.studies.knowledge.graph import Graph, of_rows
+from mmrl.rewards.learned.knowledge.embeddings import KINDS, Kind
+from mmrl.rewards.learned.knowledge.graph import Graph, of_rows
 from mmrl.studies.knowledge.towns import towns
 from mmrl.studies.knowledge.training import Settings, Trained, train
 

@@ -30,11 +30,12 @@ import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.core.media import open_image
 from mmrl.rewards.judging.statistics import auc
+from mmrl.rewards.learned.labels.baselines import head
+from mmrl.rewards.learned.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of
+from mmrl.rewards.learned.labels.graph import symmetric
+from mmrl.rewards.learned.labels.inputs import HEAD, Inputs
 from mmrl.studies.distill.distilling import collect, open_policy
-from mmrl.studies.labels.baselines import head
-from mmrl.studies.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of
-from mmrl.studies.labels.graph import symmetric
-from mmrl.studies.labels.spreading import GRAPH, HEAD, Inputs, baselines_of, methods
+from mmrl.studies.labels.spreading import GRAPH, baselines_of, methods
 from mmrl.studies.labels.training import Settings, parted, train
 
 RECIPE = "shapes-full"

@@ -40,9 +40,9 @@ from mmrl.core.lines import rows_of
 from mmrl.data.loading import load_prompts
 from mmrl.logging.metrics import read
 from mmrl.rewards.judging.store import TRANSCRIPTS
+from mmrl.rewards.learned.distilled.folder import NAME, load_encoder, load_students
+from mmrl.rewards.learned.distilled.sides import VERDICTS, sides_of
 from mmrl.studies.distill.distilling import agreement, collect, judge_of, open_policy
-from mmrl.studies.distill.folder import NAME, load_encoder, load_students
-from mmrl.studies.distill.sides import VERDICTS, sides_of
 from mmrl.studies.distill.training import scores, table_of
 from mmrl.training.evaluation import Evaluator
 

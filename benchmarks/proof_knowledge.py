@@ -173,15 +173,14 @@ def learned_texts(world: World, given: argparse.Namespace, seed: int, work: Path
 
 def embedded(world: World, kind: str, given: argparse.Namespace, seed: int, work: Path) -> Path:
     """The folder of an embedding of the triples that are not held out, made where it is not there."""
-    from mmrl.studies.knowledge import folder
-    from mmrl.studies.knowledge.graph import of_rows
-    from mmrl.studies.knowledge.training import Settings, train
+    from mmrl.rewards.learned.knowledge.graph import of_rows
+    from mmrl.studies.knowledge.training import Settings, train, write
 
     out = work / kind
     if not out.exists():
         graph = of_rows([row for row in world.rows if row not in world.held])
         settings = Settings(kind=kind, steps=given.embedding_steps, seed=seed)  # type: ignore[arg-type]
-        folder.write(out, train(graph, settings), settings, graph)
+        write(out, train(graph, settings), settings, graph)
     return out
 
 

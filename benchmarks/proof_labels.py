@@ -86,7 +86,7 @@ def labelled(folder: Path, truth: Sequence[float], count: int, seed: int) -> Non
 def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, Any]:
     """Spread the labels of ``folders`` into ``out``, where it is not there; what ``mmrl spread`` said of it."""
     from mmrl.config.loader import load_recipe
-    from mmrl.studies.labels.readers import described
+    from mmrl.rewards.learned.labels.readers import described
     from mmrl.studies.labels.spread_folder import spread_folder
 
     if not out.exists():
@@ -99,8 +99,8 @@ def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, A
 def spread_answers(given: argparse.Namespace, out: Path, seed: int) -> dict[str, Any]:
     """The reward of labels of answers, as ``mmrl spread --model scenes`` writes it; what it says of itself. The
     embeddings are kept in ``--cache``."""
-    from mmrl.studies.labels import folder
-    from mmrl.studies.labels.embeddings import MODEL, Space
+    from mmrl.rewards.learned.labels import folder
+    from mmrl.rewards.learned.labels.embeddings import MODEL, Space
     from mmrl.studies.labels.spreading import spread
     from mmrl.studies.labels.training import Settings
 
@@ -156,8 +156,8 @@ def preferred(given: argparse.Namespace, pairs: Path, seed: int, model: Path | N
 
 def by_verifier(given: argparse.Namespace, out: Path, seed: int) -> None:
     """The pairs that ``mmrl spread`` would pick if every score were the verifier's verdict, equal ones at random."""
+    from mmrl.rewards.learned.labels.items import items_of
     from mmrl.studies.labels import pairs
-    from mmrl.studies.labels.items import items_of
 
     items = items_of(pictures(given.cache, given.samples))
     chance = torch.rand(len(items), generator=torch.Generator().manual_seed(seed)) / 10

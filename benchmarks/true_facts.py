@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import mmrl
-from mmrl.studies.knowledge.graph import read
+from mmrl.rewards.learned.knowledge.graph import read
 
 SAID = {"was born in": "born_in", "is a citizen of": "citizen_of", "speaks": "speaks"}
 """The words of a response, and the relations of the graph."""

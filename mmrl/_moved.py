@@ -49,6 +49,10 @@ readers rewards.encoders
 simulator planner.simulator
 contracts app.conformance
 verify app.verify
+distill.formulas rewards.learned.formulas
+distill rewards.learned.distilled comparing encoders read_students sides students folder
+knowledge rewards.learned.knowledge embeddings formulas graph folder
+labels rewards.learned.labels agreement baselines embeddings graph items model pixels readers folder
 distill studies.distill
 labels studies.labels
 knowledge studies.knowledge

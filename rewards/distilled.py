@@ -22,12 +22,21 @@ from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
 from mmrl.core.secrets import masks
 from mmrl.core.trajectory import Sample
 from mmrl.rewards import loading
+from mmrl.rewards.learned.distilled.encoders import Backbone
+from mmrl.rewards.learned.distilled.folder import (
+    NAME,
+    Record,
+    Student,
+    load_encoder,
+    load_students,
+    logits_of,
+    read,
+    student_of,
+)
+from mmrl.rewards.learned.distilled.sides import sides_of, unique
+from mmrl.rewards.learned.formulas import sureness
 from mmrl.rewards.returned import read_answer
 from mmrl.rewards.sleeping import Sleeping
-from mmrl.studies.distill.encoders import Backbone
-from mmrl.studies.distill.folder import NAME, Record, Student, load_encoder, load_students, logits_of, read, student_of
-from mmrl.studies.distill.formulas import sureness
-from mmrl.studies.distill.sides import sides_of, unique
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:

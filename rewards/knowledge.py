@@ -25,8 +25,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.reward_contract import Context, Failed, Input, Value
 from mmrl.core.trajectory import Sample
-from mmrl.studies.knowledge import folder
-from mmrl.studies.knowledge.folder import read
+from mmrl.rewards.learned.knowledge import folder
+from mmrl.rewards.learned.knowledge.folder import read
 
 MOST = 10_000
 """Characters of a response that are read; a pattern may need time that grows with the square of the length."""

@@ -17,8 +17,8 @@ import mmrl
 from mmrl.core.media import open_image
 from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
 from mmrl.core.trajectory import Sample
-from mmrl.studies.labels.embeddings import Content, Embedder
-from mmrl.studies.labels.folder import load_known, read
+from mmrl.rewards.learned.labels.embeddings import Content, Embedder
+from mmrl.rewards.learned.labels.folder import load_known, read
 
 
 def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:

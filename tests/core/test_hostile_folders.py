@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl.studies.distill import folder as distilled
-from mmrl.studies.distill.students import Shape, Students
-from mmrl.studies.knowledge import folder as knowledge
-from mmrl.studies.knowledge.graph import of_rows
+from mmrl.rewards.learned.distilled import folder as distilled
+from mmrl.rewards.learned.distilled.students import Shape, Students
+from mmrl.rewards.learned.knowledge import folder as knowledge
+from mmrl.rewards.learned.knowledge.graph import of_rows
+from mmrl.rewards.learned.labels import folder as labels
 from mmrl.studies.knowledge.towns import towns
 from mmrl.studies.knowledge.training import Settings, train
-from mmrl.studies.labels import folder as labels
+from mmrl.studies.knowledge.training import write as write_knowledge
 from mmrl.studies.soup.record import Soup, read_soup
 from mmrl.studies.sweep.searching import Result, Sweep, read_sweep
 from tests.support import hostile
@@ -31,7 +32,7 @@ def _distilled(path):
 
 def _knowledge(path):
     graph, settings = of_rows(towns(people=10)), Settings(kind="transe", size=4, steps=1, batch=8, negatives=2)
-    knowledge.write(path, train(graph, settings), settings, graph)
+    write_knowledge(path, train(graph, settings), settings, graph)
 
 
 def _labels(path):

@@ -35,8 +35,8 @@ from mmrl.logging.rundir import RunDir
 from mmrl.logging.texts import LONGEST, cell, fold, shorten, visible, write_texts
 from mmrl.report.html import write_report
 from mmrl.rewards.judging.store import TRANSCRIPTS
+from mmrl.rewards.learned.labels.items import items_of
 from mmrl.runtime.start import train
-from mmrl.studies.labels.items import items_of
 from tests.support import tiny
 from tests.support.label_page import serving
 from tests.support.report import HOSTILE, Page

@@ -25,7 +25,7 @@ from mmrl.logging.pictures import pairs, read_evaluations
 from mmrl.logging.rundir import FILES, LOCK, RunDir
 from mmrl.report.charts import Series, line_chart, short, stacked_chart, ticks
 from mmrl.report.html import curve_png, write_report
-from mmrl.studies.labels.items import items_of
+from mmrl.rewards.learned.labels.items import items_of
 from tests.support import hostile
 from tests.support.report import HOSTILE, Page
 

@@ -12,7 +12,7 @@ import pytest
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
 from mmrl.rewards.encoders.described import described, opened, stored
-from mmrl.studies.distill.encoders import Backbone
+from mmrl.rewards.learned.distilled.encoders import Backbone
 from tests.support.sweeps import Sweep
 
 EVIL = 'from pathlib import Path\nPath(__file__).with_suffix(".ran").touch()\n\n\ndef build(*given, **options): ...\n'

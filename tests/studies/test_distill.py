@@ -20,13 +20,13 @@ from mmrl.core.errors import UserError
 from mmrl.core.reward_contract import Context
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.learned.distilled.encoders import Words
+from mmrl.rewards.learned.distilled.folder import load_students
+from mmrl.rewards.learned.distilled.sides import Pairs
+from mmrl.rewards.learned.distilled.students import Shape, Side, Students, inputs_of, words_of
+from mmrl.rewards.learned.formulas import calibrated, logistic, losses, maxsim, platt, sureness, threshold_of
 from mmrl.rewards.loading import Loaded, build, find
 from mmrl.studies.distill.distilling import agreement, askings, check
-from mmrl.studies.distill.encoders import Words
-from mmrl.studies.distill.folder import load_students
-from mmrl.studies.distill.formulas import calibrated, logistic, losses, maxsim, platt, sureness, threshold_of
-from mmrl.studies.distill.sides import Pairs
-from mmrl.studies.distill.students import Shape, Side, Students, inputs_of, words_of
 from mmrl.studies.distill.training import Settings, Table, scores, split, table_of, train
 from tests.support import asleep, tiny
 from tests.support.cli import mmrl
@@ -143,7 +143,7 @@ def test_logistic_regression_ends_where_the_gradient_is_zero_and_soon(monkeypatc
         costs.append(1)
         return torch.nn.functional.binary_cross_entropy_with_logits(logits, verdicts)
 
-    monkeypatch.setattr("mmrl.studies.distill.formulas.binary_cross_entropy_with_logits", counted)
+    monkeypatch.setattr("mmrl.rewards.learned.formulas.binary_cross_entropy_with_logits", counted)
     weights = logistic(design, truth, pulls, torch.zeros_like(pulls))
     gradient = design.T @ (torch.sigmoid(design @ weights) - truth) / count + pulls * weights
     assert gradient.abs().max() < 1e-12

@@ -19,13 +19,13 @@ from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.encoders.described import described, digest
 from mmrl.rewards.encoders.pictures import Views
 from mmrl.rewards.encoders.texts import Question, TextReader
+from mmrl.rewards.learned.distilled.encoders import Backbone, backbone_of, fewer, tokens_of
+from mmrl.rewards.learned.distilled.folder import load_encoder
+from mmrl.rewards.learned.distilled.read_students import Features, ReadShape, ReadStudents
+from mmrl.rewards.learned.distilled.sides import VERDICTS, Pairs, read_pairs
+from mmrl.rewards.learned.distilled.students import Side
 from mmrl.rewards.loading import Loaded, build, find
 from mmrl.studies.distill.distilling import fitted
-from mmrl.studies.distill.encoders import Backbone, backbone_of, fewer, tokens_of
-from mmrl.studies.distill.folder import load_encoder
-from mmrl.studies.distill.read_students import Features, ReadShape, ReadStudents
-from mmrl.studies.distill.sides import VERDICTS, Pairs, read_pairs
-from mmrl.studies.distill.students import Side
 from mmrl.studies.distill.training import Settings
 from tests.support import asleep, tiny
 from tests.support.cli import mmrl

@@ -9,12 +9,13 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.reward_contract import Failed
 from mmrl.rewards.knowledge import Knowledge
+from mmrl.rewards.learned.knowledge import folder, formulas
+from mmrl.rewards.learned.knowledge.embeddings import KINDS, Embedding
+from mmrl.rewards.learned.knowledge.folder import Trained
+from mmrl.rewards.learned.knowledge.graph import Graph, kept_back, of_rows, read
 from mmrl.studies.knowledge import __main__ as command
-from mmrl.studies.knowledge import folder, formulas
-from mmrl.studies.knowledge.embeddings import KINDS, Embedding
-from mmrl.studies.knowledge.graph import Graph, kept_back, of_rows, read
 from mmrl.studies.knowledge.towns import towns
-from mmrl.studies.knowledge.training import Settings, Trained, ranks, train
+from mmrl.studies.knowledge.training import Settings, ranks, train, write
 
 
 def gram_schmidt(columns):
@@ -152,7 +153,7 @@ def test_every_kind_trains_a_step_and_is_read_as_it_was_written(kind, tmp_path):
     graph = of_rows(towns(people=30))
     settings = Settings(kind=kind, size=8, steps=2, batch=16, negatives=4)
     trained = train(graph, settings)
-    folder.write(tmp_path / "it", trained, settings, graph)
+    write(tmp_path / "it", trained, settings, graph)
     there = folder.read(tmp_path / "it")
     assert torch.equal(there.trained.plausibility(graph.triples), trained.plausibility(graph.triples))
     assert list(there.entities) == list(graph.entities)
@@ -174,7 +175,7 @@ def path(tmp_path):
     slope = math.log(9) * 2 / 4  # 0.9 at the distance 0, 0.1 at 4, next to 0 far away
     graph = Graph(("ann", "rome", "oslo"), ("born_in", "lives_in"), torch.tensor([[0, 0, 1]]))
     settings = Settings("transe", size=1, group=1)
-    folder.write(tmp_path / "it", Trained(embedding, slope, math.log(9), {}), settings, graph)
+    write(tmp_path / "it", Trained(embedding, slope, math.log(9), {}), settings, graph)
     return str(tmp_path / "it")
 
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from mmrl.cli import app
 from mmrl.core.errors import UserError
+from mmrl.rewards.learned.labels.items import items_of
 from mmrl.studies.labels import table
-from mmrl.studies.labels.items import items_of
 from mmrl.studies.labels.server import STARS, LabelServer, in_order
 from tests.support.label_page import HOSTILE, answers, serving  # noqa: F401
 

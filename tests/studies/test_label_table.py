@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from mmrl.core.errors import UserError
+from mmrl.rewards.learned.labels.items import items_of
 from mmrl.studies.labels import table
-from mmrl.studies.labels.items import items_of
 from mmrl.studies.labels.server import LabelServer
 from tests.support.sweeps import Sweep
 

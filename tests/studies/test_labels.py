@@ -20,20 +20,23 @@ from mmrl.core.reward_contract import Context, Failed
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.data.loading import load_prompts
 from mmrl.datasets import shapes
+from mmrl.rewards.learned.formulas import platt
+from mmrl.rewards.learned.labels import baselines
+from mmrl.rewards.learned.labels.agreement import TEMPERATURES, Agreement
+from mmrl.rewards.learned.labels.embeddings import Encoders, Space
+from mmrl.rewards.learned.labels.folder import NAME, WEIGHTS, load_known, read
+from mmrl.rewards.learned.labels.graph import Graph, directed, fields, nearest, symmetric
+from mmrl.rewards.learned.labels.inputs import HEAD
+from mmrl.rewards.learned.labels.items import Item, items_of
+from mmrl.rewards.learned.labels.model import GraphAttention, GraphTransformer, Shape
+from mmrl.rewards.learned.labels.pixels import of_clips, of_pictures, of_texts
+from mmrl.rewards.learned.labels.readers import ModelReader, described
 from mmrl.rewards.loading import build, find
-from mmrl.studies.distill.formulas import platt
-from mmrl.studies.labels import baselines, table
-from mmrl.studies.labels.agreement import TEMPERATURES, Agreement
-from mmrl.studies.labels.embeddings import Encoders, Space
-from mmrl.studies.labels.folder import NAME, WEIGHTS, load_known, read, write
-from mmrl.studies.labels.graph import Graph, directed, fields, nearest, symmetric
-from mmrl.studies.labels.items import Item, items_of
-from mmrl.studies.labels.model import GraphAttention, GraphTransformer, Shape
+from mmrl.studies.labels import table
+from mmrl.studies.labels.folder import write
 from mmrl.studies.labels.pairs import check as check_pairs
 from mmrl.studies.labels.pairs import paired
-from mmrl.studies.labels.pixels import of_clips, of_pictures, of_texts
-from mmrl.studies.labels.readers import ModelReader, described
-from mmrl.studies.labels.spreading import GRAPH, HEAD, spread
+from mmrl.studies.labels.spreading import GRAPH, spread
 from mmrl.studies.labels.training import Settings, masked, parted, to_label_next, train
 
 QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)

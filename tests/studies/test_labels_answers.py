@@ -15,10 +15,10 @@ from mmrl.core.media import Media
 from mmrl.core.reward_contract import Context
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.rewards.learned.labels.embeddings import Content, Embedder, Encoders, model_of
+from mmrl.rewards.learned.labels.folder import read
 from mmrl.rewards.loading import build, find
 from mmrl.studies.labels import table
-from mmrl.studies.labels.embeddings import Content, Embedder, Encoders, model_of
-from mmrl.studies.labels.folder import read
 from tests.support import tiny
 
 allow_cpu_only()  # before transformers is asked for a model

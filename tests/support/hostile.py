@@ -328,6 +328,6 @@ def _read(run):
 
 
 def _label(run):
-    from mmrl.studies.labels.items import items_of
+    from mmrl.rewards.learned.labels.items import items_of
 
     items_of(Path(run))

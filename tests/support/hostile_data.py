@@ -397,7 +397,7 @@ def make(number: int, folder: Path) -> Case:
 def read(name: str, options: dict[str, Any]) -> list[str]:
     """Every text that mmrl reads of an input, as its commands do."""
     if name == "labels":
-        from mmrl.studies.labels.items import items_of
+        from mmrl.rewards.learned.labels.items import items_of
         from mmrl.studies.labels.server import LabelServer
 
         home = Path(options["path"])
@@ -486,7 +486,7 @@ def main(first: int, last: int, folder: Path) -> None:
     import pyarrow.parquet  # noqa: F401
 
     import mmrl
-    from mmrl.studies.labels import items, server  # noqa: F401
+    from mmrl.studies.labels import server  # noqa: F401
 
     for name in ("folder", "jsonl", "prompts", "shards"):
         mmrl.load("datasets", f"{name}:prompts")

@@ -7,8 +7,8 @@ import threading
 import pytest
 from PIL import Image
 
+from mmrl.rewards.learned.labels.items import items_of
 from mmrl.studies.labels import table
-from mmrl.studies.labels.items import items_of
 from mmrl.studies.labels.server import YES_NO, LabelServer, in_order
 
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"

@@ -2,7 +2,7 @@
 
 Its states at the end of the prompt nearly know its own answer; those at the tokens of the given answer say what it
 makes of that one, as does the log-probability that it gives to each token. The model is the one of the recipe, before
-training, and is frozen; a LoRA adapter on it may be trained (``mmrl.studies.distill.encoders``).
+training, and is frozen; a LoRA adapter on it may be trained (``mmrl.rewards.learned.distilled.encoders``).
 """
 
 from __future__ import annotations

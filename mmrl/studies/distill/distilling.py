@@ -32,18 +32,18 @@ from mmrl.logging.progress import Progress
 from mmrl.models.protocol import recorded_steps
 from mmrl.rewards.judging.calibration import calibration
 from mmrl.rewards.judging.statistics import auc, rows_of, spearman
+from mmrl.rewards.learned.distilled.comparing import Comparing
+from mmrl.rewards.learned.distilled.encoders import Backbone, Encoder, Words, backbone_of
+from mmrl.rewards.learned.distilled.folder import STUDENTS, Record, Student, read, write
+from mmrl.rewards.learned.distilled.read_students import ReadStudents
+from mmrl.rewards.learned.distilled.sides import VERDICTS, Pairs, read_pairs, sides_of, unique, write_pairs
+from mmrl.rewards.learned.distilled.students import Inputs, Shape, Students
+from mmrl.rewards.learned.formulas import platt, sureness, threshold_of
 from mmrl.rewards.loading import find
 from mmrl.rollout.encoding import encode
 from mmrl.rollout.midway import chunked
 from mmrl.step.batch import samples_of
 from mmrl.step.step_context import SamplingSpec, StepContext
-from mmrl.studies.distill.comparing import Comparing
-from mmrl.studies.distill.encoders import Backbone, Encoder, Words, backbone_of
-from mmrl.studies.distill.folder import STUDENTS, Record, Student, read, write
-from mmrl.studies.distill.formulas import platt, sureness, threshold_of
-from mmrl.studies.distill.read_students import ReadStudents
-from mmrl.studies.distill.sides import VERDICTS, Pairs, read_pairs, sides_of, unique, write_pairs
-from mmrl.studies.distill.students import Inputs, Shape, Students
 from mmrl.studies.distill.training import Settings, Table, scores, split, table_of, train
 
 _LEAST_PROMPTS = 8

@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 
 from mmrl.logging.progress import Progress
 from mmrl.rewards.judging.statistics import rows_of
-from mmrl.studies.descent import best, descend, passes
-from mmrl.studies.distill.comparing import Comparing, Encoded, Rows
-from mmrl.studies.distill.encoders import Encoder, students_of
-from mmrl.studies.distill.formulas import losses
-from mmrl.studies.distill.read_students import Features
-from mmrl.studies.distill.sides import unique
-from mmrl.studies.distill.students import Inputs, Side
+from mmrl.rewards.learned.descent import best, descend, passes
+from mmrl.rewards.learned.distilled.comparing import Comparing, Encoded, Rows
+from mmrl.rewards.learned.distilled.encoders import Encoder, students_of
+from mmrl.rewards.learned.distilled.read_students import Features
+from mmrl.rewards.learned.distilled.sides import unique
+from mmrl.rewards.learned.distilled.students import Inputs, Side
+from mmrl.rewards.learned.formulas import losses
 
 _CHUNK = 512
 """Sides that are encoded at once where nothing is trained."""

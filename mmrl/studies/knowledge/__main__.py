@@ -17,10 +17,10 @@ from pathlib import Path
 
 from mmrl.core.errors import UserError
 from mmrl.logging.progress import Progress
-from mmrl.studies.knowledge import folder, graph
-from mmrl.studies.knowledge.embeddings import KINDS
+from mmrl.rewards.learned.knowledge import graph
+from mmrl.rewards.learned.knowledge.embeddings import KINDS
 from mmrl.studies.knowledge.towns import towns
-from mmrl.studies.knowledge.training import Settings, train
+from mmrl.studies.knowledge.training import Settings, train, write
 
 
 def _settings(given: argparse.Namespace) -> Settings:
@@ -71,7 +71,7 @@ def _run(given: argparse.Namespace) -> None:
     print(f"{len(known.entities)} entities, {len(known.relations)} relations, {len(known.triples)} triples")
     with Progress(settings.steps, "train", "steps") as progress:
         trained = train(known, settings, lambda step: progress.advance())
-    folder.write(given.out, trained, settings, known)
+    write(given.out, trained, settings, known)
     for name, value in trained.figures.items():
         print(f"{name}: {value:.3f}" if name != "kept_back" else f"kept back, and used for nothing else: {value:.0f}")
     print(f"wrote {given.out}; use it as rewards: [{{name: knowledge, options: {{path: {given.out}, ...}}}}]")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.json_types import JsonObject
+from mmrl.core.model_folder import write_model
 from mmrl.rewards.judging.calibration import calibration
 from mmrl.rewards.judging.statistics import auc
-from mmrl.studies.descent import descend
-from mmrl.studies.distill.formulas import calibrated, platt
-from mmrl.studies.knowledge import formulas
-from mmrl.studies.knowledge.embeddings import Embedding, Kind, Side
-from mmrl.studies.knowledge.graph import Graph, kept_back
+from mmrl.rewards.learned.descent import descend
+from mmrl.rewards.learned.formulas import platt
+from mmrl.rewards.learned.knowledge import formulas
+from mmrl.rewards.learned.knowledge.embeddings import Embedding, Kind, Side
+from mmrl.rewards.learned.knowledge.folder import FORMAT, NAME, Trained
+from mmrl.rewards.learned.knowledge.graph import Graph, kept_back
 
 SMOOTHING = (1.0, 0.95, 0.9, 0.8)
 """Shares of its own vector that an entity may keep. The one with the best ranks on half of what is kept back wins."""
@@ -43,24 +48,6 @@ class Settings:
     margin: float = 6.0
     held: float = 0.2
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Trained:
-    """An embedding with its calibration: a triple's plausibility is ``sigma(offset - slope d)``, ``d`` its distance.
-
-    ``figures``: what was measured on the triples that nothing was fitted to.
-    """
-
-    embedding: Embedding
-    slope: float
-    offset: float
-    figures: dict[str, float]
-
-    @torch.no_grad()
-    def plausibility(self, triples: Tensor) -> Tensor:
-        """``[B]`` in [0, 1]; ``triples``: ``[B, 3]``."""
-        return calibrated(-self.embedding.distance(triples).double(), self.slope, self.offset)
 
 
 def train(graph: Graph, settings: Settings, told: Callable[[int], None] = lambda step: None) -> Trained:
@@ -167,3 +154,18 @@ def measure(trained: Trained, graph: Graph, triples: Tensor) -> dict[str, float]
         "brier": float(((said - truth) ** 2).mean()),
         "calibration_error": calibration(said.tolist(), truth.tolist()).error[0],
     }
+
+
+def write(folder: Path, trained: Trained, settings: Settings, graph: Graph) -> None:
+    """Write both files into ``folder``, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said: JsonObject = {
+        "format": FORMAT,
+        "settings": asdict(settings),
+        "slope": trained.slope,
+        "offset": trained.offset,
+        "figures": {k: v for k, v in trained.figures.items() if math.isfinite(v)},
+        "entities": graph.entities,
+        "relations": graph.relations,
+    }
+    write_model(folder / NAME, said, trained.embedding.state_dict())

@@ -43,8 +43,8 @@ def label(
     Keys: 0 bad, 1 good (--stars: 1 to 5), arrows to move, Backspace to take a label away. An answer is on the disk at
     once; a later start goes on where you stopped. Prints the address; Ctrl-C ends it.
     """
+    from mmrl.rewards.learned.labels.items import items_of, root_of
     from mmrl.studies.labels import table
-    from mmrl.studies.labels.items import items_of, root_of
     from mmrl.studies.labels.server import STARS, YES_NO, LabelServer, in_order
 
     root, items = root_of(folder), items_of(folder)
@@ -104,9 +104,10 @@ def spread(
     """
     with rarely_collected():
         loaded = None if model is None else read_recipe(model, [])
-        from mmrl.studies.labels.embeddings import model_of
+        from mmrl.rewards.learned.labels.embeddings import model_of
+        from mmrl.rewards.learned.labels.inputs import HEAD
         from mmrl.studies.labels.spread_folder import spread_folder
-        from mmrl.studies.labels.spreading import AUTO, GRAPH, HEAD
+        from mmrl.studies.labels.spreading import AUTO, GRAPH
         from mmrl.studies.labels.training import Settings
 
         methods = {"auto": AUTO, "graph": GRAPH, "head": HEAD}

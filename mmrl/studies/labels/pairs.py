@@ -19,7 +19,7 @@ from typing import TypeAlias
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.json_types import Json
-from mmrl.studies.labels.items import Item
+from mmrl.rewards.learned.labels.items import Item
 
 FILE, FOLDER = "pairs.jsonl", "pairs"
 LEAST = 0.3

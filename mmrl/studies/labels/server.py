@@ -23,8 +23,8 @@ from mmrl.core.http_server import HttpHandler, HttpServer
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, read_bytes
 from mmrl.core.untrusted import inside
+from mmrl.rewards.learned.labels.items import Item
 from mmrl.studies.labels import table
-from mmrl.studies.labels.items import Item
 
 HOST = "127.0.0.1"
 _MOST_BODY = 4096

@@ -14,11 +14,11 @@ from mmrl.app.export import new_directory, refuse_taken
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.packages.places import lacking
+from mmrl.rewards.learned.labels.embeddings import WORDS, Encoders, Space, embedded
+from mmrl.rewards.learned.labels.items import Item, items_of, root_of
 from mmrl.studies.labels import folder as written
 from mmrl.studies.labels import pairs as picked
 from mmrl.studies.labels import table
-from mmrl.studies.labels.embeddings import WORDS, Encoders, Space, embedded
-from mmrl.studies.labels.items import Item, items_of, root_of
 from mmrl.studies.labels.spreading import AUTO, NEXT, Quality, Spread, spread
 from mmrl.studies.labels.training import Settings
 

@@ -13,54 +13,16 @@ from torch import Tensor
 from mmrl.core.json_types import JsonObject
 from mmrl.rewards.judging.calibration import calibration
 from mmrl.rewards.judging.statistics import auc, auc_interval, wilson
-from mmrl.studies.distill.formulas import calibrated, rising
-from mmrl.studies.labels import baselines
-from mmrl.studies.labels.agreement import Agreement
-from mmrl.studies.labels.graph import Graph, symmetric
+from mmrl.rewards.learned.formulas import calibrated, rising
+from mmrl.rewards.learned.labels import baselines
+from mmrl.rewards.learned.labels.graph import Graph, symmetric
+from mmrl.rewards.learned.labels.inputs import HEAD, Inputs
 from mmrl.studies.labels.training import Settings, Trained, parted, to_label_next, train
 
-_WIDTH = 128
 NEXT = 50
-GRAPH, HEAD, AUTO = "graph transformer", "supervised head", "auto"
+GRAPH, AUTO = "graph transformer", "auto"
 KEPT = (0.5, 0.9, 0.99)
 COUNTS = (5, 10, 20)
-
-
-@dataclass(frozen=True)
-class Projection:
-    """Embeddings ``[N, D]`` as features of the models: the largest principal components, with one scale for all."""
-
-    mean: Tensor
-    axes: Tensor
-
-    @classmethod
-    def of(cls, embeddings: Tensor, width: int = _WIDTH) -> Projection:
-        mean = embeddings.mean(0)
-        _, _, axes = torch.linalg.svd(embeddings - mean, full_matrices=False)
-        axes = axes[: min(width, len(axes))].T
-        scale = ((embeddings - mean) @ axes).std().clamp(min=1e-9)
-        return cls(mean, (axes / scale).contiguous())
-
-    def __call__(self, embeddings: Tensor) -> Tensor:
-        return (embeddings - self.mean) @ self.axes
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the graph transformer reads of a sample: its features, and how well it agrees with its prompt."""
-
-    projection: Projection
-    agreement: Agreement | None
-
-    @classmethod
-    def of(cls, embeddings: Tensor, alone: tuple[Tensor, Tensor] | None) -> Inputs:
-        """``alone``: as of ``spread``."""
-        return cls(Projection.of(embeddings), None if alone is None else Agreement.of(*alone))
-
-    def kept(self, embeddings: Tensor) -> Tensor:
-        """``[N, D]`` of the samples that they were made of."""
-        features = self.projection(embeddings)
-        return features if self.agreement is None else torch.cat([features, self.agreement.kept], 1)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from mmrl.logging.progress import Progress
-from mmrl.studies.descent import best, descend
-from mmrl.studies.distill.formulas import rising
-from mmrl.studies.labels.baselines import head, head_logits
-from mmrl.studies.labels.graph import Graph, fields
-from mmrl.studies.labels.model import GraphTransformer, Shape
+from mmrl.rewards.learned.descent import best, descend
+from mmrl.rewards.learned.formulas import rising
+from mmrl.rewards.learned.labels.baselines import head, head_logits
+from mmrl.rewards.learned.labels.graph import Graph, fields
+from mmrl.rewards.learned.labels.model import GraphTransformer, Shape
 
 _EVERY = 5
 """Epochs from one look at the folds' labels to the next."""

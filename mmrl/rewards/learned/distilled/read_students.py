@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from mmrl.core.stored import Layers, Size
-from mmrl.studies.distill.comparing import Comparing, Encoded, Rows
+from mmrl.rewards.learned.distilled.comparing import Comparing, Encoded, Rows
 
 DROPOUT = 0.2
 

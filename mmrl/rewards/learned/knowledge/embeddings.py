@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
-from mmrl.studies.knowledge import formulas
+from mmrl.rewards.learned.knowledge import formulas
 
 Kind = Literal["transe", "rotate", "ote", "note"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

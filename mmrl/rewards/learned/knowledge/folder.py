@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from pydantic import BaseModel, Field
+from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import JsonObject
-from mmrl.core.model_folder import WEIGHTS, read_said, read_weights, write_model
+from mmrl.core.model_folder import WEIGHTS, read_said, read_weights
 from mmrl.core.stored import LARGEST_LINES, Number, Size, Text
 from mmrl.core.tensor_files import filled
-from mmrl.studies.knowledge.embeddings import Embedding, Kind
-from mmrl.studies.knowledge.graph import Graph
-from mmrl.studies.knowledge.training import Settings, Trained
+from mmrl.rewards.learned.formulas import calibrated
+from mmrl.rewards.learned.knowledge.embeddings import Embedding, Kind
 
 NAME, FORMAT = "knowledge.json", 1
 _MOST = 20_000_000
 """Names of entities and relations."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An embedding with its calibration: a triple's plausibility is ``sigma(offset - slope d)``, ``d`` its distance.
+
+    ``figures``: what was measured on the triples that nothing was fitted to.
+    """
+
+    embedding: Embedding
+    slope: float
+    offset: float
+    figures: dict[str, float]
+
+    @torch.no_grad()
+    def plausibility(self, triples: Tensor) -> Tensor:
+        """``[B]`` in [0, 1]; ``triples``: ``[B, 3]``."""
+        return calibrated(-self.embedding.distance(triples).double(), self.slope, self.offset)
 
 
 class _Settings(BaseModel):
@@ -51,23 +68,8 @@ class Knowledge:
     relations: dict[str, int]
 
 
-def write(folder: Path, trained: Trained, settings: Settings, graph: Graph) -> None:
-    """Write both files into ``folder``, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    said: JsonObject = {
-        "format": FORMAT,
-        "settings": asdict(settings),
-        "slope": trained.slope,
-        "offset": trained.offset,
-        "figures": {k: v for k, v in trained.figures.items() if math.isfinite(v)},
-        "entities": graph.entities,
-        "relations": graph.relations,
-    }
-    write_model(folder / NAME, said, trained.embedding.state_dict())
-
-
 def read(folder: Path) -> Knowledge:
-    """What ``write`` wrote. Raises ``UserError``."""
+    """What ``mmrl.studies.knowledge.training.write`` wrote. Raises ``UserError``."""
     try:
         said = read_said(folder / NAME, _Said, (FORMAT,), _MOST, LARGEST_LINES)
         entities, relations = ({name: n for n, name in enumerate(of)} for of in (said.entities, said.relations))

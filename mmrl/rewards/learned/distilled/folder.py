@@ -17,11 +17,11 @@ from mmrl.core.model_folder import WEIGHTS, read_said, read_weights, write_model
 from mmrl.core.secrets import masked
 from mmrl.core.stored import BadFileError, Number, Text
 from mmrl.core.tensor_files import filled
-from mmrl.studies.distill.comparing import Comparing, Rows
-from mmrl.studies.distill.encoders import Backbone, Encoder, Words
-from mmrl.studies.distill.formulas import calibrated
-from mmrl.studies.distill.read_students import ReadShape, ReadStudents
-from mmrl.studies.distill.students import Shape, Students
+from mmrl.rewards.learned.distilled.comparing import Comparing, Rows
+from mmrl.rewards.learned.distilled.encoders import Backbone, Encoder, Words
+from mmrl.rewards.learned.distilled.read_students import ReadShape, ReadStudents
+from mmrl.rewards.learned.distilled.students import Shape, Students
+from mmrl.rewards.learned.formulas import calibrated
 
 NAME = "distilled.json"
 _ADAPTER = "backbone."

@@ -23,12 +23,12 @@ from mmrl.rewards.encoders.described import described, digest
 from mmrl.rewards.encoders.pictures import PictureReader, Views
 from mmrl.rewards.encoders.texts import Asked, Question, States, TextReader
 from mmrl.rewards.judging.statistics import rows_of
-from mmrl.studies.descent import descend, passes
-from mmrl.studies.distill.comparing import Comparing
-from mmrl.studies.distill.formulas import losses
-from mmrl.studies.distill.read_students import Features, ReadShape, ReadStudents
-from mmrl.studies.distill.sides import Pairs, unique
-from mmrl.studies.distill.students import Inputs, Shape, Side, Students, inputs_of
+from mmrl.rewards.learned.descent import descend, passes
+from mmrl.rewards.learned.distilled.comparing import Comparing
+from mmrl.rewards.learned.distilled.read_students import Features, ReadShape, ReadStudents
+from mmrl.rewards.learned.distilled.sides import Pairs, unique
+from mmrl.rewards.learned.distilled.students import Inputs, Shape, Side, Students, inputs_of
+from mmrl.rewards.learned.formulas import losses
 
 _AT_ONCE = 64
 _MORE, _LEAST = 10, 2e-4

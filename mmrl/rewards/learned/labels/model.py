@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
 
 from mmrl.core.stored import Layers, Number, Size
-from mmrl.studies.labels.graph import Graph
+from mmrl.rewards.learned.labels.graph import Graph
 
 
 @dataclass(frozen=True)

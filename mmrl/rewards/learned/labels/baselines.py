@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmrl.studies.distill.formulas import logistic
-from mmrl.studies.labels.graph import Graph, nearest
+from mmrl.rewards.learned.formulas import logistic
+from mmrl.rewards.learned.labels.graph import Graph, nearest
 
 _ROUNDS = 50
 _FREE = 1e-9

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from mmrl.studies.distill.formulas import maxsim
+from mmrl.rewards.learned.formulas import maxsim
 
 
 class Rows:

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmrl.studies.labels.items import FRAMES
+from mmrl.rewards.learned.labels.items import FRAMES
 
 SIDE, FIELDS, EDGE_FIELDS, DIRECTIONS, SHADES = 32, 8, 4, 8, 4
 WORDS = 256

@@ -22,7 +22,7 @@ from mmrl.core.media import Media, open_image
 from mmrl.core.media.images import read_rgb
 from mmrl.core.trajectory import Sample
 from mmrl.core.untrusted import open_file, parse_json
-from mmrl.studies.distill.students import Side
+from mmrl.rewards.learned.distilled.students import Side
 
 VERDICTS = "verdicts.jsonl"
 _MOST_LINE = 64 << 20

@@ -31,10 +31,10 @@ from mmrl.logging.progress import Progress
 from mmrl.rewards.encoders.described import described as described_texts
 from mmrl.rewards.encoders.described import stored
 from mmrl.rewards.encoders.texts import Question, States, TextReader
-from mmrl.studies.labels import pixels
-from mmrl.studies.labels.items import Item, Kind
-from mmrl.studies.labels.readers import ModelReader
-from mmrl.studies.labels.readers import described as described_pictures
+from mmrl.rewards.learned.labels import pixels
+from mmrl.rewards.learned.labels.items import Item, Kind
+from mmrl.rewards.learned.labels.readers import ModelReader
+from mmrl.rewards.learned.labels.readers import described as described_pictures
 
 PIXELS, WORDS, MODEL = "pixels", "words", "model"
 MINILM = "package:all-minilm-l6-v2"

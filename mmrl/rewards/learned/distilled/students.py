@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from mmrl.core.stored import Layers, Size
-from mmrl.studies.distill.comparing import Comparing, Encoded, Rows
+from mmrl.rewards.learned.distilled.comparing import Comparing, Encoded, Rows
 
 _WORDS = re.compile(r"\d|[^\W\d_]+|[^\w\s]|_", re.UNICODE)
 DROPOUT = 0.1

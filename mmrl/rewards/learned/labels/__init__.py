@@ -1,0 +1,1 @@
+"""Few labels spread over many samples: embeddings, a graph and its transformer."""
