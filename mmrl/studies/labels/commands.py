@@ -105,9 +105,8 @@ def spread(
     with rarely_collected():
         loaded = None if model is None else read_recipe(model, [])
         from mmrl.rewards.learned.labels.embeddings import model_of
-        from mmrl.rewards.learned.labels.inputs import HEAD
         from mmrl.studies.labels.spread_folder import spread_folder
-        from mmrl.studies.labels.spreading import AUTO, GRAPH
+        from mmrl.studies.labels.spreading import AUTO, GRAPH, HEAD
         from mmrl.studies.labels.training import Settings
 
         methods = {"auto": AUTO, "graph": GRAPH, "head": HEAD}
