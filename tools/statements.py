@@ -59,11 +59,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", metavar="REV", help="a revision of git to compare with")
     base = parser.parse_args().base
-    now, then = here(), of_revision(base) if base else None
-    for folder in (*sorted(now | (then or Counter[str]())), ""):
-        count, before = (of and (of[folder] if folder else of.total()) for of in (now, then))
+    now, then = here(), of_revision(base) if base else here()
+    for folder in (*sorted(now | then), ""):
+        count, before = (of[folder] if folder else of.total() for of in (now, then))
         if not folder or base is None or count != before:
-            print(f"{count:7,}  {folder or 'all'}" + ("" if before is None else f"  {(count or 0) - before:+,}"))
+            print(f"{count:7,}  {folder or 'all'}" + ("" if base is None else f"  {count - before:+,}"))
 
 
 if __name__ == "__main__":
