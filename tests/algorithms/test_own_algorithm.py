@@ -245,7 +245,7 @@ def test_the_plan_shows_its_settings(folder, capsys):
         ("{type: broken.py:NoSettings}", "NoSettings takes no settings"),
         ("{type: broken.py:NoKind}", "NoKind has no kind, .*write kind = 'policy_gradient' or 'forward_process'"),
         ("{type: broken.py:OtherKind}", "OtherKind is of kind pathwise, and its settings Mine of kind policy_gradient"),
-        ("{type: broken.py:Abstract}", "Abstract lacks advantages, surrogate, which TokenObjective leaves to it"),
+        ("{type: broken.py:Abstract}", "Abstract lacks surrogate, which TokenObjective leaves to it"),
     ],
 )
 def test_what_is_no_algorithm_is_refused_when_the_recipe_is_read(folder, algorithm, message):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mmrl.controller.preflight import FirstSum, UnreachedError, seconds_of
 from tests.support.ranks import free_port, launched
@@ -119,5 +120,5 @@ def test_what_cuda_reads_once_is_set_before_a_process_first_asks_for_its_device(
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: first_asks(""))
     recipe = load_recipe(["sums"], words).recipe
     with pytest.raises(StartsCuda):
-        program.join(recipe, 0, 0, program.Meeting("localhost", 1))
+        program.join(recipe, 0, 0, dist.HashStore(), ("localhost", 1), {0: "localhost"})
     assert seen == [expected]

@@ -28,7 +28,7 @@ TEXTS = {
     b"[" * 100_000: "over 64 levels",
     b'{"a":' * 70 + b"1" + b"}" * 70: "over 64 levels",
     b'{"step": 1, "step": 2}': "'step' stands twice",
-    b'{"step": NaN}': "NaN is no number",
+    b'{"step": NaN}': "NaN is no JSON number",
     b'{"step": 1e999}': "larger than any float",
     b"1" * 5000: "more than 64 bits",
     b'{"step": 1000000000000000000000000000000}': "more than 64 bits",

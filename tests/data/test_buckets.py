@@ -29,12 +29,12 @@ from mmrl.data.buckets import SizesInNoBucket, SizesNotUsed, bucket_of, by_size
 from mmrl.data.build import _members
 from mmrl.data.loading import load_prompts
 from mmrl.logging.rundir import RunDir
+from mmrl.pipelines.diffusion import contract
 from mmrl.planner.buckets import others
 from mmrl.planner.operations import Call, Operations, Work, mean_of
 from mmrl.planner.plan import plan
 from mmrl.training.loop import train_step
-from tests.support import families as test_families
-from tests.support import picture_dpo as test_picture_dpo
+from tests.support import families, picture_dpo
 from tests.support.tiny_diffusion import save, two_blocks
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -263,10 +263,10 @@ def folders(tmp_path_factory):
 )
 def test_pictures_are_the_stock_pipelines_at_their_size(folders, family, guidance):
     sizes = [(64, 64), (64, 96)] if family == "flux2_klein_edit" else [(32, 32), (16, 32)]
-    recipe = test_families.recipe(
+    recipe = families.recipe(
         family, folders, guidance_scale=guidance, buckets=sizes, height=sizes[0][0], width=sizes[0][1]
     )
-    case = test_families.contract.Case(recipe)
+    case = contract.Case(recipe)
     pipe = case.pipeline.adapter.pipe
     pipe.set_progress_bar_config(disable=True)
     for size in sizes:
@@ -299,14 +299,14 @@ def test_pictures_are_the_stock_pipelines_at_their_size(folders, family, guidanc
     ],
 )
 def test_a_size_that_the_checkpoint_cannot_make_is_refused_before_training(folders, family, bucket, why):
-    recipe = test_families.recipe(family, folders, buckets=[[32, 32], bucket])
+    recipe = families.recipe(family, folders, buckets=[[32, 32], bucket])
     with pytest.raises(UserError, match=why):
         mmrl.load("pipelines", recipe.pipeline).describe(recipe, recipe.model.path, None)
 
 
 def test_edited_pictures_are_brought_to_the_bucket_of_their_aspect(folders):
-    recipe = test_families.recipe("flux2_klein_edit", folders, buckets=[[64, 64], [64, 96], [96, 64]])
-    pipeline = test_families.contract.Case(recipe).pipeline
+    recipe = families.recipe("flux2_klein_edit", folders, buckets=[[64, 64], [64, 96], [96, 64]])
+    pipeline = contract.Case(recipe).pipeline
     prompts = [Prompt(str(n), "make it red", media=(png(*wh),)) for n, wh in enumerate([(50, 50), (90, 60), (60, 90)])]
     slots = [Slot(0, n, 0, prompt) for n, prompt in enumerate(prompts)]
     keys = pipeline.encode(slots)
@@ -319,7 +319,7 @@ def test_edited_pictures_are_brought_to_the_bucket_of_their_aspect(folders):
 
 
 def test_pairs_are_compared_at_the_size_of_the_better_picture():
-    run = test_picture_dpo.make(BUCKETS)
+    run = picture_dpo.make(BUCKETS)
     pipeline, shapes = run.pipeline, run.pipeline.sizes.shapes
     slots = [
         Slot(0, n, 0, prompt(str(n), media=(png(*wh), png(40, 40, 255)), **says))

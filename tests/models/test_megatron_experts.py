@@ -20,6 +20,7 @@ from tests.support.megatron_experts import (  # noqa: F401
     SIZES,
     TP,
     mixture,
+    of_one,
     test_divided_experts_have_the_gradients_and_log_probs_of_the_whole,
 )
 from tests.support.ray_runs import alike, rows, run
