@@ -136,6 +136,7 @@ def _rows(slots):
     return Rows(slots, [SampleId(0, s.index, 0, 0) for s in slots])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [[], [LORA]], ids=["full", "lora"])
 def test_any_micro_batch_gives_the_same_gradient(folder, changes):
     def moved(*more):
@@ -227,6 +228,7 @@ def test_a_step_of_one_response_is_refused(folder):
 # -- a run ---
 
 
+@pytest.mark.slow
 def test_a_run_learns_which_responses_are_good(folder, tmp_path):
     done = train(load(folder, "train.steps=80", "eval.every=80"), tmp_path / "run")
     before, after = lines(done)

@@ -142,6 +142,7 @@ def test_steps_of_ones_own_equal_those_of_train_and_resume(trained, small, tmp_p
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_is_named_and_the_run_continues(small, tmp_path):
     def after_step(training, metrics):
         raise KeyError("oops")
@@ -154,6 +155,7 @@ def test_a_callback_that_raises_is_named_and_the_run_continues(small, tmp_path):
     assert run.finished
 
 
+@pytest.mark.slow
 def test_a_callback_stops_the_run_and_it_resumes(small, tmp_path, capsys):
     def stop(training, metrics):
         training.stop("enough")

@@ -332,6 +332,7 @@ MOVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", list(MOVED))
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_was_moved_is_named_with_the_edits_that_work(root, tmp_path, monkeypatch, capsys, key, resume):

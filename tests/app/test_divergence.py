@@ -100,6 +100,7 @@ def diverged(request, folder, tmp_path_factory):
     return SimpleNamespace(out=out, kind=request.param, said=str(error.value))
 
 
+@pytest.mark.slow
 def test_an_absurd_learning_rate_is_named_and_the_last_finite_checkpoint_stays(diverged):
     said = diverged.said
     what = {"text": "the gradient norm of update 3 is nan", "picture": "the latents after denoising step 1"}[
@@ -239,6 +240,7 @@ BEFORE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", BEFORE)
 def test_a_picture_checkpoint_that_was_loaded_so_is_named(tmp_path, part):
     model = tmp_path / "model"
@@ -267,6 +269,7 @@ FIRST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FIRST)
 @pytest.mark.parametrize("updates", [0, 1])
 def test_before_the_first_update_no_lower_rate_is_advised(folder, tmp_path, what, updates):
@@ -379,6 +382,7 @@ def test_a_log_prob_of_the_update_is_no_matter_of_batch_shapes(folder, kind):
         step(run)
 
 
+@pytest.mark.slow
 def test_a_diverged_evaluation_is_named_and_nothing_is_saved_after_it(folder, tmp_path):
     out, of = tmp_path / "run", ("eval.every=1", "eval.samples=1", "eval.grid=1")
     with pytest.raises(UserError) as error:
@@ -414,6 +418,7 @@ def test_what_is_outside_the_mask_may_be_anything():
         check_tokens(torch.tensor([[0.0, math.nan], [0.0, math.nan]]), mask, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "picture"])
 def test_a_plan_still_knows_the_memory(folder, kind):
     """It runs a step on tensors without data, of which nobody can say whether they are finite."""

@@ -115,6 +115,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().max().item()
 
 
+@pytest.mark.slow
 def test_the_runs_changed_the_model_so_that_equal_pixels_mean_something(root: Path) -> None:
     base = of_base(root)
     for name in ("lora-run", "full-run"):

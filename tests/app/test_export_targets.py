@@ -250,6 +250,7 @@ def drawn_lora(family, folder, targets):
     return pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("exports of picture models, by lora.targets")
 def test_the_export_of_a_picture_model_is_the_policy(sweep, folders, tmp_path):
     cases = [(f, name) for f in FAMILIES for name in PICTURES]

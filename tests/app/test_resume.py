@@ -83,6 +83,7 @@ def test_another_recipe_is_no_resumption(uninterrupted):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_finished_run_shows_what_it_should(uninterrupted):
     rows = recipes.metrics(uninterrupted)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]

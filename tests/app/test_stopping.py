@@ -30,6 +30,7 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, None)])
 def test_a_signal_finishes_the_step_and_saves_it(tmp_path, number, code, capsys):
     (tmp_path / "signals.py").write_text(

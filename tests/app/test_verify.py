@@ -329,6 +329,7 @@ def judged(folder, out, url, **options):
     return train(load_recipe([folder / "recipe.yaml"], [*changes, "scoring.max_failed=0.9"]), out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [True, False])
 def test_recorded_verdicts_stand_in_for_an_endpoint_that_is_gone(folder, tmp_path, capsys, endpoint, cache):
     run = judged(folder, tmp_path / "run", endpoint.url, cache=cache)

@@ -35,6 +35,7 @@ def run(modules, model):
     return modules[1].make_run(modules[1].SIZES["tiny"], model, lora=4)
 
 
+@pytest.mark.slow
 def test_output_is_whole(modules, tmp_path, capsys):
     step, arms, _ = modules
     step.main(["--sizes", "tiny", "--repeats", "2", "--memory-repeats", "0", "--json", str(tmp_path / "out.json")])
@@ -74,6 +75,7 @@ def test_bare_repeats_the_calls_of_our_iteration(modules, run):
         arms.same_work({"mmrl": calls, "bare": calls[:-1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "target"), [("flux", "transformer"), ("unet", "unet"), ("wan", "transformer")])
 def test_every_family_has_its_bare_arm(modules, tmp_path, name, target):
     step, arms, _ = modules

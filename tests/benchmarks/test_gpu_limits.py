@@ -61,6 +61,7 @@ def test_a_figure_stands_beside_its_prediction_and_outlives_its_check(limits, tm
     assert one.figures == {"slice, ms": 100}
 
 
+@pytest.mark.slow
 def test_a_check_that_runs_too_long_is_ended(limits, tmp_path, monkeypatch):
     checks = limits.checks
     monkeypatch.setattr(limits, "SUITE", checks.Suite("x", "x.py", too_long))

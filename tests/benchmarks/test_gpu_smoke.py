@@ -30,6 +30,7 @@ def suite(checks, *works):
     return checks.Suite("smoke", "gpu_smoke.py", lambda: [checks.Check(work.__name__, work, 9) for work in works])
 
 
+@pytest.mark.slow
 def test_slices_of_small_models_run_and_the_results_are_written(smoke, tmp_path, capsys):
     words = [
         "--device",

@@ -35,12 +35,14 @@ def test_help_answers_at_once() -> None:
     assert not [name for name in SLOW_TO_LOAD if name in loaded]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert mmrl(command, "--help") == 0
     assert f"Usage: mmrl {command}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_users_mistakes_exit_with_2_and_no_traceback(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mmrl.cli", "train", "recipe.yaml", "optim.lrr=1", "train.stepz=2"],

@@ -524,6 +524,7 @@ def test_parse_key() -> None:
         assert parse_key(wrong) is None, wrong
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
@@ -678,6 +679,7 @@ def test_entries_are_what_a_recipe_may_name_and_not_the_core() -> None:
     assert all(entry.summary for entry in entries("rewards"))
 
 
+@pytest.mark.slow
 def test_reading_a_recipe_imports_its_algorithm_and_not_the_reward(folder: Path) -> None:
     code = (
         "import sys, mmrl.config.loader as x; x.load_recipe(['recipe.yaml'])\n"

@@ -43,6 +43,7 @@ def complaints(recipe: dict, root: Path, file: Path) -> dict[str, str]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("edits that messages of the recipe name")
 def test_the_edit_that_a_message_names_takes_it_away(sweep, tmp_path):
     grid = [(name, key, value) for name in RECIPES for key, value in CHANGES]

@@ -196,6 +196,7 @@ def test_enough_prompts_leave_no_device_without_work(capsys, says):
     assert "without work" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sweep_has_settings_with_values_and_evaluates(tmp_path):
     said = refused(lambda: combinations(["optim.lr"]), "is no setting with values; write --try optim.lr=1e-5,3e-5")
     assert len(combinations([said.partition("write --try ")[2]])) == 2

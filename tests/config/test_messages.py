@@ -76,6 +76,7 @@ SEE = ("scenes", "clips")
 """Those of them whose models need the extra ``vlm``."""
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("what texts of the code tell to do")
 def test_every_key_value_command_and_option_in_the_code_exists(sweep):
     for text in literals():

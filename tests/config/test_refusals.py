@@ -103,6 +103,7 @@ def test_rewards_of_pictures_and_of_clips(folder, frames):
         assert "name: frames" in named[1][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
@@ -129,6 +130,7 @@ def test_http_with_the_right_inputs_is_not_asked_in_plan(folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
@@ -190,6 +192,7 @@ def test_sizes_that_cannot_be(folder, change, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_here_may_be_planned_for_and_is_refused_in_training(folder):
     made = loaded(folder, "device=cuda:77")
     planned = plan(made)
@@ -216,6 +219,7 @@ HUGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "text"), HUGE.items(), ids=HUGE)
 def test_a_recipe_is_read_within_seconds_or_refused(folder, tmp_path, what, text):
     said = {

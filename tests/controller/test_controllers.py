@@ -87,6 +87,7 @@ def check(name, sizes, folder):
     return sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto", "normalized"])
 def test_two_controllers_do_what_one_does(name, tmp_path):
     check(name, [2], tmp_path)

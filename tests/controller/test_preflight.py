@@ -50,6 +50,7 @@ def test_the_groups_that_divide_weights_are_tried_and_kept(tmp_path):
     assert in_four(tmp_path, (), (2,)) == [([2, 2], True)] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [(1,), (1, 3), (3, 2, 1)])
 def test_who_answered_and_who_did_not_is_named(tmp_path, silent):
     found = in_four(tmp_path, silent)

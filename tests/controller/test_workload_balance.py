@@ -70,6 +70,7 @@ def best_division(costs, bins, equal_size=False):
     return least
 
 
+@pytest.mark.slow
 @drawn(costs=st.lists(st.floats(0, 100), min_size=1, max_size=7), bins=BINS)
 @settings(deadline=None, max_examples=60)
 def test_divisions_are_near_the_best(costs, bins):

@@ -66,6 +66,7 @@ def test_nothing_asks_the_index_for_mmrl():
             assert not asks.search(line), f"{path.relative_to(ROOT)}: {line.strip()}"
 
 
+@pytest.mark.slow
 def test_the_extras_that_the_code_names_exist():
     named = set()
     for path in SOURCES:

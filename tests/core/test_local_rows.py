@@ -146,6 +146,7 @@ def untied(folder, **more):
     return language_model(folder, "qwen2", tie_word_embeddings=False, **more)
 
 
+@pytest.mark.slow
 def test_rows_of_tied_and_untied_weights_are_those_of_a_whole_load_and_train_alike(tmp_path):
     path = untied(tmp_path / "model", vocab_size=337)  # no two ranks have equally many
     words = [f"model.path={path}"]
@@ -181,6 +182,7 @@ def test_what_cannot_be_read_by_rows_is_loaded_whole_and_a_notice_says_why(chang
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "change", "says"),
     [
@@ -201,6 +203,7 @@ def test_the_plan_says_what_a_process_needs_while_it_loads(recipe, change, says,
     assert line.endswith(says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd3", "flux", "flux2_klein", "qwen_image", "z_image", "sana", "wan", "sd", "sdxl"])
 def test_rows_of_every_family_of_pictures_are_those_of_a_whole_load(family, tmp_path):
     """With values of the files, buffers, dtypes and the configuration as diffusers loads them."""

@@ -170,6 +170,7 @@ def test_a_device_in_another_process_names_the_phase_too(run, asked):
         notices.listen(None)  # ``serve`` is for a process of its own
 
 
+@pytest.mark.slow
 def test_training_stops_says_what_helps_and_goes_on_with_that(tmp_path):
     fewer = "sampling.batch_size=2"  # so that training takes most
     whole = loaded(fewer)

@@ -53,6 +53,7 @@ logger.info("in passing")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
 def test_a_library_warns_once_and_in_one_line_unless_the_user_set_its_level(library):
     script = LIBRARY.replace("LIBRARY", library)

@@ -134,6 +134,7 @@ def test_a_call_in_its_thread_is_watched_too(setter, tmp_path, capfd):
     assert str(file) in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_imported_before_torch_leaves_the_folder(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import os, torch\nos.chdir('/')\ndef score(samples, *, context):\n    return []\n")
@@ -163,6 +164,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "why"), LEAVES.values(), ids=LEAVES)
 def test_a_command_goes_on_and_ends_whatever_a_reward_leaves_at_import(line, why, tmp_path):
     file = tmp_path / "mine.py"

@@ -364,6 +364,7 @@ def whole(records, tmp_path_factory):
     return out, train(records, out)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_not_stopped(records, whole, tmp_path):
     out, rows = whole
     stopped = tmp_path / "run"

@@ -69,6 +69,7 @@ def towards(a, b):
     return ("left" if dx < 0 else "right") if abs(dx) > abs(dy) else "above" if dy < 0 else "below"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "heldout"])
 @pytest.mark.parametrize("question", scenes.QUESTIONS)
 def test_answers_are_true_of_the_pixels(question, split):

@@ -102,6 +102,7 @@ def all_closed_once(worlds, at_least):
     return len(begun) >= at_least and closed == Counter(begun)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("name", ["Plain", "Later", "Block", "Tools"])
 def test_it_is_closed_when_its_episode_ends(worlds, name, isolate):
@@ -113,6 +114,7 @@ def test_it_is_closed_when_its_episode_ends(worlds, name, isolate):
     assert all_closed_once(worlds, 4)  # three episodes, and the one that begins for the prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
 def test_it_is_closed_when_its_episode_fails_and_when_the_run_is_stopped(worlds, isolate):
     recipe = load_recipe(["sums"], [*SMALL, section(worlds, how="step", isolate=isolate)])
@@ -127,6 +129,7 @@ def test_it_is_closed_when_its_episode_fails_and_when_the_run_is_stopped(worlds,
     assert all_closed_once(worlds, 8)
 
 
+@pytest.mark.slow
 def test_one_whose_call_hangs_is_closed_in_threads_and_killed_apart(worlds):
     for isolate in (False, True):
         (worlds / "log").write_text("")

@@ -107,6 +107,7 @@ def test_rows_that_are_torn_or_from_somebody_else_say_nothing(tmp_path):
     assert again.answer(id, 1, "y") is None
 
 
+@pytest.mark.slow
 def test_verify_replays_a_step_without_its_environment(worlds):
     changes = [*SMALL, section(worlds), "checkpoint.every=1"]
     mmrl.train("sums", changes=changes, rewards=["environment"], out=worlds / "run")

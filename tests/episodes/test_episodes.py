@@ -67,6 +67,7 @@ def test_what_was_sampled_is_trained_and_what_was_told_is_not():
         assert list(request.prompt_ids) == rows.tokens[: written_before.start].tolist()
 
 
+@pytest.mark.slow
 def test_a_real_policy_plays_and_its_first_ratio_is_one(tmp_path):
     mmrl.train(
         "sums",
@@ -193,6 +194,7 @@ class Sleeps:
 """
 
 
+@pytest.mark.slow
 def test_a_plan_predicts_the_calls_and_told_tokens_that_a_run_measured(tmp_path):
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     given = f"environment={{name: '{tmp_path}/sleeps.py:Sleeps', max_turns: 3, max_tokens: 90, workers: 2}}"
@@ -254,6 +256,7 @@ def test_capo_counts_wrong_steps_of_every_turn():
     assert torch.allclose(found.double(), wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_spans_of_the_last_turn_are_placed_in_the_episode(tmp_path):
     (tmp_path / "own.py").write_text(
         "import mmrl\nfrom mmrl.core.reward_contract import Spans\n"
@@ -459,6 +462,7 @@ def test_check_finds_what_an_environment_owes(tmp_path):
     assert "an environment answers with" in failed(f"{other}:World")["every turn is answered"]
 
 
+@pytest.mark.slow
 def test_check_names_what_is_not_deterministic(tmp_path):
     file = tmp_path / "worlds.py"
     file.write_text(
@@ -545,6 +549,7 @@ def test_log_probs_of_a_conversation_told_anew_are_those_of_each_text_alone(tmp_
     assert gradient.isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_real_policy_trains_where_every_turn_is_read_anew(tmp_path):
     changes = told_anew(tmp_path, LABELS)
     mmrl.train("sums", changes=changes, rewards=["environment"], out=tmp_path / "run")

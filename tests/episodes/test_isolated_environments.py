@@ -260,6 +260,7 @@ def test_an_episode_that_was_ended_goes_on_in_another_process(tmp_path, at):
     assert journal.taken == 1 + 2 * (1 + at)
 
 
+@pytest.mark.slow
 def test_functions_share_processes_and_are_never_called_twice(tmp_path, monkeypatch):
     (tmp_path / "worlds.py").write_text(WORLD)
     monkeypatch.setenv("DOUBLE_LOG", str(tmp_path / "calls"))
@@ -297,6 +298,7 @@ def test_processes_end_with_a_run_that_is_killed(worlds, sent):
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_function_of_this_process_alone_is_refused_and_one_of_a_file_is_not(tmp_path):
     def here(n: int) -> int:
         """Doubles.
@@ -314,6 +316,7 @@ def test_a_function_of_this_process_alone_is_refused_and_one_of_a_file_is_not(tm
     mmrl.plan("sums", environment=f"{tmp_path}/my_tools.py:add", changes=changes)
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_imported_again_is_named(tmp_path):
     file = tmp_path / "once.py"
     file.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'begun')!r}).touch(exist_ok=False)\n{TOOLS}")

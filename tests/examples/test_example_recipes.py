@@ -20,6 +20,7 @@ def test_there_is_a_recipe_for_each_kind_of_user():
     assert {path.stem for path in RECIPES.glob("*.yaml")} == set(USERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", USERS)
 def test_the_recipe_of_each_kind_of_user_trains(name, tmp_path):
     if name == "vision_language" and importlib.util.find_spec("torchvision") is None:

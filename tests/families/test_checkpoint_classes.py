@@ -47,6 +47,7 @@ def exported():
     return sorted(name for name in dir(diffusers) if name.endswith(("Pipeline", "PipelineSafe", "PipelineLegacy")))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("classes of pipelines")
 def test_every_class_of_diffusers_is_drawn_or_refused_by_name(folders, tmp_path, sweep):
     from mmrl.pipelines.diffusion.refusals import shipped
@@ -177,6 +178,7 @@ FOLDERS = {
 """What a folder may have lost, or say of its parts."""
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("folders of checkpoints with other parts than their index says")
 def test_plan_takes_the_folders_that_train_takes(folders, tmp_path, sweep):
     cases = [(family, name) for family in ("sd", "flux", "wan", "sana", "z_image") for name in FOLDERS]

@@ -38,11 +38,13 @@ UNREAD = {  # the last block drops its text stream, so nothing reads its text qu
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "guidance"), GUIDED)
 def test_without_noise_it_is_the_stock_pipeline(folders, family, guidance):
     contract.sampling_is_the_stock_pipelines(recipe(family, folders, guidance_scale=guidance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "flux"])
 def test_negative_prompts_are_the_stock_pipelines(folders, family):
     longer = {"max_sequence_length": 320} if family == "qwen_image" else {}  # its template alone has 220 tiny tokens
@@ -50,16 +52,19 @@ def test_negative_prompts_are_the_stock_pipelines(folders, family):
     contract.negative_prompts_are_the_stock_pipelines(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [*((f, "flow") for f in FAMILIES), ("sd", "ddim"), ("sdxl", "cps")])
 def test_the_first_ratio_is_one(folders, family, kind):
     contract.first_ratio_is_one(recipe(family, folders, guidance_scale=3.0, sde={"kind": kind, "noise_level": 0.7}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_steps_move_every_parameter_of_the_adapter(folders, family):
     contract.two_steps_move_every_parameter(recipe(family, folders), UNREAD.get(family, ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "wan"])
 def test_decoding_undoes_encoding(folders, family):
     adapter = contract.Case(recipe(family, folders)).pipeline.adapter
@@ -83,6 +88,7 @@ def test_pairs_are_of_pictures_alone(folders):
         contract.Case(Recipe.model_validate(made))
 
 
+@pytest.mark.slow
 def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
     made = recipe("flux2_klein_edit", folders, guidance_scale=2.0).model_dump(mode="json")
     made |= {
@@ -115,6 +121,7 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
         contract.Case(Recipe.model_validate(pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in ("sd3", "sdxl", "wan"))) for f in FAMILIES]
 )
@@ -122,6 +129,7 @@ def test_exported_lora_draws_the_same(folders, family):
     contract.exported_lora_draws_the_same(recipe(family, folders, guidance_scale=2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd3", "sdxl", "flux", pytest.param("sd", marks=pytest.mark.slow)])
 def test_a_lora_in_one_file_draws_the_same(folders, family):
     """alpha is twice the rank, and the file has no metadata of peft's to say so."""
@@ -372,6 +380,7 @@ def build(recipe, path, device):
 """
 
 
+@pytest.mark.slow
 def test_an_adapter_of_ones_own_is_checked_by_the_command(folders, tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(OWN)
     made = recipe("sd", folders).model_dump(mode="json") | {"pipeline": "mine.py"}
@@ -396,6 +405,7 @@ def score(samples, *, context):
 """
 
 
+@pytest.mark.slow
 def test_clips_train_and_rewards_that_read_pictures_are_refused(folders, tmp_path):
     (tmp_path / "motion.py").write_text(MOTION)
     made = recipe("wan", folders).model_dump(mode="json")

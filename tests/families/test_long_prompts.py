@@ -73,6 +73,7 @@ def written(folder, prompts, pipeline, folders, **data):
 LONG = [{"prompt": "a red circle"}, {"prompt": text_of(200, 1)}, {"prompt": "a green square"}, {"prompt": "blue"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [None, "cut", "skip", "error"])
 def test_overlong_is_obeyed_in_plan_data_check_and_training(folders, tmp_path, how):
     loaded = written(tmp_path, LONG, "sd", folders, overlong=how)
@@ -126,6 +127,7 @@ def test_a_negative_prompt_is_too_long_where_its_end_is_not_read(folders, family
         assert unread == (words > 1) == (why is not None and why.startswith("has a negative prompt of ")), why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "skip", "error"])
 @pytest.mark.parametrize("whose", ["record", "recipe"])
 def test_a_negative_prompt_is_treated_as_its_prompt(folders, tmp_path, how, whose):
@@ -162,6 +164,7 @@ def test_what_records_carry_and_pictures_do_not_use_is_said(folders, tmp_path):
     assert all(record.system is None for record in checked.shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "says"), [(10**12, True), (2, False)])
 def test_a_run_of_days_says_so_in_its_first_lines(folders, tmp_path, steps, says):
     from io import StringIO

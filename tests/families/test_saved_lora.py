@@ -252,6 +252,7 @@ def some(rng, names):
     return sorted(rng.sample(names, rng.randint(max(3, len(names) // 2), len(names))))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("LoRA files of other programs")
 def test_a_file_means_what_diffusers_computes_with_it(sweep, folders, stock, tmp_path):
     for n in range(sweep.size(1, 12)):

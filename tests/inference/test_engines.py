@@ -368,6 +368,7 @@ class Served:
         self.process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "which", "why"),
     [

@@ -68,6 +68,7 @@ def problems(*overrides):
     return "\n".join(planned_in_short("sums", *SMALL, *overrides).problems)
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_with_an_engine_of_its_own(tmp_path):
     """From the recipe's folder, asleep on one device; its weights are the policy's, which the mismatch shows. Its own
     numbers are logged as they are."""

@@ -38,6 +38,7 @@ def traced(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("profile") / "run", "profile=true")
 
 
+@pytest.mark.slow
 def test_the_second_and_third_step_are_traced_with_their_phases(traced):
     folder = traced / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["step_000002.json.gz", "step_000003.json.gz"]

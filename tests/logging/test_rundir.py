@@ -105,6 +105,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_never_write_the_same_run(tmp_path):
     other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     try:

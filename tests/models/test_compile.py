@@ -60,6 +60,7 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

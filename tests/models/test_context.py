@@ -63,6 +63,7 @@ def test_attention_of_parts_is_that_of_the_whole(size, tmp_path):
             torch.testing.assert_close(one.double(), all_[:, :, rank["own"]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -139,6 +139,7 @@ def test_a_file_that_is_gone_is_named(tmp_path):
         kept.get("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_a_process_leaves_nothing_behind(tmp_path, end):
     program = (

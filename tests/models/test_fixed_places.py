@@ -48,6 +48,7 @@ def odd(folder):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("arrivals", "batch"), [(12, 3), (3, 70), pytest.param(1000, 3, marks=pytest.mark.long)])
 def test_no_bit_of_a_row_depends_on_its_neighbours_or_on_the_order_of_arrival(tmp_path, dtype, arrivals, batch):
@@ -139,11 +140,13 @@ def folder(tmp_path_factory):
     return midway_text.write(tmp_path_factory.mktemp("fixed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SETTINGS)
 def test_samples_at_fixed_places_are_those_of_generate(folder, how):
     alike(*both(folder, *SETTINGS[how]), gap=1e-4 if "dtype" not in str(SETTINGS[how]) else 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in SEE])
 def test_samples_of_every_family_are_those_of_generate(folder, kind):
     alike(*both(folder, family(folder, kind)))

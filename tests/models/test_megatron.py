@@ -31,6 +31,7 @@ from tests.support.planning import LEFT_OUT, planned, planned_in_short
 allow_cpu_only()  # before transformers imports torchvision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_whole(size, tmp_path):
     logits, tokens = given()

@@ -74,6 +74,7 @@ def replayed(pipeline, rows, packing):
     return {name: value.detach() * mask for name, value in out.items()} | {"gradient": gradient}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_row_is_computed_as_if_it_were_alone(kind, attention, tmp_path):

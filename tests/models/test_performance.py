@@ -292,6 +292,7 @@ def parts(made, name):
     return {phase.name: phase.parts.get(name, 0) for phase in made.phases}
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_is_on_the_host():
     before = planned()
     after = planned("performance={offload_optimizer: true, offload_reference: true}")

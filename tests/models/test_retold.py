@@ -45,6 +45,7 @@ def inside(ids, tokens):
     return any(ids[at : at + len(tokens)] == [*tokens] for at in range(len(ids)))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("conversations told anew, in chat templates of others")
 def test_it_is_the_whole_conversation_of_the_template(sweep):
     draw, retold, dropped, refused = random.Random(0), 0, 0, {}

@@ -77,6 +77,7 @@ def drawn(rng):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("adapters of peft")
 def test_a_folder_means_what_peft_computes_with_it(sweep, folders, tmp_path):
     for n in range(sweep.size(8, 300)):
@@ -106,6 +107,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_is_no_plain_lora_is_refused_and_the_named_edits_work(folders, tmp_path, key):
     folder = folders["llama"]
@@ -161,6 +163,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", BROKEN)
 def test_settings_of_strangers_are_refused_by_name(folders, tmp_path, says):
     adapter = saved(folders["llama"], tmp_path / "adapter")
@@ -287,6 +290,7 @@ def scores(model):
     return model(IDS, attention_mask=torch.ones_like(IDS)).logits.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ours", [False, True])
 def test_the_adapter_of_a_reward_model_goes_on_with_its_head(folders, tmp_path, ours, dtype):

@@ -43,6 +43,7 @@ def check(name, sizes, folder, steps=1):
     return one
 
 
+@pytest.mark.slow
 def test_two_ranks_with_half_the_weights_each(tmp_path):
     check("text", [2], tmp_path)
 
@@ -110,6 +111,7 @@ def check_elastic(name, size, after, folder):
             assert (one - other).norm() <= 1e-5 * other.norm()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_shards_goes_on_with_another_number_and_a_torn_one_is_passed_over(tmp_path):
     check_elastic("lora", 2, [1], tmp_path)
     folder = tmp_path / "checkpoints"

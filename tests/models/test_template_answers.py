@@ -236,6 +236,7 @@ def row_of(chat, prompt, answer):
     return [*before[: len(before) - cut], *tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("given answers in chat templates")
 def test_an_answer_has_the_tokens_of_the_templates_own_rendering(sweep):
     for (kind, template), (name, tokenizer) in itertools.product(TEMPLATES.items(), tokenizers().items()):

@@ -21,6 +21,7 @@ def conversation(draw, role, before):
     return [*said[:-1], {**said[-1], "role": role}]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("what is told, in chat templates of others")
 def test_it_is_what_the_template_writes_in_a_whole_conversation(sweep):
     draw, told, refused = random.Random(0), 0, set()

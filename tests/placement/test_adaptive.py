@@ -206,6 +206,7 @@ def test_a_judge_that_will_be_needed_again_stays():
     assert not worth_moving(1.0, 100.0, 1, 1.0, back=60.0)  # but the way back is dear
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

@@ -55,6 +55,7 @@ def trained(recipe, lend, staleness, steps=3):
     return run, devices, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "staleness"),
     [

@@ -39,6 +39,7 @@ def work(seed):
     return [[MicroBatch(rng.uniform(0.004, 0.016), judging * rng.uniform(0.5, 1.5)) for _ in range(n)] for n in (10, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_replayed_durations_of_a_real_run_give_the_same_decisions(placement):
     settings = Placement(sleep=True, **placement)
@@ -59,6 +60,7 @@ def test_replayed_durations_of_a_real_run_give_the_same_decisions(placement):
         devices.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["fixed", "greedy", "adaptive"])
 @pytest.mark.parametrize("lend", [False, True])
 def test_disaggregated_decisions_replay_from_the_scheduler_s_log(lend, split):
@@ -89,6 +91,7 @@ def logged(lines):
     return roles, [one for entry in entries if entry[1] == "handed" for one in entry[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_decisions_replay_from_the_log_and_a_changed_log_is_noticed(placement):
     devices = SleepingDevices(DEVICES, Placement(sleep=True, log=True, **placement), PRICE)

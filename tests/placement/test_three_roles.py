@@ -75,6 +75,7 @@ def trained(tmp_path, name, how, steps=3):
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("scenes-judge", "shapes-judge", "moving-shapes")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sums", *OTHERS])
 def test_samples_and_weights_are_those_of_devices_that_keep_their_role(tmp_path, name):
     if name.endswith("-judge"):
@@ -128,6 +129,7 @@ def test_the_policy_goes_on_where_a_checkpoint_stopped_it(tmp_path):
     assert other.state == adaptive.State(2, Split(1, 1), "never", inside=False, ahead=True)
 
 
+@pytest.mark.slow
 def test_a_decision_that_cannot_be_leaves_a_greedy_split_beside_training(tmp_path, monkeypatch):
     heard = []
     monkeypatch.setattr("mmrl.placement.multi_device.notices.tell", heard.append)

@@ -143,6 +143,7 @@ def test_operators_are_told_apart():
     assert all(name not in ALIKE.values() or name == "pow" for name in ALIKE), "no chains"
 
 
+@pytest.mark.slow
 def test_a_measurement_of_a_small_machine_has_all_that_a_plan_reads(monkeypatch):
     monkeypatch.setattr(calibration, "LEAST", 1e-5)
     monkeypatch.setattr(calibration, "ROUNDS", 1)

@@ -133,6 +133,7 @@ def test_what_is_written_stays():
     assert not said(made, "model.gradient_checkpointing")
 
 
+@pytest.mark.slow
 def test_checkpointing_is_taken_where_a_recipe_does_not_fit_without_it():
     words = [*SMALL, "device=cuda", "train.micro_batch_size=48", "model.gradient_checkpointing=auto"]
     loaded = load_recipe(["sums"], words)
@@ -149,6 +150,7 @@ def test_checkpointing_is_taken_where_a_recipe_does_not_fit_without_it():
     assert not plan(loaded, gpu=gpu(peaks[0] * 1.01 / 2**20)).recipe.model.gradient_checkpointing
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_smallest_is_named():
     made = planned("sums", 2)
     assert size(made) == 1

@@ -85,6 +85,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modality", USES)
 def test_a_recipe_of_each_modality_is_planned_without_problems(modality, models, folder, capsys):
     if modality not in models:
@@ -183,6 +184,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "said"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
 def test_a_mistake_is_said_and_nothing_is_written(flags, said, models, folder, capsys):
     (folder / "numbers.csv").write_text("a,b\n1,2\n")
@@ -226,6 +228,7 @@ def test_a_shipped_model_takes_the_settings_of_its_recipe_with_the_algorithm():
         assert found.like.name in names
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_whose_recipe_trains_all_weights_are_told_its_rate(folder):
     path = str(Path(__file__).resolve().parents[2] / "pipelines/llm/models/sums-qwen3")
     flags = ("--model", path, "--data", "questions.csv", "--reward", "answer:number", "--device", "cpu")

@@ -75,6 +75,7 @@ DRAFT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -239,6 +240,7 @@ def medium():
     return planned(name="sd35-medium")
 
 
+@pytest.mark.slow
 def test_stable_diffusion_35_medium_has_its_published_size(medium):
     assert medium.problems == []
     sizes = {(role.name, role.what.partition(",")[0]): role.parameters for role in medium.roles}
@@ -302,6 +304,7 @@ def real(name):
     return [*small, *(["sampling.max_new_tokens=2048"] if name.endswith("-long") else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=[pytest.mark.slow] * (n == "qwen-image")) for n in LARGE), *SLOW]
 )
@@ -356,6 +359,7 @@ def test_the_real_vision_recipe_has_its_published_size():
     assert made.counts.row_tokens == 1024 + 512
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -372,6 +376,7 @@ def test_every_shipped_recipe_resolves(name):
     assert not [note for note in made.notes if "not known" in note]
 
 
+@pytest.mark.slow
 def test_on_an_accelerator_a_pathwise_update_keeps_the_decoder_and_nothing_else_moves_in_without_offload():
     phases = {p.name: p.parts for p in planned(*SMALL, *DRAFT, "device=cuda").phases}
     assert list(phases) == ["encode", "train", "optimizer"]
@@ -385,6 +390,7 @@ def test_on_an_accelerator_a_pathwise_update_keeps_the_decoder_and_nothing_else_
 # -- what is wrong ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_problem_with_edits():
     changes = ["model.gradient_checkpointing=false", "train.micro_batch_size=8"]
     whole = planned(*SMALL, *changes)
@@ -429,6 +435,7 @@ def test_shards_divide_what_stays_and_are_gathered_where_a_controller_computes_a
     assert "train.backend=fsdp" in problem
 
 
+@pytest.mark.slow
 def test_full_training_that_does_not_fit_is_told_of_lora():
     made = planned(*SMALL, "model.lora=null", device_memory=2**20)  # by way of the whole plan
     assert "model.lora={rank: 32}" in made.problems[0]
@@ -436,6 +443,7 @@ def test_full_training_that_does_not_fit_is_told_of_lora():
     assert lora.peak.total < made.peak.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -489,6 +497,7 @@ def test_an_architecture_that_is_none_is_said(tmp_path):
         assert "a.json" in problem
 
 
+@pytest.mark.slow
 def test_no_weight_is_read(tmp_path):
     """The configuration files are enough: a checkpoint that is still being downloaded can be planned."""
     shutil.copytree(two_blocks(), tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl"))

@@ -152,6 +152,7 @@ def test_a_cpu_has_no_load_phase():
     assert made.load is None
 
 
+@pytest.mark.slow
 def test_gpus_that_are_too_few_or_idle_are_said():
     many = ("train.prompts_per_step=8", "eval.samples=8")
     assert "the recipe uses 2 of 8 GPUs; set controllers=8" in planned("controllers=2", *many, gpus=8).notes
@@ -161,6 +162,7 @@ def test_gpus_that_are_too_few_or_idle_are_said():
     assert does_not_fit(replace(made, gpus=1)) == ["--gpus 1: 2 take a GPU each; lower controllers, or write --gpus 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
@@ -230,6 +232,7 @@ def test_float32_convolutions_use_tensorfloat_32_and_products_only_if_told():
     assert Assumed(v100).device(conv) == Assumed(v100, tf32=True).device(conv) == Assumed(v100, tf32=False).device(conv)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_start_fewer_operators_and_are_never_planned_slower():
     eager, compiled = (planned("model.dtype=bfloat16", *more) for more in ([], ["performance.compile=true"]))
     assert all(compiled.time.seconds[name] <= seconds for name, seconds in eager.time.seconds.items())
@@ -403,6 +406,7 @@ def test_the_command_plans_for_the_gpu_and_refuses_what_it_cannot():
     assert "--gpu h1" in str(asked("--gpu", "h1").exception)
 
 
+@pytest.mark.slow
 def test_a_forward_before_the_updates_is_counted_where_compiled_code_rounds_otherwise():
     made = planned("model.dtype=bfloat16", "performance.compile=true", "train.updates_per_step=2")
     forward = seconds(policy(made.measured.operations.forward, made.recipe), Assumed(H100))

@@ -55,6 +55,7 @@ WRONG = {
 """Options that a reward's constructor refuses: a name, the options, and what the message says."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_what_a_constructor_refuses_is_refused_in_plan(case):
     name, options, said = WRONG[case]

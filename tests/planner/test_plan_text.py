@@ -57,6 +57,7 @@ def ratio(folder, *changes):
     return ratio_of(load_recipe([folder / "recipe.yaml"], changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -154,6 +154,7 @@ def test_a_run_on_a_load_that_changes_is_followed_beside_training():
 CASES = list(itertools.product(LOADS, (0.0, 1.0, 5.0), ("never", "worth")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "price", "moves"), CASES)
 def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves):
     load = replace(LOADS[name], again=(0.3, 0.3), ahead=False)
@@ -174,6 +175,7 @@ def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves)
                 assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADS)
 def test_nothing_is_faster_than_the_bound(name):
     cluster = Cluster(3, 4)
@@ -196,6 +198,7 @@ def test_the_bound_is_the_longest_chain_where_that_is_longer():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("price", [0.25, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["steady", "judge-heavy"])
 def test_adaptive_is_at_most_2_percent_behind_the_best_static_split_on_steady_loads(name, price):
@@ -204,6 +207,7 @@ def test_adaptive_is_at_most_2_percent_behind_the_best_static_split_on_steady_lo
     assert adaptive(trace, cluster).seconds <= 1.02 * best_static(trace, cluster).seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("price", [1.0, 3.0])
 def test_adaptive_settles_within_10_steps_of_a_shift(price):
     trace = synthetic(replace(LOADS["shifting"], price=price), 36, 1, 8, 48, seed=2)
@@ -212,6 +216,7 @@ def test_adaptive_settles_within_10_steps_of_a_shift(price):
         assert sum(a != b for a, b in itertools.pairwise(found[28:])) <= 1, found
 
 
+@pytest.mark.slow
 def test_moves_inside_a_step_mend_a_tail_that_no_split_can():
     cluster = Cluster(4, 8)
     trace = synthetic(LOADS["tailed"], 20, 4, 32, 256, seed=2)
@@ -357,6 +362,7 @@ def test_a_run_that_sampled_ahead_and_does_not_say_for_what_is_no_trace(tmp_path
 GROWN = ("train.prompts_per_step=64", "train.group_size=4", "train.micro_batch_size=4")
 
 
+@pytest.mark.slow
 def test_command_shows_every_placement(folder, capsys):
     assert mmrl("simulate", "recipe.yaml", *GROWN, "controllers=2", "--devices", "16", "--steps", "3") == 0
     out = capsys.readouterr().out
@@ -375,6 +381,7 @@ def test_command_shows_every_placement(folder, capsys):
     assert "16 devices: 2 controllers of 8" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("price", ["20", "12345678"])
 def test_the_table_cuts_no_number_at_80_columns(folder, capsys, monkeypatch, price):
     monkeypatch.setenv("COLUMNS", "80")
@@ -426,6 +433,7 @@ def test_the_commands_loads_are_the_simulators():
     assert [*get_args(MadeUp)] == list(LOADS)
 
 
+@pytest.mark.slow
 def test_benchmark_runs_and_counts(capsys, tmp_path):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:

@@ -61,6 +61,7 @@ def stepped(*overrides):
     return row, gradients[0], forwards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "setting", "at_once"),
     [*((case, 2, 2) for case in CASES), ("clipped", "auto", 3)],

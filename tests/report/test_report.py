@@ -240,6 +240,7 @@ def test_report_escapes_hostile_text_everywhere(tmp_path, shapes):
     assert "<script>alert('x')</script>" in page.text, "the prompt is shown as text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "missing",
     ["heldout.jsonl", "metrics.jsonl", "samples", "resolved.json", "recipe.yaml", "env.json", "failures.jsonl", "all"],
@@ -294,6 +295,7 @@ def strange_names(samples: Path, outside: Path) -> list[object]:
     return [*paths, *names, None, 5, []]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("names that a list of samples gives its pictures, through all that read it")
 def test_no_reader_of_samples_opens_what_is_no_file_of_the_run(tmp_path, shapes, sweep):
     run = recorded(tmp_path / "run", shapes)
@@ -324,6 +326,7 @@ def test_no_reader_of_samples_opens_what_is_no_file_of_the_run(tmp_path, shapes,
     sweep.done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FILES, LOCK])
 def test_a_file_of_a_run_that_is_a_link_to_another_is_neither_read_nor_written(tmp_path, shapes, name):
     run = recorded(tmp_path / "run", shapes)
@@ -359,6 +362,7 @@ def test_to_show_a_run_of_somebody_else_runs_none_of_its_code(tmp_path, shapes):
         assert not evil.with_suffix(".ran").exists(), more
 
 
+@pytest.mark.slow
 def test_report_shrinks_large_pictures(tmp_path):
     noise = Image.effect_noise((1024, 768), 90).convert("RGB")
     with RunDir.create(tmp_path / "run") as run:

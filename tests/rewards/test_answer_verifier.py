@@ -25,6 +25,7 @@ def correct(reward, text, truth):
     return reward.score([sample], context=Context())["correct"][0] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "truth"),
     [
@@ -146,6 +147,7 @@ def listed(kind, entries, draw):
     return draw.choice([f"\\boxed{{{held}}}", f"\\boxed{{\\{{{held}\\}}}}", boxes, f"We get ${held}$"])
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("lists, sets and tuples in two notations")
 def test_lists_are_equal_exactly_where_they_are(reward, sweep):
     draw = random.Random(0)
@@ -180,6 +182,7 @@ def of_interval(low, high, closed, draw):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("intervals and inequalities")
 def test_intervals_and_inequalities_are_equal_exactly_where_they_are(reward, sweep):
     draw = random.Random(1)

@@ -88,6 +88,7 @@ def values(draw):
     return value, draw.choice(near)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("pairs of exact numbers in two notations")
 def test_two_numbers_are_equal_exactly_where_they_are(reward, sweep):
     draw = random.Random(0)

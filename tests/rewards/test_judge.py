@@ -443,6 +443,7 @@ def test_words_are_weighed_without_overflow_and_need_one_of_the_two():
 # A judge that writes
 
 
+@pytest.mark.slow
 def test_a_judge_writes_its_verdict_and_prose_is_a_failure_never_0(learned):
     made = [sample(t, k) for k, t in enumerate(["good", "bad", "prose", "far"])]
     options = {"model": learned, "rubric": "{{ response }}", "answer": NUMBER, "max_tokens": 16, "reasks": 1}

@@ -67,6 +67,7 @@ def ask(one, *texts, **more):
     return asyncio.run(one.score([sample(t, k) for k, t in enumerate(texts)], context=Context(**more)))["score"]
 
 
+@pytest.mark.slow
 def test_the_endpoint_and_the_model_in_process_agree(unsure):
     texts = ("a", "b b", "a longer c")
     with judging.Served(unsure) as server:
@@ -79,6 +80,7 @@ def test_the_endpoint_and_the_model_in_process_agree(unsure):
     assert here == pytest.approx([0.8, 0.4, 0.2], abs=0.1)  # graded, as it was taught
 
 
+@pytest.mark.slow
 def test_neither_word_among_the_likeliest_tokens_is_a_failure(learned):
     with judging.Served(learned) as server:
         (failed,) = ask(judge(server.url, answer={"type": "yes_no", "yes": "\u00e9", "no": "\u00fc"}), "good")
@@ -159,6 +161,7 @@ def reply(status, text, kind="application/json", **headers):
     return before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "reason", "asked"),
     [
@@ -222,6 +225,7 @@ def test_a_slow_drip_is_cut_at_the_deadline():
         assert time.perf_counter() - began < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["seconds", "date"])
 def test_429_waits_as_long_as_it_is_told(learned, form):
     def once(handler, body):
@@ -432,6 +436,7 @@ Server(sys.argv[sys.argv.index("--uds") + 1], Answers).serve_forever()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_of_our_own_that_is_lost_is_started_again_and_says_the_same(tmp_path, capfd, how):
     program, mark = tmp_path / "python", tmp_path / "mark"

@@ -95,6 +95,7 @@ ALARMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ALARMS)
 def test_an_alarm_that_rings_in_a_call_is_that_calls_failure(how, tmp_path):
     begins = "import asyncio, os, signal, subprocess, time\nimport mmrl\n@mmrl.reward(inputs=('text',))\n"

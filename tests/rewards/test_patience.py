@@ -498,6 +498,7 @@ def length(tmp_path_factory):
     return f"{file}:length"
 
 
+@pytest.mark.slow
 def test_a_run_whose_endpoint_is_killed_stops_with_3_and_resumes_to_the_same_numbers(length, tmp_path, capsys):
     server = Killed(length)
     assert train(tmp_path / "whole", remote(server.server_port)).finished

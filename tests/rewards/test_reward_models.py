@@ -337,6 +337,7 @@ def test_shapes_are_read_without_the_numbers(made):
     assert found["mlp.layers.0.weight"].shape == (1024, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_sleeps_whole_and_scores_the_same(name, made, monkeypatch):
     call, given = reward(name, made[name]), samples()[:2]

@@ -175,6 +175,7 @@ for _ in range(3):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["def", "async def"])
 def test_a_reward_that_was_given_up_or_closed_leaves_no_thread_and_scoring_tracks_no_gradient(form, reward_file):
     root = reward_file(

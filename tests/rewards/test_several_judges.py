@@ -198,6 +198,7 @@ def second():
     return [f"rewards={json.dumps([judge, {**judge, 'label': 'second', 'weight': 0.5}])}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("alone", "judging"), [(True, 1), (False, 2)])
 def test_the_plan_counts_one_judge_that_is_awake(alone, judging):
     placement = f"placement={{type: partial, judges: 2, sleep: true, one_judge: {str(alone).lower()}}}"

@@ -183,6 +183,7 @@ def _resized(side: int) -> Callable[..., Image.Image]:
     return lambda image, rng: image.resize((side, side), Image.Resampling.BICUBIC)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "least"),
     [
@@ -268,6 +269,7 @@ MISSES: dict[str, tuple[tuple[str, ...], Callable[..., list | None]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("miss", "name"), [(m, t) for m, (tasks, _) in MISSES.items() for t in tasks])
 def test_near_misses_fail_and_score_between_blank_and_right(miss: str, name: str):
     rng = random.Random(f"{miss} {name}")

@@ -204,6 +204,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "score", "<a>", "score: 7"])
 def test_an_answer_of_one_piece_many_times_over_is_read_in_time_that_grows_with_it(before):
     for piece in [*PIECES, "|", '{"a": 1}', '{"a": 1} x ', '`{"a": 1}`']:

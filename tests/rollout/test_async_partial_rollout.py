@@ -182,6 +182,7 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(folder, whole, staleness,
     assert figures(steps(anew, 3)) != figures(whole[staleness])[3:]
 
 
+@pytest.mark.slow
 def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(folder, tmp_path):
     overrides = ["train.prompts_per_step=4", "rollout.partial={cut_after: 4, extra: 5, pools: 4}"]
 

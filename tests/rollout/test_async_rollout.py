@@ -135,6 +135,7 @@ def log_probs(run, trajectory, action, version):
     return new["log_probs"].squeeze(1).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "near"), [(TEXT, 1e-4), (PICTURES, 1e-6)], ids=["text", "pictures"])
 def test_a_step_is_drawn_with_the_weights_of_some_steps_before(recipe, near):
     devices = Lagging()
@@ -152,6 +153,7 @@ def test_a_step_is_drawn_with_the_weights_of_some_steps_before(recipe, near):
     assert replayed(run, drawn, versions[3]) > 10 * near
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [TEXT, PICTURES], ids=["text", "pictures"])
 def test_older_samples_are_weighed_by_how_likely_they_have_become(recipe):
     found = steps(opened(recipe), 0, 3)
@@ -206,6 +208,7 @@ def test_several_updates_of_older_pictures_follow_the_decoupled_objective():
     assert 0 < row["mismatch/weight_clipped"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_clean_samples_are_compared_with_the_old_policy_that_drew_them(staleness):
     devices = Lagging()

@@ -186,6 +186,7 @@ def test_a_step_trains_on_branches_of_text(folder, changes):
 PICTURES = ["midway={step: 2, group_size: 3, branches: 2, keep: best}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [AFTER, "sampling.window={size: 3, first: 1, last: 4}", "sampling.window=null"])
 def test_branches_of_pictures_share_their_first_steps(window):
     made = run_of(*PICTURES, window, "algorithm.advantage_std=group")

@@ -104,6 +104,7 @@ def test_a_forward_process_has_them_too(asked):
     assert row["advantage/zero_std_groups"] == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_as_if_it_had_not_stopped(asked, tmp_path):
     def train(out, *changes, resume=False):
         loaded = load_recipe(["shapes-lora"], [*asked, *DYNAMIC, *changes])

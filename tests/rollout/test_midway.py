@@ -75,6 +75,7 @@ def test_samples_without_a_value_come_last():
     assert chosen(torch.zeros(5, dtype=torch.float64), 2, "spread") == [0, 4]  # equal values: any, but the same ones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actions", [[], [3], [1, 2], [0, 1, 2, 3]], ids=str)
 def test_two_parts_are_one_whole(run, actions):
     """Equal to the bit in the same batch, within rounding in another, and with as many calls of the model."""
@@ -133,6 +134,7 @@ def test_a_round_finishes_the_samples_whose_predictions_spread_most(run):
         torch.testing.assert_close(total, finished, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_round_depends_neither_on_who_samples_nor_on_micro_batches(run):
     def of(made):
         return {
@@ -153,6 +155,7 @@ def test_a_round_depends_neither_on_who_samples_nor_on_micro_batches(run):
             torch.testing.assert_close(found[name][1], x, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "recipe", "exact"),
     [
@@ -270,6 +273,7 @@ def test_the_simulator_refuses_it():
         micro_batches(loaded.recipe, 1)
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_a_step_computes(run):
     loaded = load_recipe(["shapes-lora"], [*SMALL, AFTER])
     made, rows = run_of(AFTER), []

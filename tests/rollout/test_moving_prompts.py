@@ -101,6 +101,7 @@ def check(name, folder, size=2):
                 assert one["row"][key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
 
 
+@pytest.mark.slow
 def test_another_controller_begins_what_a_slow_one_has_not(tmp_path):
     check("text", tmp_path)
 

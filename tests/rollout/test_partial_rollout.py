@@ -211,6 +211,7 @@ def uninterrupted(folder, tmp_path_factory):
         return train(load(folder), tmp_path_factory.mktemp("whole") / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("done", [2, 4])
 def test_a_resumed_run_takes_the_steps_that_would_have_come(folder, tmp_path, uninterrupted, done):
     train(load(folder, f"train.steps={done}"), tmp_path / "run")
@@ -284,6 +285,7 @@ def gone_through(folder, pools, *stages):
     return found
 
 
+@pytest.mark.slow
 def test_whatever_the_number_of_controllers_the_same_groups_are_trained_on(folder):
     alone = gone_through(folder, 4, (1, 7))
     several = gone_through(folder, 4, (2, 2), (4, 3), (1, 1), (2, 1))

@@ -226,6 +226,7 @@ def test_a_stopped_process_is_named_within_the_patience(tmp_path, victim):
     assert "stopped (SIGSTOP)" in said
 
 
+@pytest.mark.slow
 def test_what_differs_between_processes_is_refused_before_a_model_is_loaded(tmp_path):
     patience = "runtime.patience=30s"
     cases = {
@@ -291,6 +292,7 @@ def test_a_number_of_devices_that_does_not_divide_the_processes_is_refused():
         with_processes(load_recipe(["sums"], ["devices_per_controller=2", "controllers=2"]), replace(slurm, size=6))
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_named(tmp_path):
     first, _ = job = tasks("sums", tmp_path / "x", *SMALL, "runtime.patience=3s")
     job[1].kill()
@@ -299,6 +301,7 @@ def test_a_process_that_does_not_come_is_named(tmp_path):
     assert "of 2 processes 1 did not come within 3.0 s (runtime.patience)" in said
 
 
+@pytest.mark.slow
 def test_an_address_of_process_0_that_only_its_host_reaches_is_refused(tmp_path):
     first, second = tasks("sums", tmp_path / "x", *SMALL, "runtime.patience=3s", SLURM_NNODES=2)
     code, said = ended(first)

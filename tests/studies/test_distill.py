@@ -220,6 +220,7 @@ def coloured(count: int, seed: int) -> Table:
     return table_of(prompts, answers, verdicts, groups, Words(SMALL))
 
 
+@pytest.mark.slow
 def test_students_learn_what_a_picture_and_a_prompt_have_in_common() -> None:
     learn, check, test = coloured(24, 0), coloured(6, 1), coloured(12, 2)
     before = torch.random.get_rng_state()
@@ -276,6 +277,7 @@ def opened(path: Path, **options: Any) -> Loaded:
 TEXTS = ["12 34", "none at all", "7", "", "a 9 b 8", "111"]
 
 
+@pytest.mark.slow
 def test_the_folder_holds_no_pickle_and_its_figures(made: Path) -> None:
     assert sorted(file.name for file in made.iterdir()) == ["distilled.json", "model.safetensors", "verdicts.jsonl"]
     said = json.loads((made / "distilled.json").read_text())

@@ -132,6 +132,7 @@ def test_students_see_numbers_of_one_size_and_no_padding() -> None:
     torch.testing.assert_close(short.tokens[0], one.tokens[1, :2])
 
 
+@pytest.mark.slow
 def test_a_folder_names_the_model_that_reads(made: Path, root: Path) -> None:
     said = json.loads((made / "distilled.json").read_text())
     assert said["format"] == 2

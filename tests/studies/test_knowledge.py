@@ -136,6 +136,7 @@ def known():
     return graph, settings, train(graph, settings)
 
 
+@pytest.mark.slow
 def test_an_embedding_learns_what_is_kept_back(known):
     graph, settings, trained = known
     untrained = train(graph, Settings(**{**vars(settings), "steps": 1}))

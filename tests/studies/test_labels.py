@@ -223,6 +223,7 @@ def blobs(count=200, labelled=40, apart=1.5):
     return embeddings, labels, given
 
 
+@pytest.mark.slow
 def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
     embeddings, labels, given = blobs()
     made = spread(embeddings, labels, given, QUICK, GRAPH)
@@ -240,6 +241,7 @@ def test_labels_spread_over_two_clouds_and_no_method_reads_what_is_not_given():
     assert {k: v.area for k, v in again.quality.items()} == {k: v.area for k, v in made.quality.items()}
 
 
+@pytest.mark.slow
 def test_the_method_that_is_best_on_held_out_labels_gives_the_scores():
     embeddings, labels, given = blobs()
     made = spread(embeddings, labels, given, QUICK)
@@ -315,6 +317,7 @@ def test_the_heads_decay_is_the_one_with_the_smallest_error_on_held_out_labels()
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("high", [1, 3])
 def test_samples_that_are_all_alike_say_nothing_of_a_rare_label(high):
     """Without the label in its fold a model expects fewer such labels: turned round, this would look like knowledge."""
@@ -362,6 +365,7 @@ def test_agreement_tells_what_no_linear_head_can():
     assert ((made.scores >= 0.5) == (labels >= 0.5))[~given].float().mean() > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [0, 2])
 def test_a_reward_finds_how_new_samples_agree_with_their_prompts(tmp_path, apart):
     parts, labels, given = drawn_for_others()
@@ -488,6 +492,7 @@ def spread_of(*given):
     return CliRunner().invoke(app, ["spread", *map(str, given)])
 
 
+@pytest.mark.slow
 def test_the_labels_of_several_folders_are_spread_together(spread_out, tmp_path):
     first, second = spread_out[0], pictures(tmp_path / "second", count=20, labelled=4)
     third = pictures(tmp_path / "third", count=6)
@@ -523,6 +528,7 @@ def test_the_labels_of_several_folders_are_spread_together(spread_out, tmp_path)
     assert {k: float(v) for k, v in both.items()} == pytest.approx({k: float(v) for k, v in alone.items()}, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_pairs_are_of_the_best_and_the_worst_of_a_prompt_and_are_data_for_dpo(tmp_path):
     folder = pictures(tmp_path / "pictures")
     for n in range(60):
@@ -650,6 +656,7 @@ def test_a_folder_without_spread_labels_is_refused_when_the_recipe_is_read(tmp_p
         find("labels").reads({"path": str(tmp_path)})
 
 
+@pytest.mark.slow
 def test_labels_by_chance_make_tables_and_no_reward(tmp_path):
     folder = pictures(tmp_path / "pictures", prompts=("one red circle",))
     draw = random.Random(0)

@@ -144,6 +144,7 @@ def test_where_all_diverge_the_search_says_so(root, tmp_path, capsys):
     assert "all trials of round 1 diverged" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(root, tmp_path, capsys):
     def refused(*words: str) -> str:
         assert mmrl("sweep", str(root / "recipe.yaml"), "--out", str(tmp_path / "out"), *words) == 2

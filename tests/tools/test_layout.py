@@ -151,6 +151,7 @@ def defined(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "tools"])
 def test_what_is_imported_from_the_project_exists(folder):
     """Also where the import needs a library that is not installed here, and the test is skipped."""
@@ -180,6 +181,7 @@ def module_file(name: str) -> Path | None:
     return None
 
 
+@pytest.mark.slow
 def test_tests_mirror_the_folders_and_import_no_other_test():
     """What tests share is in ``tests/support``. A folder of tests has the name of one of mmrl, or of what it tests."""
     beside = {"benchmarks", "docs", "examples", "faults", "gpu", "support", "tools"}

@@ -61,6 +61,7 @@ def stopped(tmp_path_factory):
     return out, train(out, STOPPING)
 
 
+@pytest.mark.slow
 def test_a_run_ends_after_its_patience_and_keeps_the_best(stopped, capsys):
     out, outcome = stopped
     found = {row["step"]: row["reward/halfway"] for row in rows(out)}

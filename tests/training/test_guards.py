@@ -138,6 +138,7 @@ def rows(out):
     return [json.loads(line) for line in (out / "heldout.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_stops_beyond_a_limit_and_goes_on_as_if_it_had_not(tmp_path, capsys):
     stop = "eval.guards={distance_max: 1e-6, action: stop}"
     outcome = train(tmp_path / "stopped", stop)

@@ -114,6 +114,7 @@ def cases(count: int) -> list[Case]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.sweep("numbers that are not finite before the first update")
 def test_they_name_where_they_are_and_offer_no_lower_rate(sweep, tmp_path):
     drawn = [

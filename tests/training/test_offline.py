@@ -324,6 +324,7 @@ def heldout(run):
     return [json.loads(line) for line in (run / "heldout.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", pytest.param("dpo-lora", marks=pytest.mark.slow)])
 def test_dpo_prefers_the_better_texts_of_pairs_it_has_not_seen(trained, name):
     before, after = heldout(trained(name))
@@ -334,6 +335,7 @@ def test_dpo_prefers_the_better_texts_of_pairs_it_has_not_seen(trained, name):
     assert after["samples"] == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["score", pytest.param("score-lora", marks=pytest.mark.slow)])
 def test_a_reward_model_learns_the_rule(trained, name):
     before, after = heldout(trained(name))
@@ -377,6 +379,7 @@ def policy_scores(run, texts):
         return run.pipeline.compare(rows, run.objective.needs, run.policy.using)["chosen_scores"].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["score", "score-lora"])
 def test_an_exported_reward_model_is_a_reward(trained, name, tmp_path):
     out = export(trained(name), tmp_path / "rm")
@@ -443,6 +446,7 @@ def test_a_half_precision_base_takes_adapters_and_a_head(folder, tmp_path):
 # -- resumption ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

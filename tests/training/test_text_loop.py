@@ -96,6 +96,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_runs_in_the_one_loop(folder, name, updates):
@@ -124,6 +125,7 @@ def collected(setting="kl_coef: 0.0"):
     return collect_batch(run, slots, 0, Clock(torch.device("cpu")), StepMetrics()), loaded.recipe.train.group_size
 
 
+@pytest.mark.slow
 def test_cut_responses_are_left_out_where_the_recipe_says_so():
     (plain, _), (masked, _) = collected(), collected("mask_truncated: true")
     cut = torch.tensor([plain.micro_batches[m].truncated[i].item() for m, i in plain.places])
@@ -133,6 +135,7 @@ def test_cut_responses_are_left_out_where_the_recipe_says_so():
     assert torch.equal(plain.advantages, masked.advantages), "their rewards count in their groups"
 
 
+@pytest.mark.slow
 def test_groups_without_an_advantage_are_left_out_where_the_recipe_says_so():
     (plain, size), (dropped, _) = collected(), collected("drop_zero_std_groups: true")
     flat = (plain.advantages.view(-1, size) == 0).all(1).repeat_interleave(size)
@@ -146,6 +149,7 @@ def gradient(run):
     return torch.cat([p.grad.flatten() for p in run.policy.trainable.values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
 def test_any_packing_has_the_same_gradient(folder, aggregation):
     algorithm = f"algorithm={{type: grpo, kl_coef: 0.0, aggregation: {aggregation}}}"
@@ -255,6 +259,7 @@ RESAMPLED = ["algorithm={type: dapo, max_attempts: 6}", "rewards[0].name=reward.
 RESUMED = {"full": [], "ppo lora": ["algorithm={type: ppo}", "model.lora={rank: 2}"], "resampled": RESAMPLED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [pytest.param(words, id=name, marks=[pytest.mark.slow] * (name != "ppo lora")) for name, words in RESUMED.items()],

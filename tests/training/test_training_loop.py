@@ -30,6 +30,7 @@ TARGET = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
