@@ -14,7 +14,7 @@ from mmrl.api.entry import entry_point, step_of_run
 from mmrl.api.recipes import AnyRecipe, Changes, Objects, read
 from mmrl.app.build import evaluate, open_run
 from mmrl.app.export import export
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.quiet import as_before
@@ -176,33 +176,33 @@ class Stepper:
     """Training that goes on one step at a call, of a run that is open."""
 
     run: OpenRun
-    session: Session
+    trainer: Trainer
     _held: ExitStack
     _steps: Generator[dict[str, float]] = field(init=False)
     _over: bool = False
 
     def __post_init__(self) -> None:
-        self._steps = self.session.steps(self.run.stop)
+        self._steps = self.trainer.steps(self.run.stop)
 
     @property
     def finished(self) -> bool:
-        return self.session.finished
+        return self.trainer.finished
 
     def step(self) -> dict[str, float]:
         if self._over:
             raise UserError(
-                f"the run has ended after step {self.session.done}; raise train.steps with mmrl.continue_run"
+                f"the run has ended after step {self.trainer.done}; raise train.steps with mmrl.continue_run"
             )
         try:
             row = next(self._steps)
         except StopIteration:
             self._conclude()
-            raise UserError(f"the run has ended after step {self.session.done}") from None
+            raise UserError(f"the run has ended after step {self.trainer.done}") from None
         except UserError as error:
             self._over = True
-            self.run.conclude(self.session.failed(error))
+            self.run.conclude(self.trainer.failed(error))
             raise
-        if self.session.finished:
+        if self.trainer.finished:
             for _ in self._steps:  # nothing but the last checkpoint
                 pass
             self._conclude()
@@ -218,7 +218,7 @@ class Stepper:
 
     def _conclude(self) -> None:
         self._over = True
-        self.run.conclude(self.session.outcome())
+        self.run.conclude(self.trainer.outcome())
 
 
 def placed(out: str | Path | None, *, resume: bool, overwrite: bool) -> Callable[[str], Path]:
@@ -254,10 +254,10 @@ def start(
             )
         path = directory(loaded.recipe.name)
         run = held.enter_context(opened(loaded, path, resume=resume, overwrite=overwrite))
-        session = run.session(callbacks)
+        trainer = run.trainer(callbacks)
         if resume:
-            session.restore(run.found)
-        return Run(path, run.recipe, Stepper(run, session, held.pop_all()))
+            trainer.restore(run.found)
+        return Run(path, run.recipe, Stepper(run, trainer, held.pop_all()))
 
 
 @entry_point

@@ -89,7 +89,7 @@ class _DataBefore:
             )
 
 
-class Session:
+class Trainer:
     """Final class: one controller's part of a run, from a loaded model to the last step.
 
     ``directory`` is where this controller writes, ``checkpoints`` where the leader saves for all; by default the
@@ -424,7 +424,7 @@ class Session:
 
     @property
     def _others(self) -> dict[str, Stateful]:
-        """The parts of the session that a checkpoint keeps."""
+        """The parts of the trainer that a checkpoint keeps."""
         kept: dict[str, Stateful | None] = {BEST: self.early, "data": self._data}
         return {"placement": self.run.compute.devices, **{name: part for name, part in kept.items() if part}}
 

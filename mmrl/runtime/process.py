@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from mmrl.app.build import build
 from mmrl.app.divergence import Divergence
-from mmrl.app.trainer import Outcome, Session
+from mmrl.app.trainer import Outcome, Trainer
 from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import leaders
@@ -58,7 +58,7 @@ class RunProcess:
         self._found, self._store, self._processes = found, store, processes
         self._rank, device = divmod(number, processes.devices)
         self._worker = processes.workers.index(device) if device in processes.workers else None
-        self._session: Session | None = None
+        self._trainer: Trainer | None = None
         self._pulse = watchdog(recipe)
         self._leave = leave
         self.monitor = HeartbeatMonitor(
@@ -107,8 +107,8 @@ class RunProcess:
 
     def settle(self) -> None:
         """Wait until no checkpoint is being written."""
-        if self._session is not None:
-            self._session.saver.wait()
+        if self._trainer is not None:
+            self._trainer.saver.wait()
 
     def _join(self, worker: int) -> Controller:
         recipe = self._loaded.recipe
@@ -139,8 +139,8 @@ class RunProcess:
         recipe = self._loaded.recipe
         return MultiDevice(others, recipe.placement, notices.starting, leaders(recipe))
 
-    def _begun(self, session: Session) -> None:
-        self._session = session
+    def _begun(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
     def _serve(self) -> Outcome:
         """The part of another device: the tasks of its controller."""
@@ -170,7 +170,7 @@ class RunProcess:
     def _lost(self, why: str, code: int = LostProcessError.exit_code) -> Outcome:
         """How the run ends without a process that is lost, or has failed. A save that has begun is finished."""
         until = time.monotonic() + _SETTLE
-        while self._session is not None and self._session.saver.writing and time.monotonic() < until:
+        while self._trainer is not None and self._trainer.saver.writing and time.monotonic() < until:
             time.sleep(0.1)
         saved = max((entry.step for entry in entries(self._whole.checkpoints) if entry.usable), default=0)
         failed = self.monitor.failed or {}

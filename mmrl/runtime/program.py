@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mmrl
-from mmrl.app.trainer import Outcome, Session
+from mmrl.app.trainer import Outcome, Trainer
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller, preflight
@@ -80,18 +80,18 @@ def train_part(
     devices: MultiDevice | None,
     pulse: StallWatchdog,
     stop: Stop,
-    begun: Callable[[Session], None],
+    begun: Callable[[Trainer], None],
     *,
     resume: bool,
 ) -> Outcome:
-    """Train the controller's part of the run in ``whole``. ``begun`` gets the session once everything is loaded."""
+    """Train the controller's part of the run in ``whole``. ``begun`` gets the trainer once everything is loaded."""
     directory = whole.of_controller(controller.rank)
     try:
-        session = Session(loaded, directory, controller, whole.checkpoints, devices, pulse)
-        begun(session)
+        trainer = Trainer(loaded, directory, controller, whole.checkpoints, devices, pulse)
+        begun(trainer)
         if devices is not None:
-            devices.open(session.run)
-        return session.begin(stop, resume=resume)
+            devices.open(trainer.run)
+        return trainer.begin(stop, resume=resume)
     except UserError as error:
         return Outcome(False, 0, 0, 0.0, str(error))
 

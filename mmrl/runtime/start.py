@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmrl.app.divergence import settle
 from mmrl.app.resume import same_run
-from mmrl.app.trainer import ANEW, Outcome, Session
+from mmrl.app.trainer import ANEW, Outcome, Trainer
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.config.schema import Recipe
@@ -70,7 +70,7 @@ def train_to_end(
                 )
             outcome = launch(run.loaded, run.directory, resume=resume, stop=run.stop)
         else:
-            outcome = run.session(callbacks).begin(run.stop, run.found, resume=resume)
+            outcome = run.trainer(callbacks).begin(run.stop, run.found, resume=resume)
         run.conclude(outcome)
     if run.stop.exit_code and not outcome.finished:
         raise SystemExit(run.stop.exit_code)
@@ -92,10 +92,10 @@ class OpenRun:
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
-    def session(self, callbacks: Sequence[AnyCallback]) -> Session:
+    def trainer(self, callbacks: Sequence[AnyCallback]) -> Trainer:
         """Load everything that a step needs, to train in this process."""
         called = Callbacks(callbacks, self.recipe, self.directory.path, self.stop) if callbacks else None
-        return Session(self.loaded, self.directory, callbacks=called)
+        return Trainer(self.loaded, self.directory, callbacks=called)
 
     def ended(self, outcome: Outcome) -> Ended:
         """How the run ended, for its directory."""

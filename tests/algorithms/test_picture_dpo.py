@@ -10,7 +10,7 @@ from PIL import Image
 
 import mmrl
 from mmrl.algorithms.picture_dpo import PictureDPO, PictureDPOSettings
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.core.clock import Clock
@@ -180,7 +180,7 @@ def test_a_folder_of_pairs_trains_and_bad_ones_are_told(tmp_path):
     overrides = [f"data={{name: jsonl, train: {data}, heldout: {data}, max_bad_fraction: 0.2}}", "eval.rewards=[]"]
     loaded = load_recipe(["shapes-dpo"], [*SMALL, *overrides, "train.steps=2", "eval.every=1", "eval.samples=13"])
     with RunDir.create(tmp_path / "run") as directory:
-        outcome = Session(loaded, directory).begin(Stop(), resume=False)
+        outcome = Trainer(loaded, directory).begin(Stop(), resume=False)
     assert outcome.finished, outcome.error
     failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
     said = [json.dumps(failure) for failure in failures]
@@ -211,7 +211,7 @@ def test_it_learns_to_tell_held_out_pairs_apart(tmp_path):
     short = ["train.steps=12", "eval.every=12", "eval.samples=64", "eval.rewards=[]", "train.prompts_per_step=24"]
     loaded = load_recipe(["shapes-dpo"], short)
     with RunDir.create(tmp_path / "run") as directory:
-        Session(loaded, directory).begin(Stop(), resume=False)
+        Trainer(loaded, directory).begin(Stop(), resume=False)
     first, last = (json.loads(line) for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines())
     assert first["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["dpo/accuracy"] > 0.75

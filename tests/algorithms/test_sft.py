@@ -9,7 +9,7 @@ from PIL import Image
 import mmrl
 from mmrl.app.build import build, evaluate
 from mmrl.app.export import export
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.core.clock import Clock
 from mmrl.core.errors import BadPromptError, UserError
@@ -194,7 +194,7 @@ def test_a_run_learns_to_answer_and_its_samples_are_scored(trained):
 
 
 def test_a_run_with_lora_goes_on_where_it_was_cut(folder, trained, tmp_path, monkeypatch):
-    step = Session._step
+    step = Trainer._step
 
     def cut(session, metrics, progress):
         if session.done == 6:
@@ -202,10 +202,10 @@ def test_a_run_with_lora_goes_on_where_it_was_cut(folder, trained, tmp_path, mon
         step(session, metrics, progress)
 
     loaded = load(folder, *SHORT)
-    monkeypatch.setattr(Session, "_step", cut)
+    monkeypatch.setattr(Trainer, "_step", cut)
     with pytest.raises(KeyboardInterrupt):
         train(loaded, tmp_path / "cut")
-    monkeypatch.setattr(Session, "_step", step)
+    monkeypatch.setattr(Trainer, "_step", step)
     train(loaded, tmp_path / "cut", resume=True)
     for name in ("metrics.jsonl", "heldout.jsonl"):
         assert lines(tmp_path / "cut", name) == lines(trained("lora"), name)

@@ -75,12 +75,12 @@ def test_resume_stops_names_every_fault_and_cuts_nothing(run, monkeypatch, capsy
 
 def test_the_session_cuts_nothing_either(run):
     """As where a controller is started again, which nobody has looked for."""
-    from mmrl.app.trainer import Session
+    from mmrl.app.trainer import Trainer
 
     ruin(run)
     before = contents(run)
     with RunDir.create(run, resume=True) as directory, pytest.raises(UserError, match="no checkpoint in"):
-        Session(load_recipe(["shapes-lora"], SETTINGS), directory).restore()
+        Trainer(load_recipe(["shapes-lora"], SETTINGS), directory).restore()
     assert contents(run) == before
 
 

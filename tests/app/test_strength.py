@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from mmrl.app.build import evaluate
 from mmrl.app.lora_scale import parse_strengths, sweep
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.cli import app
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
@@ -22,7 +22,7 @@ def trained(out, recipe, *changes):
     loaded = load_recipe([recipe], changes)
     with RunDir.create(out) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        assert Session(loaded, directory).begin(Stop(), resume=False).error is None
+        assert Trainer(loaded, directory).begin(Stop(), resume=False).error is None
     return out
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmrl.app.build import build
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group, interface_to
@@ -191,7 +191,7 @@ def trained(out, *overrides):
     steps = ["train.steps=2", "eval.every=null", "checkpoint.every=2"]
     loaded = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *PICTURES, *steps, *overrides])
     with RunDir.create(out) as directory:
-        assert Session(loaded, directory).begin(Stop(), resume=False).finished
+        assert Trainer(loaded, directory).begin(Stop(), resume=False).finished
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 import mmrl
 from mmrl.app.build import build
 from mmrl.app.sample import draw
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.cli import app
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
@@ -349,7 +349,7 @@ def train(records, out, *, resume=False):
     found = loaded(records, *RUN)
     with RunDir.create(out, resume=resume) as directory:
         directory.write_recipe(found.paths, found.overrides, found.resolved())
-        assert Session(found, directory).begin(Stop(), resume=resume).error is None
+        assert Trainer(found, directory).begin(Stop(), resume=resume).error is None
     return [timeless(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import mmrl
 from mmrl.app.build import build
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import BadPromptError, UserError
@@ -100,7 +100,7 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
     (tmp_path / "recipe.yaml").write_text(json.dumps(made))
     loaded = load_recipe([tmp_path / "recipe.yaml"], ["sampling.window={size: 1}"])
     with RunDir.create(tmp_path / "run") as directory:
-        Session(loaded, directory).begin(Stop(), resume=False)
+        Trainer(loaded, directory).begin(Stop(), resume=False)
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["policy/first_ratio_max_dev"] == 0
     assert row["optim/grad_norm"] > 0
@@ -414,7 +414,7 @@ def test_clips_train_and_rewards_that_read_pictures_are_refused(folders, tmp_pat
     (tmp_path / "recipe.yaml").write_text(json.dumps(made))
     loaded = load_recipe([tmp_path / "recipe.yaml"], ["sampling.window={size: 1}"])
     with RunDir.create(tmp_path / "run") as directory:
-        Session(loaded, directory).begin(Stop(), resume=False)
+        Trainer(loaded, directory).begin(Stop(), resume=False)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["policy/first_ratio_max_dev"] == 0 and row["optim/grad_norm"] > 0 for row in rows)
@@ -429,7 +429,7 @@ def test_clips_train_and_rewards_that_read_pictures_are_refused(folders, tmp_pat
         build(pictures.recipe)
     watched = load_recipe([tmp_path / "recipe.yaml"], ["eval.rewards=[{name: 'jpeg:incompressibility'}]"])
     with RunDir.create(tmp_path / "watched") as directory, pytest.raises(UserError, match="reads 'image'"):
-        Session(watched, directory).begin(Stop(), resume=False)
+        Trainer(watched, directory).begin(Stop(), resume=False)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ FAULTS = [
     ),
     Fault(
         "held-out prompts taken from those of training",
-        "mmrl.app.trainer:Session.__init__",
+        "mmrl.app.trainer:Trainer.__init__",
         'load_prompts(self.recipe, "heldout")',
         'load_prompts(self.recipe, "train")',
         ("tests/training/test_wiring.py::test_an_evaluation_is_of_prompts_that_training_never_has",),

@@ -50,7 +50,7 @@ def folder_of(tmp_path_factory):
 
 @pytest.mark.parametrize(("family", "kind", "lora"), COMBINED)
 def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, monkeypatch, family, kind, lora):
-    from mmrl.app.trainer import Session
+    from mmrl.app.trainer import Trainer
     from mmrl.config.loader import load_recipe
     from mmrl.core.signals import Stop
     from mmrl.logging.rundir import RunDir
@@ -71,7 +71,7 @@ def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, m
     for steps in (2, 3):
         loaded = load_recipe([tmp_path / "recipe.yaml"], [f"train.steps={steps}"])
         with RunDir(tmp_path / "run") if steps == 3 else RunDir.create(tmp_path / "run") as directory:
-            Session(loaded, directory).begin(Stop(), resume=steps == 3)
+            Trainer(loaded, directory).begin(Stop(), resume=steps == 3)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     assert all(row["optim/grad_norm"] > 0 for row in rows)

@@ -8,7 +8,7 @@ from PIL import Image
 
 import mmrl
 from mmrl.app.build import build
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.media import Media
@@ -110,7 +110,7 @@ def test_one_too_long_prompt_is_found_among_many_of_more_characters(folder, tmp_
 
 def test_a_run_skips_and_names_them_in_training_and_in_evaluation(folder, tmp_path):
     with RunDir.create(tmp_path / "run") as directory:
-        Session(loaded(folder), directory).begin(Stop(), resume=False)
+        Trainer(loaded(folder), directory).begin(Stop(), resume=False)
     failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
     assert {f["step"] for f in failures if f["kind"] == "heldout"} == {0, 2}
     heldout = {f["name"] for f in failures if f["kind"] == "heldout"}

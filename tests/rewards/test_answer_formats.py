@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmrl
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
 from mmrl.core.reward_contract import Context
@@ -204,7 +204,7 @@ def test_a_run_names_a_constant_reward_once(tmp_path, capsys):
     loaded = load_recipe(["shapes-draft"], small)
     with RunDir.create(tmp_path / "run", resume=False) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        Session(loaded, directory).begin(Stop(), resume=False)
+        Trainer(loaded, directory).begin(Stop(), resume=False)
     said = capsys.readouterr().err
     assert said.count("note: flat is 0.5 for all 4 held-out samples") == 1
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 import mmrl
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
 from mmrl.core.signals import Stop
@@ -102,7 +102,7 @@ def test_the_shipped_model_draws_the_colour_it_is_told_and_a_step_of_rl_starts_f
     small = ["train.steps=1", "train.prompts_per_step=2", "train.group_size=4", "train.micro_batch_size=8"]
     loaded = load_recipe(["moving-shapes"], [*small, "eval={every: 1, samples: 100, grid: 2}"])
     with RunDir.create(tmp_path / "run") as directory:
-        Session(loaded, directory).begin(Stop(), resume=False)
+        Trainer(loaded, directory).begin(Stop(), resume=False)
     before = read(tmp_path / "run" / "heldout.jsonl")[0]
     assert before["reward/motion/seen"] > 0.5
     assert 0 < before["reward/motion/direction"] < 0.8

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmrl import cli
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Reward, Scoring
@@ -448,7 +448,7 @@ def train(out, *words, resume=False):
     loaded = load_recipe(["sums"], [*TINY, *words])
     with RunDir.create(out, resume=resume) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        return Session(loaded, directory).begin(Stop(), resume=resume)
+        return Trainer(loaded, directory).begin(Stop(), resume=resume)
 
 
 class Killed(RewardServer):
@@ -568,7 +568,7 @@ def test_a_heldout_reward_that_failed_is_shown_and_never_the_best(length, tmp_pa
     loaded = load_recipe(["sums"], words)
     with RunDir.create(tmp_path / "run") as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        session = Session(loaded, directory)
+        session = Trainer(loaded, directory)
         assert session.begin(Stop(), resume=False).error is None
     said = capsys.readouterr().err
     assert re.search(r"held - \(4 of 4 samples failed: returned None\).*; not counted by eval.early_stopping", said)

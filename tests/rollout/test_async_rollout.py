@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.app.build import build
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.checkpoint import run_state
 from mmrl.checkpoint.writer import Saver
 from mmrl.config.loader import load_recipe
@@ -467,7 +467,7 @@ def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(reference, l
 
 def in_one_process(loaded, out):
     with RunDir.create(out) as directory:
-        session = Session(loaded, directory, devices=Lagging())
+        session = Trainer(loaded, directory, devices=Lagging())
         session.run = in_turn(session.run)
         session.begin(Stop(), resume=False)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.app.build import build
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
@@ -110,7 +110,7 @@ def test_a_resumed_run_draws_as_if_it_had_not_stopped(asked, tmp_path):
         loaded = load_recipe(["shapes-lora"], [*asked, *DYNAMIC, *changes])
         with RunDir.create(out, resume=resume) as directory:
             directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-            assert Session(loaded, directory).begin(Stop(), resume=resume).error is None
+            assert Trainer(loaded, directory).begin(Stop(), resume=resume).error is None
         lines = (out / "metrics.jsonl").read_text().splitlines()
         timed = ("time/", "perf/", "plan/", "features/")  # a fresh process has not encoded the first step's prompts
         return [{k: v for k, v in json.loads(x).items() if not k.startswith(timed)} for x in lines]

@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 def trained(recipe, out, *overrides):
     """The rows of two steps with an evaluation and a checkpoint, and of a third after that."""
-    from mmrl.app.trainer import Session
+    from mmrl.app.trainer import Trainer
     from mmrl.config.loader import load_recipe
     from mmrl.core.signals import Stop
     from mmrl.logging.rundir import RunDir
@@ -58,7 +58,7 @@ def trained(recipe, out, *overrides):
     for steps in (2, 3):
         loaded = load_recipe([recipe], [*overrides, f"train.steps={steps}"])
         with RunDir(out) if steps == 3 else RunDir.create(out) as directory:
-            outcome = Session(loaded, directory).begin(Stop(), resume=steps == 3)
+            outcome = Trainer(loaded, directory).begin(Stop(), resume=steps == 3)
             assert not outcome.error, outcome.error
     assert len((out / "heldout.jsonl").read_text().splitlines()) >= 2
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from mmrl.app.build import evaluate, restored
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import EarlyStopping
@@ -48,7 +48,7 @@ def train(out, *overrides, resume=False):
     loaded = load_recipe(["shapes-draft"], [f"model.path={two_blocks()}", *SMALL, *overrides])
     with RunDir.create(out, resume=resume) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        return Session(loaded, directory).begin(Stop(), resume=resume)
+        return Trainer(loaded, directory).begin(Stop(), resume=resume)
 
 
 def rows(out):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from mmrl.app.build import build
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Guards
@@ -131,7 +131,7 @@ def train(out, *overrides, resume=False):
     loaded = load_recipe(["shapes-draft"], [f"model.path={two_blocks()}", *SMALL, *overrides])
     with RunDir.create(out, resume=resume) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        return Session(loaded, directory).begin(Stop(), resume=resume)
+        return Trainer(loaded, directory).begin(Stop(), resume=resume)
 
 
 def rows(out):

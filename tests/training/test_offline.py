@@ -11,7 +11,7 @@ from PIL import Image
 import mmrl
 from mmrl.app.build import build, evaluate, restored
 from mmrl.app.export import export
-from mmrl.app.trainer import Session
+from mmrl.app.trainer import Trainer
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.core.clock import Clock
@@ -460,17 +460,17 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(folder, tmp_path, monk
     changes = [*changes, "train.steps=5", "eval.every=2", "eval.samples=8", "checkpoint.every=2"]
     loaded = load(folder, *changes)
     train(loaded, tmp_path / "whole")
-    step = Session._step
+    step = Trainer._step
 
     def cut(session, metrics, progress):
         if session.done == 3:
             raise KeyboardInterrupt  # after the checkpoint of step 2 and a row that it does not know
         step(session, metrics, progress)
 
-    monkeypatch.setattr(Session, "_step", cut)
+    monkeypatch.setattr(Trainer, "_step", cut)
     with pytest.raises(KeyboardInterrupt):
         train(loaded, tmp_path / "cut")
-    monkeypatch.setattr(Session, "_step", step)
+    monkeypatch.setattr(Trainer, "_step", step)
     train(loaded, tmp_path / "cut", resume=True)
     for name in ("metrics.jsonl", "heldout.jsonl"):
         a, b = (
