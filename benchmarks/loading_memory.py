@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -124,7 +124,7 @@ class Peak:
 def serve(chosen: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if chosen.arm == "whole":
-        local_rows.reading = lambda _: nullcontext()  # type: ignore[assignment]
+        sharded_loading.reading = lambda _: nullcontext()  # type: ignore[assignment]
         sharded.give_back = lambda: None
     devices = chosen.of if chosen.backend == "megatron" else 1
     peers = Group(chosen.rank, chosen.of, "127.0.0.1", chosen.port, devices=devices) if chosen.of > 1 else None

@@ -22,7 +22,7 @@ from mmrl.config.schema import Recipe
 from mmrl.config.shipped_paths import moved
 from mmrl.controller import Controller
 from mmrl.core import checkpoint_reader as reader
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.core.checkpoint_reader import Saved
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
@@ -88,7 +88,7 @@ def build(
     family = mmrl.load("pipelines", recipe.pipeline)
     ranks = _sharded_over(recipe, controller)
     check_files(path)
-    with local_rows.reading(ranks and ranks[0]):
+    with sharded_loading.reading(ranks and ranks[0]):
         pipeline = family.build(recipe, path, device)
     pipeline.features.owner, total = controller.rank, recipe.train.steps * recipe.train.updates_per_step
     # A critic is a copy of the policy, so it is made before the policy is in shards.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from mmrl.config.schema import Recipe
-from mmrl.core import nan_check as finite
+from mmrl.core import nan_check
 from mmrl.core.checkpoint_manifest import entries, mark_diverged
 from mmrl.core.errors import NotFiniteError
 from mmrl.logging.metrics import read
@@ -58,7 +58,7 @@ def divergence(context: StepContext, error: NotFiniteError, done: int, *, evalua
     for whose, policy in (("", context.policy), ("the critic: ", context.critic)):
         if policy is None or "weights after update" in what:
             continue
-        if held := finite.first(dict(policy.module.named_parameters())):
+        if held := nan_check.first(dict(policy.module.named_parameters())):
             what, where = f"{whose}a weight of the model is not finite: {held}; so {what}", "the weights"
             lora = context.recipe.model.lora
             if "lora_" in held and lora is not None and lora.path is not None:
@@ -67,7 +67,7 @@ def divergence(context: StepContext, error: NotFiniteError, done: int, *, evalua
     if not trained and not where:
         frozen: Mapping[str, nn.Module] = getattr(context.pipeline, "frozen", {})
         for name, module in frozen.items():
-            if held := finite.first(dict(module.named_parameters())):
+            if held := nan_check.first(dict(module.named_parameters())):
                 what, where = f"a weight of the {name} is not finite: {held}; so {what}", f"the weights of the {name}"
                 break
     step = done if evaluating else done + 1

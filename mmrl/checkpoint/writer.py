@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmrl.core import checkpoint_reader as reader
-from mmrl.core import nan_check as finite
+from mmrl.core import nan_check
 from mmrl.core.checkpoint_manifest import MANIFEST, STATE, File, Manifest, directory_of, entries, sha256
 from mmrl.core.checkpoint_reader import Checkpoint, best_step
 from mmrl.core.errors import NotFiniteError
@@ -81,7 +81,7 @@ class Saver:
         finite.
         """
         self.finish()
-        if held := finite.first({k: t for k, t in taken.flat.items() if k.partition("/")[0] not in taken.own}):
+        if held := nan_check.first({k: t for k, t in taken.flat.items() if k.partition("/")[0] not in taken.own}):
             raise NotFiniteError(f"the checkpoint of step {taken.step} is not finite, and is not written: {held}")
         keep = self.keep if proved else max(self.keep, 2)
         self._step = taken.step

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from mmrl.config.learning_rate import learning_rate
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Optim
-from mmrl.core import nan_check as finite
-from mmrl.core import notices
+from mmrl.core import nan_check, notices
 from mmrl.core.checkpoint_reader import PartState, Saved
 from mmrl.core.errors import NotFiniteError, UserError
 from mmrl.core.json_types import as_integer
@@ -207,10 +206,10 @@ class Policy:
         self.weights.gather_gradients()
         norm = self.weights.norm()
         if not torch.isfinite(norm):
-            held = finite.first({k: p.grad for k, p in self.trainable.items() if p.grad is not None})
+            held = nan_check.first({k: p.grad for k, p in self.trainable.items() if p.grad is not None})
             where = f"; the first such gradient is of {held}" if held else ""
             raise NotFiniteError(f"the gradient norm of update {self.updates} is {norm.item()}{where}")
-        if not self.updates and (held := finite.first(self.trainable)):  # of rows that nothing has read, so far
+        if not self.updates and (held := nan_check.first(self.trainable)):  # of rows that nothing has read, so far
             raise NotFiniteError(f"update 0 starts from weights that are not finite: {held}")
         torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.settings.max_grad_norm, norm)
         lr = self.learning_rate()
@@ -226,9 +225,9 @@ class Policy:
             # The early average follows the weights: (1 + n) / (10 + n) is the usual ramp.
             n = self.updates // self.settings.ema_every
             self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
-        after = finite.norm(self.trainable.values())
+        after = nan_check.norm(self.trainable.values())
         norms = torch.stack([norm.double(), after.double().to(norm.device)]).tolist()  # one wait for both
-        if not math.isfinite(norms[1]) and (held := finite.first(self.trainable)):
+        if not math.isfinite(norms[1]) and (held := nan_check.first(self.trainable)):
             raise NotFiniteError(f"the weights after update {self.updates} are not finite: {held}")
         return {"optim/grad_norm": norms[0], "optim/lr": lr}
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.models.weights import exchange, gradients, outermost
 
 _MMAP_THRESHOLD = -3
@@ -60,10 +60,10 @@ class Sharded:
         self._group, self._sent = group, sent
         # the loop writes into nothing that a model returned
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-        device = local_rows.device_of(module)
+        device = sharded_loading.device_of(module)
         if device.type == "cpu":
             give_back()
-        local_rows.move(module, device)
+        sharded_loading.move(module, device)
         self._copies = 1 if replicas is None else replicas.size()
         mesh = _mesh(group, replicas, device.type)
         self._unsharded = False
@@ -72,7 +72,7 @@ class Sharded:
         for part in (*blocks(module), module):
             fully_shard(part, mesh=mesh, reshard_after_forward=True, **given)
             self._count(part)
-        local_rows.fill(module)
+        sharded_loading.fill(module)
         self._parts: list[Any] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)  # losses have global denominators: their gradients are summed

@@ -152,7 +152,7 @@ def impossible(state: State) -> str | None:
 
 def decide(state: State, tried: Sequence[float]) -> tuple[State, Decision]:
     """The placement of the next step. ``tried``: the seconds that the generate phase of the last step would have taken
-    with each of ``candidates``, on the slowest controller (``hindsight.tried``); empty if nothing was judged.
+    with each of ``candidates``, on the slowest controller (``what_if.tried``); empty if nothing was judged.
 
     Which memory of the past serves best depends on the load: after a shift the latest step, on a judge that is slow
     every other step all steps. So every chooser's choices are added up as if they had been made, and the best so far

@@ -33,8 +33,7 @@ from mmrl.core.json_types import JsonObject
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Sample, TextRows
 from mmrl.models.policy import Version
-from mmrl.placement import adaptive, claimed, device_tasks, lending
-from mmrl.placement import what_if as hindsight
+from mmrl.placement import adaptive, claimed, device_tasks, lending, what_if
 from mmrl.placement.adaptive import Moves, Split, State
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.scheduler_log import RESUMES, TRIED
@@ -268,7 +267,7 @@ class MultiDevice(Devices):
         }
         decides = self.settings.follows and bool(context.rewards.on_device)
         work = board.tell(board.scheduler.work_of, step)
-        tried = hindsight.of_step(board.measured(), self.settings, self.state, work) if decides else []
+        tried = what_if.of_step(board.measured(), self.settings, self.state, work) if decides else []
         if decides:
             board.note(TRIED, tried)
         rows = as_rows(board.events, step + 1, context.controller.rank, board.entries())
@@ -276,7 +275,7 @@ class MultiDevice(Devices):
         numbers = summed([mine for mine, _, _ in found])
         self._lines = [line for _, lines, _ in found for line in lines]
         split = self.state.split
-        decided = [self._decide(step + 1, hindsight.slowest([tried for _, _, tried in found]))] if decides else []
+        decided = [self._decide(step + 1, what_if.slowest([tried for _, _, tried in found]))] if decides else []
         if self.settings.lend:
             decided.append(lending.decision(step + 1, self._lines, len(self._trainers), board.scheduler))
         self._lines += in_one_line(decided)

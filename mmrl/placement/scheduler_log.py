@@ -14,8 +14,7 @@ from typing import Any
 
 from mmrl.config.placement import Placement
 from mmrl.core.json_types import Json, JsonObject, as_integer, as_list, as_object, as_text
-from mmrl.placement import adaptive
-from mmrl.placement import what_if as hindsight
+from mmrl.placement import adaptive, what_if
 from mmrl.placement.adaptive import Split, State
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.tasks import Call, Event, Role
@@ -93,9 +92,9 @@ class Replay:
         elif what == RESUMES:
             self._state = self._known.read(as_object(given[0]))
         elif what == MEASURED:
-            self._measured = hindsight.measured(self._heard)
+            self._measured = what_if.measured(self._heard)
         elif what == TRIED:
-            tried = hindsight.of_step(self._measured or self._heard, self.settings, self._known, self._worked)
+            tried = what_if.of_step(self._measured or self._heard, self.settings, self._known, self._worked)
             self._compare("seconds under each candidate", given[0], tried)
             self.tried = tried
         else:
@@ -182,7 +181,7 @@ def replay(lines: Iterable[JsonObject], settings: Placement) -> dict[int, Replay
             mine = found.setdefault(as_integer(line["controller"]), Replay(settings))
             mine.hear(as_integer(line["step"]), [as_list(entry) for entry in as_list(line["heard"])])
         elif "decision" in line and settings.follows:
-            tried = hindsight.slowest([mine.tried for mine in found.values()])
+            tried = what_if.slowest([mine.tried for mine in found.values()])
             for mine in found.values():
                 mine.decide(as_integer(line["step"]), tried, line)
     return found

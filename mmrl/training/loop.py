@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
-from mmrl.core import nan_check as finite
+from mmrl.core import nan_check
 from mmrl.core.clock import Clock
 from mmrl.core.randomness import generator
 from mmrl.core.samples import make_samples
@@ -188,7 +188,7 @@ def pathwise_rollout(
         parts = context.rewards.gradient_parts(asked, step=step)
     except RewardError:
         # Check pictures only after an error: an earlier check would synchronise with the device once more.
-        finite.checked_pictures(images, latents, rows.ids)
+        nan_check.checked_pictures(images, latents, rows.ids)
         raise
     total = context.rewards.weighted(parts)
     sources = by_source([sample.prompt for sample in shown], context.recipe.data.labels)

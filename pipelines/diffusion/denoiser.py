@@ -25,7 +25,7 @@ from mmrl.algorithms import sde
 from mmrl.algorithms.solver import NoiselessSteps, Solver
 from mmrl.config.sampling import shares_steps
 from mmrl.config.schema import Recipe
-from mmrl.core import nan_check as finite
+from mmrl.core import nan_check
 from mmrl.core.trajectory import DenoisingRows, SampleId, Slot
 from mmrl.core.transfer import picked
 
@@ -106,7 +106,7 @@ class Denoiser(Predictor):
         self._denoise(rows, state, first, until)
         velocity = self._velocity(rows, state.x, until, rows.features)
         predicted = state.x - rows.schedule.sigmas[until].item() * velocity
-        finite.check_steps([*state.finite, predicted.flatten(1).isfinite().all(1)], ids)
+        nan_check.check_steps([*state.finite, predicted.flatten(1).isfinite().all(1)], ids)
         made = self._made(rows, state, predicted)
         before = state.noiseless.before
         made.paused = torch.stack([state.x, velocity, *([] if before is None else [before])], 1)
@@ -178,7 +178,7 @@ class Denoiser(Predictor):
             state.x = mean + rows.c.std[i].item() * z
             state.states.append(state.x)
             state.log_probs.append(sde.log_prob(state.x, mean, rows.c, i))
-        finite.check_steps(state.finite, rows.ids)
+        nan_check.check_steps(state.finite, rows.ids)
 
     def _noiseless(self, rows: _Rows) -> NoiselessSteps:
         return NoiselessSteps(rows.c, rows.solver)
@@ -269,7 +269,7 @@ def _begin(x: Tensor, steps: int, denoise: Step, features: Features) -> list[_Be
     finite: list[Tensor] = []
     for i in range(steps):
         x = denoise(x, i, features)
-        finite.append(x.flatten(1).isfinite().all(1))
+        nan_check.append(x.flatten(1).isfinite().all(1))
     return [_Begun(*one) for one in zip(x, torch.stack(finite, 1), strict=True)]
 
 

@@ -24,7 +24,7 @@ from mmrl.algorithms.sde import squared_distance
 from mmrl.algorithms.window import start as window_start
 from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
-from mmrl.core import nan_check as finite
+from mmrl.core import nan_check
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.core.randomness import generator, noise
@@ -91,9 +91,9 @@ class FlowPipeline(Denoiser):
                     for key in missing:
                         made = self._encoded(prompts[key]) if key in prompts else self._negative(*negatives[key])
                         prompt_id = prompts[key].id if key in prompts else "of guidance"
-                        finite.check_features(made, prompt_id)
+                        nan_check.check_features(made, prompt_id)
                         if not self._encoders_looked_at:
-                            finite.check_encoders(self.adapter.text_encoders, prompt_id)
+                            nan_check.check_encoders(self.adapter.text_encoders, prompt_id)
                             self._encoders_looked_at = True
                         self.features.put(key, made)
                         if self.cache is not None:
@@ -102,7 +102,7 @@ class FlowPipeline(Denoiser):
             for key, prompt in pairs.items():
                 if self.pairs is not None and key not in self.features:
                     pair = self.pairs.encoded(prompt)
-                    finite.check_pair(pair, prompt.id)
+                    nan_check.check_pair(pair, prompt.id)
                     self.features.put(key, pair)
         except BaseException:
             self.features.release(keys)
@@ -167,7 +167,7 @@ class FlowPipeline(Denoiser):
     def images(self, rows: DenoisingRows) -> Tensor:
         """Decode clean results to float32 ``[B, 3, H, W]``, clips ``[B, F, 3, H, W]``, in [0, 1]."""
         with self.offloaded.using(self.adapter.vae):  # it stays for the next micro-batch
-            return finite.checked_pictures(self.decoded(rows.clean), rows.clean, rows.ids)
+            return nan_check.checked_pictures(self.decoded(rows.clean), rows.clean, rows.ids)
 
     def updates(self) -> dict[str, float]:
         return {"perf/shared_steps": self.prefix.saved} if self.prefix.used else {}

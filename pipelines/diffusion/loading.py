@@ -29,8 +29,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
-from mmrl.core import notices
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import notices, sharded_loading
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import json_of
 from mmrl.core.json_types import JsonObject, as_list, as_object, as_text
@@ -63,7 +62,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     """
     pipe = _load(family, recipe, path)
     pipeline = _assemble(family, pipe, recipe, path, device)
-    local_rows.move(pipeline.policy, device)
+    sharded_loading.move(pipeline.policy, device)
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipe.vae):
             module.to(device)
@@ -186,7 +185,7 @@ def _rows(
     family: type[Adapter], recipe: Recipe, path: str, kind: type[diffusers.DiffusionPipeline], index: JsonObject
 ) -> nn.Module | None:
     """The model that trains with this rank's rows, where it is about to be sharded; None to load it whole."""
-    if (ranks := local_rows.group()) is None:
+    if (ranks := sharded_loading.group()) is None:
         return None
     library, name = map(as_text, as_list(index[family.trains]))
     if library != "diffusers":
@@ -334,7 +333,7 @@ def _read(model: Any, files: Mapping[str, Path], dtype: torch.dtype, ranks: dist
             stored = handle.get_slice(name)
             if (shape := tuple(stored.get_shape())) != p.shape:
                 raise ValueError(f"{name} has the shape {shape} in {file.name}, and the configuration {tuple(p.shape)}")
-            local_rows.hold(module, of, _as(stored[local_rows.cut(len(p), ranks)], wanted))
+            sharded_loading.hold(module, of, _as(stored[sharded_loading.cut(len(p), ranks)], wanted))
 
 
 def _as(read: Tensor, dtype: torch.dtype) -> Tensor:

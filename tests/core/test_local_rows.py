@@ -18,7 +18,7 @@ from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.core.clock import Clock
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.models.text import row_loading
@@ -92,25 +92,25 @@ def serve(rank, size, port, out, cases):
     torch.set_num_threads(1)
     peers = Group(rank, size, "127.0.0.1", port)
     divided, answers = [], {}
-    divide = local_rows.divide
+    divide = sharded_loading.divide
 
     def noted(model, ranks, **named):
         divide(model, ranks, **named)
         divided.append([name for name, p in model.named_parameters() if type(p.detach()) is torch.Tensor])
 
-    local_rows.divide = noted
-    placeholder, held = local_rows._placeholder, []
-    local_rows._placeholder = lambda p, dtype: held.append(p) or placeholder(p, dtype)
+    sharded_loading.divide = noted
+    placeholder, held = sharded_loading._placeholder, []
+    sharded_loading._placeholder = lambda p, dtype: held.append(p) or placeholder(p, dtype)
     for name, (recipe, words, steps) in json.loads(cases).items():
         divided.clear()
         held.clear()
         mine, share = arm(recipe, words, peers, rank, size, steps)
         by_rows, n = copy.deepcopy(divided), len(held)
-        reading, local_rows.reading = local_rows.reading, whole
+        reading, sharded_loading.reading = sharded_loading.reading, whole
         try:
             theirs, _ = arm(recipe, words, peers, rank, size, steps)
         finally:
-            local_rows.reading = reading
+            sharded_loading.reading = reading
         assert len(divided) == len(by_rows), "the other arm must load whole"
         assert len(held) == n, "the other arm must load whole"
         different = [[k for k in m if not equal(m[k], t.get(k))] for m, t in zip(mine, theirs, strict=True)]
@@ -223,7 +223,7 @@ def test_rows_of_every_family_of_pictures_are_those_of_a_whole_load(family, tmp_
                 assert mine.config == whole.config
                 assert equal(dict(mine.named_buffers()), dict(whole.named_buffers()))
                 found = {f"{m}.{name}".lstrip("."): rows for m, name, rows in kept(mine)}
-                expected = {name: parts[name][local_rows.cut(len(parts[name]), rank)] for name in found}
+                expected = {name: parts[name][sharded_loading.cut(len(parts[name]), rank)] for name in found}
                 assert equal(found, expected)
                 others = {name: p for name, p in mine.named_parameters() if name not in found}
                 assert equal(others, {name: parts[name] for name in others})

@@ -10,7 +10,7 @@ import torch
 
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests.support import megatron as megatron
 from tests.support.local_rows import experts
@@ -26,19 +26,19 @@ def serve(rank, port, out, cases):
     """One of two ranks: its weights in each case, read by rows and read whole."""
     torch.set_num_threads(1)
     peers = Group(rank, 2, "127.0.0.1", port, devices=2)
-    lift, read = local_rows.Lifted.__init__, []
+    lift, read = sharded_loading.Lifted.__init__, []
 
     def noted(self, module, ranks):
         lift(self, module, ranks)
         read.append([sum(rows.nbytes for rows, _ in self._rows.values()), len(self._rows)])
         read[-1].append(sum(shape.numel() * 4 for _, shape in self._rows.values()))
 
-    local_rows.Lifted.__init__ = noted
-    reading, answers = local_rows.reading, {}
+    sharded_loading.Lifted.__init__ = noted
+    reading, answers = sharded_loading.reading, {}
     for name, (recipe, path, words) in json.loads(cases).items():
         read.clear()
         arms = []
-        for local_rows.reading in (reading, lambda _: nullcontext()):
+        for sharded_loading.reading in (reading, lambda _: nullcontext()):
             run = megatron.made(path, Controller(0, 0, 1, peers), *words, name=recipe)
             policies = [run.policy, *([run.critic] if run.critic else [])]
             arms.append([t.clone() for policy in policies for t in policy.weights.mine.values()])

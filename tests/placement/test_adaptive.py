@@ -210,8 +210,8 @@ def test_a_judge_that_will_be_needed_again_stays():
 @pytest.mark.parametrize(
     "module",
     [
-        *(f"placement.{name}" for name in ("adaptive", "hindsight", "scheduler", "simulated_devices")),
-        *(f"simulator.{name}" for name in ("trace", "simulate", "trace_from_run")),
+        *(f"placement.{name}" for name in ("adaptive", "what_if", "scheduler", "simulated_devices")),
+        *(f"planner.simulator.{name}" for name in ("trace", "simulate", "trace_from_run")),
     ],
 )
 def test_imports_no_torch(module):

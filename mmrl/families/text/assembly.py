@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from mmrl.config.schema import Model, Recipe
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.families.text.engine_sampling import open_engine
@@ -47,7 +47,7 @@ def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, 
     check_strings(recipe.decoding.stop, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, device, sees=sees)
-    return LanguagePipeline(chat, local_rows.move(open_weights(model, recipe), device), recipe, device, engine)
+    return LanguagePipeline(chat, sharded_loading.move(open_weights(model, recipe), device), recipe, device, engine)
 
 
 def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path | None) -> Description:

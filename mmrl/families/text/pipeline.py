@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.core import nan_check as finite
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import nan_check, sharded_loading
 from mmrl.core.episode import Episode
 from mmrl.core.errors import UserError
 from mmrl.core.media import Clip
@@ -352,14 +351,14 @@ class LanguagePipeline:
         cut = torch.tensor([one.cut for one in played], device=self.device)
         behind = [one.segments for one in played]
         made = TextRows.answers(slots, ids, self._prompts(slots), tokens, cut, log_probs, behind=behind)
-        finite.check_tokens(made.padded("log_probs"), made.padded("action_mask").float(), ids)
+        nan_check.check_tokens(made.padded("log_probs"), made.padded("action_mask").float(), ids)
         return replace(made, episodes=[one.episode for one in played])
 
     def _checked(
         self, slots: Sequence[Slot], ids: Sequence[SampleId], drawn: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> TextRows:
         tokens, log_probs, mask, truncated = drawn
-        finite.check_tokens(log_probs, mask, ids)
+        nan_check.check_tokens(log_probs, mask, ids)
         lengths = mask.sum(1).long().tolist()
         cut = [[row[:n] for row, n in zip(column, lengths, strict=True)] for column in (tokens, log_probs)]
         return TextRows.answers(slots, ids, self._prompts(slots), cut[0], truncated, cut[1])
@@ -571,7 +570,7 @@ class LanguagePipeline:
         return getattr(self.policy, "vocabulary", None)
 
     def open_critic(self) -> nn.Module:
-        self.critic = local_rows.move(Critic(self.policy), self.device)
+        self.critic = sharded_loading.move(Critic(self.policy), self.device)
         return self.critic
 
     def _values(self, rows: TextRows) -> Tensor:

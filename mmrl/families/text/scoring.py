@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from mmrl.config.schema import Recipe
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.hub_files import check_weights
 from mmrl.core.json_types import JsonObject
@@ -128,7 +128,7 @@ def _rows(
     read: Callable[..., Any], path: str, dtype: torch.dtype, policy_of: Recipe | None, **more: Any
 ) -> PreTrainedModel | None:
     """The model with this rank's rows, where it is about to be sharded; None to load it whole."""
-    ranks = local_rows.group()
+    ranks = sharded_loading.group()
     if ranks is None or policy_of is None:
         return None
     with whole_weights(f"path: {path}", unused=(f"{HEAD}.", "lm_head.")):
@@ -161,7 +161,7 @@ def open_policy(recipe: Recipe, path: str, pad_token: int, device: torch.device)
     """A reward model to train: the weights that the recipe names, and always the new head. Raises ``UserError``."""
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     scorer = load_scorer(path, pad_token, dtype, recipe.seed, policy_of=recipe)
-    return local_rows.move(open_scorer(scorer, recipe), device)
+    return sharded_loading.move(open_scorer(scorer, recipe), device)
 
 
 def open_scorer(model: PreTrainedModel, recipe: Recipe) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import sharded_loading
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_weights
 from mmrl.core.library_loading import check_size, refused
@@ -67,7 +67,7 @@ def load_model(
 
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
-    ranks = local_rows.group()
+    ranks = sharded_loading.group()
     where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
     wanted = "a directory with config.json and safetensors"
     said = f"model.path: {where} cannot be loaded by {auto.__name__}: "

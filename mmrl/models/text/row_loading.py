@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mmrl.core import notices
-from mmrl.core import sharded_loading as local_rows
+from mmrl.core import notices, sharded_loading
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel
@@ -48,7 +47,7 @@ def load_rows(
     if lacking := sorted({*found["missing_keys"]} - {*new}):
         _tell(ranks, f"every process loads the whole model: the checkpoint lacks {lacking[0]}, which gets new values")
         return None
-    local_rows.set_aside(model)
+    sharded_loading.set_aside(model)
     return model
 
 
@@ -83,7 +82,7 @@ def _divided(asked: Any, ranks: dist.ProcessGroup, whole: Collection[str]) -> Ge
     def maybe_distribute_model(cls: type, model: PreTrainedModel, config: Any, *rest: Any) -> PreTrainedModel:
         if config is not asked:
             return otherwise.__func__(cls, model, config, *rest)
-        local_rows.divide(model, ranks, whole=_converted(model, ranks.size()) | {*whole})
+        sharded_loading.divide(model, ranks, whole=_converted(model, ranks.size()) | {*whole})
         return model
 
     setattr(PreTrainedModel, _HOOK, classmethod(maybe_distribute_model))

@@ -13,8 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from mmrl.config.placement import Placement
-from mmrl.placement import simulated_moving
-from mmrl.placement import what_if as hindsight
+from mmrl.placement import simulated_moving, what_if
 from mmrl.placement.adaptive import Decision, Split, decide, opening, splits, starting
 from mmrl.placement.simulated_ahead import SimulatedAhead
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices, SimulatedTime
@@ -132,8 +131,8 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, pr
         out.moves.append(int(numbers["moves"]) if moves == "worth" else 0)
         out.splits.append(state.split)
         if settings.follows:
-            tried = [hindsight.tried(devices.scheduler, state) for devices in controllers]
-            state, decision = decide(state, hindsight.slowest(tried))
+            tried = [what_if.tried(devices.scheduler, state) for devices in controllers]
+            state, decision = decide(state, what_if.slowest(tried))
             out.decisions.append(decision)
     return out
 
@@ -196,13 +195,13 @@ def sampled_ahead(
         nonlocal state
         out.splits.append(state.split)
         if settings.follows:
-            beside = hindsight.Beside(training[step], trainers, staleness, settings.lend)
+            beside = what_if.Beside(training[step], trainers, staleness, settings.lend)
             work = [devices.scheduler.work_of(step) for devices in controllers]
             tried = [
-                hindsight.tried_ahead(devices.scheduler, state, done, beside)
+                what_if.tried_ahead(devices.scheduler, state, done, beside)
                 for devices, done in zip(controllers, work, strict=True)
             ]
-            state, decision = decide(state, hindsight.slowest(tried))
+            state, decision = decide(state, what_if.slowest(tried))
             out.decisions.append(decision)
         if settings.split != "fixed":
             for devices in controllers:
