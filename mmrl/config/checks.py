@@ -12,6 +12,7 @@ from mmrl.config.moving_checks import of_moving
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
+from mmrl.config.sampling import TextSampling
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
 from mmrl.core.episode import REWARD
@@ -201,9 +202,9 @@ def _unused(recipe: Recipe) -> Iterator[str]:
 
 def _scores(recipe: Recipe) -> Iterator[str]:
     """A reward model reads given texts, and writes none."""
-    if not recipe.algorithm.trains_scores:
+    if not recipe.algorithm.trains_scores or not isinstance(recipe.sampling, TextSampling):
         return
-    for key in _changed(recipe.decoding, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")):
+    for key in _changed(recipe.sampling, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")):
         yield f"sampling.{key}: {recipe.algorithm.type} samples nothing; remove it"
     if recipe.eval.temperature is not None:
         yield f"eval.temperature: {recipe.algorithm.type} samples nothing; remove it"

@@ -269,7 +269,7 @@ def _begin(x: Tensor, steps: int, denoise: Step, features: Features) -> list[_Be
     finite: list[Tensor] = []
     for i in range(steps):
         x = denoise(x, i, features)
-        nan_check.append(x.flatten(1).isfinite().all(1))
+        finite.append(x.flatten(1).isfinite().all(1))
     return [_Begun(*one) for one in zip(x, torch.stack(finite, 1), strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import suppress
 
 import pytest
 
@@ -87,3 +88,11 @@ def test_an_algorithm_that_cannot_be_read_is_refused_in_words_of_python(algorith
     with pytest.raises(UserError, match="algorithm: ") as caught:
         from_python("sums", changes, Objects(algorithm=algorithm))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["shapes-nft", "shapes-lora", "sums", "scenes", "sums-sft", "sums-tool"])
+def test_every_algorithm_is_taken_by_a_recipe_or_refused_with_a_message(recipe):
+    """Whatever the recipe makes: pictures, texts, texts of a model that sees, given responses, episodes."""
+    for algorithm in shipped_algorithms():
+        with suppress(UserError):
+            load_recipe([recipe], [f"algorithm={{type: {algorithm}}}"])
