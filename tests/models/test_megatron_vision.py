@@ -6,8 +6,7 @@ import pytest
 from mmrl.config.loader import load_recipe
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.models.megatron.mapping import refusals
-from tests.support import megatron as megatron
-from tests.support import tiny
+from tests.support import megatron, megatron_vision, tiny
 from tests.support.megatron_vision import (  # noqa: F401
     OPEN,
     pipeline,
@@ -22,7 +21,7 @@ pytest.importorskip("torchvision")
 def test_rows_of_text_of_clips_and_of_both_have_the_log_probs_of_the_whole(tmp_path):
     pytest.importorskip("megatron.core")
     path = tiny_model(tmp_path / "model")
-    for gaps in megatron.together(tmp_path, 2, "compare", path, *OPEN, *megatron.TP, script=__file__):
+    for gaps in megatron.together(tmp_path, 2, "compare", path, *OPEN, *megatron.TP, script=megatron_vision.__file__):
         assert len(gaps) >= 2
         assert max(gaps.values()) < 1e-4, gaps
 
