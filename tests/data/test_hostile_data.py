@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from mmrl.data.limits import LIMITS, MIB
+from tests.support import hostile_data
 from tests.support.sweeps import Sweep
 
 pytest.importorskip("datasets")
-SCRIPT = Path(__file__).with_name("hostile_data.py")
+SCRIPT = Path(hostile_data.__file__)
 
 
 @pytest.mark.slow

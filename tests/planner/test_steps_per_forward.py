@@ -19,6 +19,7 @@ from tests.support.tiny_diffusion import two_blocks
 allow_cpu_only()
 
 SMALL = [
+    "model.offload=false",  # by itself it follows the device's memory, as steps_per_forward does
     "train.prompts_per_step=2",
     "train.group_size=4",
     "train.micro_batch_size=4",

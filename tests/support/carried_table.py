@@ -5,7 +5,7 @@ PLANNED = "tests/config/test_messages.py, its plans"
 SEEING = "tests/config/test_messages.py, its plans of models that see"
 CARRIED: dict[str, str] = {
     "mmrl/algorithms/dpo.py: algorithm.label_smoothing: the … loss has none; remove it, or set algo": PLANNED,
-    "mmrl/models/context_parallel.py: train.context_parallel: no rows are cut of a …, …; remove train.contex": SEEING,
+    "mmrl/models/context_parallel.py: train.context_parallel: no rows are cut of a …, …; remove train.contex": PLANNED,
     "mmrl/models/megatron/mapping.py: model.freeze: megatron trains all weights…, and … is frozen; remove it": PLANNED,
     "mmrl/models/megatron/mapping.py: set train.backend to fsdp": PLANNED,
     "mmrl/models/megatron/mapping.py: train.…: a model that sees is cut in parts of layers alone; remove it,": SEEING,
