@@ -190,25 +190,27 @@ def their_slice(peer: Any, slices: Slices, place: Place) -> Callable[[], torch.T
 
 @torch.no_grad()
 def decode(place: Place) -> dict[str, Any]:
-    """Eight pictures of 512 x 512 through the VAE: in float32; as the product has it beside bfloat16, under autocast;
-    with bfloat16 weights, and with channels last."""
+    """Eight pictures of 512 x 512 through the run's decoder: in float32 and under autocast with weights as they are
+    stored, as the product has it, whose channels lie last, and with bfloat16 weights, which no run has."""
     context = run(place)
-    adapter: Any = context.pipeline.adapter
-    vae, figures = adapter.vae.to(place.device), {}
-    latents = torch.randn(2 if place.small else 8, *context.pipeline.shape, device=place.device)
+    pipeline: Any = context.pipeline
+    vae, decoded, figures = pipeline.adapter.vae.to(place.device), pipeline.decoded, {}
+    latents = torch.randn(2 if place.small else 8, *pipeline.shape, device=place.device)
 
-    def measured(label: str) -> None:
-        given = latents.to(vae.dtype)
-        seconds = timed(place, lambda: adapter.decode(given), 1 if place.small else 5)
-        figures[label] = round(1000 * seconds, 1)
+    def measured(label: str, work: Callable[[], torch.Tensor]) -> None:
+        figures[label] = round(1000 * timed(place, work, 1 if place.small else 5), 1)
         place.keep(figures)
 
-    measured("as it is, ms")
-    with torch.autocast(latents.device.type, torch.bfloat16):
-        measured("under autocast, ms")
-    vae.to(torch.bfloat16)
-    measured("bfloat16, ms")
+    if place.gpu:
+        measured("the product's, ms", lambda: decoded(latents))
+        figures["the product's in bfloat16"] = bool(decoded.half)
+    vae.to(memory_format=torch.contiguous_format)
+    measured("float32, ms", lambda: decoded.shown(latents))
+    measured("under autocast, ms", lambda: decoded.shown(latents, half=True))
     vae.to(memory_format=torch.channels_last)
-    measured("bfloat16, channels last, ms")
+    measured("the same, channels last, ms", lambda: decoded.shown(latents, half=True))
+    vae.to(torch.bfloat16)
+    half = latents.bfloat16()
+    measured("bfloat16 weights, channels last, ms", lambda: decoded.shown(half))
     closed(context)
     return figures

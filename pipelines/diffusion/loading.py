@@ -40,6 +40,7 @@ from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, t
 
 from .adapter import Adapter
 from .caching import cache_of
+from .decoding import lay
 from .describe import empty_pipeline
 from .flow import FlowPipeline
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
@@ -116,6 +117,7 @@ def _assemble(
         for module in (adapter.model, adapter.vae, *adapter.text_encoders):
             module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout
         Sizes(adapter)  # refuses what the family cannot make
+    lay(adapter.vae, recipe, device)
     if recipe.model.gradient_checkpointing:
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
     _attend(adapter.model, recipe)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import mmrl
-from mmrl._torchvision import allow_cpu_only
 from mmrl.app.build import build
 from mmrl.config.loader import RecipeError, load_recipe
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
+from tests.support import tiny_diffusion
 from tests.support.tiny_diffusion import two_blocks
 
 allow_cpu_only()
@@ -24,9 +25,13 @@ def pipeline():
     return made()
 
 
+def beside(pipeline, dtype):
+    """The recipe of ``pipeline`` with another ``model.dtype``."""
+    return pipeline.recipe.model_copy(update={"model": pipeline.recipe.model.model_copy(update={"dtype": dtype})})
+
+
 def decoder(pipeline, device, dtype="bfloat16"):
-    recipe = pipeline.recipe.model_copy(update={"model": pipeline.recipe.model.model_copy(update={"dtype": dtype})})
-    return mmrl.load("pipelines", "diffusion/decoding").Decoder(pipeline.adapter, recipe, device)
+    return mmrl.load("pipelines", "diffusion/decoding").Decoder(pipeline.adapter, beside(pipeline, dtype), device)
 
 
 def latents(pipeline):
@@ -63,6 +68,44 @@ def test_a_vae_that_cancels_large_numbers_stays_float32(pipeline, capsys):
     assert one.half is False
     one(x)
     assert "".join(capsys.readouterr()).count("the VAE decodes in float32: in bfloat16 pixels differ by") == 1
+
+
+def laid(vae):
+    """How many weights of convolutions lie with their channels last, of those for which it makes a difference."""
+    weights = [w for w in vae.parameters() if w.ndim == 4 and w.shape[1] > 1 and w.shape[2:].numel() > 1]
+    assert weights
+    return sum(w.is_contiguous(memory_format=torch.channels_last) for w in weights) / len(weights)
+
+
+def test_beside_half_precision_on_cuda_channels_lie_last_and_pictures_stay_the_same(pipeline):
+    """In float32, since the order of sums in bfloat16 says nothing: values and the gradient of a pathwise objective."""
+    lay = mmrl.load("pipelines", "diffusion/decoding").lay
+    x, direction = latents(pipeline).requires_grad_(), torch.randn(2, 3, 32, 32)
+    assert laid(pipeline.adapter.vae) == 0
+    before = pipeline.decoded.shown(x)
+    (expected,) = torch.autograd.grad((before * direction).sum(), x)
+    for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32"), ("cuda", "bfloat16")):
+        lay(pipeline.adapter.vae, beside(pipeline, dtype), torch.device(device))
+        assert laid(pipeline.adapter.vae) == ((device, dtype) == ("cuda", "bfloat16"))
+    after = pipeline.decoded.shown(x)
+    assert after.is_contiguous()  # rewards may read it as it lies
+    assert torch.allclose(after, before, atol=1e-5)
+    (found,) = torch.autograd.grad((after * direction).sum(), x)
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["sd", "flux", "sana", "wan", "qwen_image"])
+def test_weights_that_go_over_time_stay_as_they_are(pipeline, tmp_path, family):
+    import diffusers
+
+    tiny_diffusion.save(family, tmp_path)
+    vae = diffusers.DiffusionPipeline.from_pretrained(tmp_path).vae
+    over_time = any(w.ndim == 5 for w in vae.parameters())
+    assert over_time == (family in ("wan", "qwen_image"))
+    before = [w.stride() for w in vae.parameters()]
+    mmrl.load("pipelines", "diffusion/decoding").lay(vae, beside(pipeline, "bfloat16"), CUDA)
+    assert ([w.stride() for w in vae.parameters()] == before) == over_time
+    assert over_time or laid(vae) == 1
 
 
 def test_text_has_no_vae():

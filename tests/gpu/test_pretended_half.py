@@ -127,6 +127,31 @@ def test_pictures_multiply_in_half_precision_and_the_gradient_is_float32s(folder
     assert counted.products["bfloat16"] > 0
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("family", ["sd3", "sana"])
+def test_the_vae_keeps_its_channels_last_on_the_device_and_the_pictures(folder_of, family, offload):
+    import torch
+
+    pipelines = [
+        opened(recipe(family, folder_of(family), dtype=d, offload=offload)).pipeline for d in ("float32", "bfloat16")
+    ]
+    latents = torch.randn(2, *pipelines[0].shape, generator=torch.Generator().manual_seed(0)).to("cuda")
+    pictures = []
+    for pipeline in pipelines:
+        vae = pipeline.adapter.vae
+        for _ in range(2):
+            with torch.no_grad(), pipeline.offloaded.using(vae):
+                pictures.append(pipeline.decoded.shown(latents))
+                kernels = [w for w in vae.parameters() if w.ndim == 4 and w.shape[1] > 1 and w.shape[-1] > 1]
+                last = {w.is_contiguous(memory_format=torch.channels_last) for w in kernels}
+                assert {w.device.type for w in kernels} == {"cuda"}
+            assert last == {pipeline is pipelines[1]}
+            pipeline.offloaded.rest()
+    assert torch.equal(pictures[0], pictures[1])
+    assert torch.equal(pictures[2], pictures[3])
+    assert (pictures[0] - pictures[2]).abs().max() <= 1e-5
+
+
 SCORERS = {"clip": 0, "pickscore": 0, "aesthetic": 5, "hpsv2": 0, "imagereward": 5}
 """Rewards, and the float32 products of a call: the layers of the head whose numbers are the scores."""
 
