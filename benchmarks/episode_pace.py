@@ -30,6 +30,7 @@ import torch
 
 import mmrl
 from mmrl.config.loader import load_recipe
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import SampleId, Slot
 from mmrl.episodes.play import InStep
 
@@ -97,6 +98,7 @@ CALLS = (
 def peer(load: dict[str, float], samples: int, folder: Path) -> Callable[[], tuple[float, list[int]]]:
     """How long TRL's loop takes for a step's sampling, and the numbers of turns."""
     sys.modules.setdefault("torchcodec", None)  # type: ignore[arg-type]  # vLLM imports it, and it may not load
+    allow_cpu_only()  # before transformers imports torchvision
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]

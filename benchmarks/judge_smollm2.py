@@ -24,6 +24,7 @@ import torch
 import mmrl
 from mmrl.core.packages.places import found
 from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.judging.statistics import auc, auc_interval
@@ -139,6 +140,7 @@ TASKS: dict[str, tuple[Task, list[tuple[str, str, str]]]] = {
 
 def sentences(path: str, subjects: Sequence[str]) -> list[tuple[str, str]]:
     """What the model itself writes about each subject, up to the first full stop."""
+    allow_cpu_only()  # before transformers imports torchvision
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")

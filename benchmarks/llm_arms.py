@@ -29,9 +29,12 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.core.clock import Clock
 from mmrl.core.reward_contract import Context
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt, Sample
 from mmrl.step.step_context import StepContext
 from mmrl.training.loop import train_step
+
+allow_cpu_only()  # before transformers imports torchvision
 
 PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}assistant:\n"

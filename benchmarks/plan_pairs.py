@@ -27,6 +27,7 @@ import yaml
 
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.core.quiet import be_quiet
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.logging.environment import environment
 from mmrl.planner.estimate import Estimate
 from mmrl.planner.plan import plan
@@ -79,6 +80,7 @@ def wider(folder: Path, times: int, out: Path) -> Path:
         }
         getattr(diffusers, kind).from_config({**config, **grown}).save_pretrained(made / "transformer")
     else:
+        allow_cpu_only()  # before transformers imports torchvision
         import transformers
 
         config = transformers.AutoConfig.from_pretrained(made)

@@ -114,6 +114,9 @@ def blank(world: World, out: Path, seed: int) -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
+    from mmrl.core.torchvision_on_cpu import allow_cpu_only
+
+    allow_cpu_only()  # before transformers imports torchvision
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from tools.make_models.learned_tokenizer import learned
