@@ -20,23 +20,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.config.algorithm_settings import AlgorithmSettings, Kind, TrainsOn
+from mmrl.config.algorithm_settings import GivenPictureSettings, TrainsOn
 
 
-class PictureDPOSettings(AlgorithmSettings):
+class PictureDPOSettings(GivenPictureSettings):
     """Diffusion-DPO on given pairs of pictures (Wallace et al. 2023, arXiv 2311.12908)."""
 
     trains_on: ClassVar[TrainsOn] = "picture_pairs"
-    kind: ClassVar[Kind] = "offline"
     beta: PositiveFloat = 2000.0
     """How strongly the reference holds the policy; larger stays nearer."""
-
-    @property
-    def compares_group(self) -> bool:
-        return False
-
-    def loss_guidance(self, sampling: float) -> float:
-        return 1.0
 
 
 class PictureDPO(PairObjective):

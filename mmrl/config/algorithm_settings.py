@@ -17,7 +17,7 @@ from mmrl.core.errors import UserError
 Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
 """What an update trains on: recorded actions, clean samples noised afresh, a differentiable reward, or
 given pairs or responses."""
-TrainsOn = Literal["denoising", "tokens", "pairs", "responses", "picture_pairs"]
+TrainsOn = Literal["denoising", "tokens", "pairs", "responses", "picture_pairs", "given_pictures"]
 Spread = Literal["group", "batch", "none"]
 """What centred rewards are divided by: the standard deviation of their group, of the batch, or nothing."""
 AdvantageAggregation = Literal["sum", "each", "gdpo"]
@@ -43,8 +43,8 @@ class AlgorithmSettings(Section):
     """The section ``algorithm`` of a recipe, and the properties of its algorithm (abstract)."""
 
     trains_on: ClassVar[TrainsOn] = "denoising"
-    """The data of a step: denoised pictures and clips, sampled text, given responses, or pairs of a better and a worse
-    text or picture."""
+    """The data of a step: denoised pictures and clips, sampled text, given responses or pictures, or pairs of a
+    better and a worse text or picture."""
     kind: ClassVar[Kind] = "policy_gradient"
     uses_token_rewards: ClassVar[bool] = False
     """Whether the algorithm reads rewards of single tokens; the others would ignore them."""
@@ -241,6 +241,19 @@ class ResponseSettings(GivenSettings):
     @property
     def given_texts(self) -> Mapping[str, str]:
         return {"completion": self.completion}
+
+
+class GivenPictureSettings(AlgorithmSettings):
+    """Given pictures or clips (abstract)."""
+
+    kind: ClassVar[Kind] = "offline"
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+    def loss_guidance(self, sampling: float) -> float:
+        return 1.0
 
 
 class PictureSettings(AlgorithmSettings):

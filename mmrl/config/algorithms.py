@@ -16,17 +16,21 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import get_args, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
 
 from mmrl.config.algorithm_settings import AlgorithmSettings, Kind
 from mmrl.config.aliases import alias_message
 from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import kind_of, shown
+from mmrl.config.sampling import kind_of as kind_of_samples
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import absent, folders, load, load_from_file, shelf
 from mmrl.core.plugins.python_objects import in_this_process
 from mmrl.core.plugins.user_code import describe, place_of
+
+
+T = TypeVar("T")
 
 
 class AlgorithmError(UserError, ValueError):
@@ -98,6 +102,17 @@ def as_settings(section: object) -> object:
     if not isinstance(name, str):
         raise AlgorithmError(unknown(name))
     return find_algorithm(name).settings.model_validate(section)
+
+
+_OF_PICTURES = {"sft": "picture_sft"}
+"""Algorithms of texts that have another file for pictures, and its name."""
+
+
+def for_samples(name: T, sampling: object) -> T | str:
+    """The algorithm that ``name`` is in a recipe with the section ``sampling``: ``sft`` of pictures is
+    ``picture_sft``."""
+    of_pictures = sampling is not None and kind_of_samples(sampling) == "diffusion"
+    return _OF_PICTURES.get(name, name) if of_pictures and isinstance(name, str) else name
 
 
 def samples_nothing(section: object) -> bool:

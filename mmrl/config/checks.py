@@ -137,7 +137,7 @@ def _groups(recipe: Recipe) -> Iterator[str]:
 
 
 def _text(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.trains_on in ("denoising", "picture_pairs"):
+    if recipe.algorithm.trains_on in ("denoising", "picture_pairs", "given_pictures"):
         yield (
             f"algorithm.type: {recipe.algorithm.type} trains denoising steps, and this recipe samples text "
             "(sampling.max_new_tokens); use grpo, or a diffusion pipeline and its sampling section"
@@ -237,7 +237,7 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     if algorithm.kind != "offline":
         return
-    one = "response" if algorithm.trains_on == "responses" else "pair"
+    one = {"responses": "response", "given_pictures": "picture"}.get(algorithm.trains_on, "pair")
     if recipe.train.group_size != 1:
         yield (
             f"train.group_size: {algorithm.type} trains on one given {one} per prompt and samples no group; "
@@ -317,7 +317,8 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm.trains_on in ("pairs", "responses"):
         yield (
             f"algorithm.type: {recipe.algorithm.type} trains on given {recipe.algorithm.trains_on} of texts; use "
-            "picture_dpo, which takes pairs of pictures, or diffusion_dpo, which makes pairs from the run's samples"
+            "picture_dpo, which takes pairs of pictures, diffusion_dpo, which makes pairs from the run's samples, or "
+            "sft, which takes pictures with captions"
         )
     elif recipe.algorithm.trains_on == "tokens":
         yield (

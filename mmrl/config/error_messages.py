@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from mmrl.config.algorithm_settings import AlgorithmSettings
-from mmrl.config.algorithms import AlgorithmError, find_algorithm, shipped_algorithms
+from mmrl.config.algorithms import AlgorithmError, find_algorithm, for_samples, shipped_algorithms
 from mmrl.config.aliases import why_missing
 from mmrl.config.errors import Finding, KeyPath, did_you_mean
 from mmrl.config.layers import Tree, kind_of, parse_key
@@ -116,7 +116,7 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
     if others:
-        type_ = _at(values, (*path[:-1], "type")) or _tag(section)
+        type_ = for_samples(_at(values, (*path[:-1], "type")), values.get("sampling")) or _tag(section)
         owners = " and ".join(_tag(other) for other in others)
         name = path[-2]
         return (
@@ -194,7 +194,10 @@ def _annotation(path: KeyPath, values: JsonObject) -> Annotation:
 
 
 def _section(path: KeyPath, values: JsonObject) -> type[BaseModel] | None:
-    return _chosen(_annotation(path, values), _at(values, path))
+    written = _at(values, path)
+    if path == ("algorithm",) and isinstance(written, dict):
+        written = {**written, "type": for_samples(written.get("type"), values.get("sampling"))}
+    return _chosen(_annotation(path, values), written)
 
 
 def _chosen(annotation: Annotation, written: Json | BaseModel) -> type[BaseModel] | None:

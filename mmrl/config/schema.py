@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from mmrl.config.algorithm_settings import AlgorithmSettings
-from mmrl.config.algorithms import as_settings, samples_nothing
+from mmrl.config.algorithms import as_settings, for_samples, samples_nothing
 from mmrl.config.data import Data, without_name
 from mmrl.config.dtype import with_choice
 from mmrl.config.environment import Environment
@@ -424,7 +424,14 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _given_texts_need_no_rewards(cls, values: object) -> object:
+    def _environments_have_a_reward(cls, values: object) -> object:
+        if isinstance(values, Mapping) and values.get("environment") and values.get("rewards") in (None, []):
+            return {**values, "rewards": [{"name": "environment"}]}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given_data_need_no_rewards(cls, values: object) -> object:
         if (
             isinstance(values, Mapping)
             and values.get("rewards") in (None, [])
@@ -435,10 +442,11 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _environments_have_a_reward(cls, values: object) -> object:
-        if isinstance(values, Mapping) and values.get("environment") and values.get("rewards") in (None, []):
-            return {**values, "rewards": [{"name": "environment"}]}
-        return values
+    def _names_its_algorithm(cls, values: object) -> object:
+        algorithm = values.get("algorithm") if isinstance(values, Mapping) else None
+        if not isinstance(values, Mapping) or not isinstance(algorithm, Mapping) or "type" not in algorithm:
+            return values
+        return {**values, "algorithm": {**algorithm, "type": for_samples(algorithm["type"], values.get("sampling"))}}
 
     @model_validator(mode="before")
     @classmethod

@@ -79,7 +79,7 @@ def check_encoders(encoders: Iterable[torch.nn.Module], prompt: str) -> None:
             raise NotFiniteError(f"the features of the prompt {prompt} are wrong")
 
 
-def check_pair(latents: Mapping[str, Tensor], prompt: str) -> None:
+def check_given(latents: Mapping[str, Tensor], prompt: str) -> None:
     """Raises ``NotFiniteError`` naming ``prompt`` where the VAE made numbers of its pictures that are not finite."""
     for name, made in latents.items():
         if _any(~made.isfinite()):

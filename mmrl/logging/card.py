@@ -117,7 +117,7 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
     seconds = f", {spent[-1]:,.0f} CPU-seconds of training" if spent else ""
     average = " The weights are the moving average over the updates." if recipe.optim.ema_decay is not None else ""
     paired = recipe.algorithm.kind == "offline"
-    given = "responses" if recipe.algorithm.trains_on == "responses" else "pairs"
+    given = {"responses": "responses", "given_pictures": "pictures"}.get(recipe.algorithm.trains_on, "pairs")
     kind = f"training on given {given}" if paired else "reinforcement learning"
     work = (
         f"{train.prompts_per_step} {given}"

@@ -109,6 +109,7 @@ METRICS: dict[str, str] = {
     "kto/accuracy": "kto: fraction of responses on the right side of the divergence: above it if good, below if bad.",
     "kto/margin": "kto: implicit reward minus that of the divergence, its negative for bad responses, mean.",
     "kto/kl": "kto: divergence from the reference on mismatched responses, nats a response, at least 0.",
+    "sft/fit": "picture_sft: minus the loss on given pictures, mean.",
     "sft/log_prob": "sft: log-prob of a token of the given responses, nats, mean.",
     "orpo/accuracy": "orpo: fraction of pairs whose better text has the larger odds.",
     "orpo/log_odds_ratio": "orpo: log odds of the better text minus those of the worse one, mean.",

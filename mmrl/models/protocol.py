@@ -137,8 +137,9 @@ class _Pipeline(Protocol[Made]):
     def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """For an offline objective: both sides of each row's given pair with a graph, as needed, ``[B]`` each. Of
         texts: chosen_log_probs and rejected_log_probs, or chosen_scores and rejected_scores; of pictures: chosen_error
-        and rejected_error. Of a given response: completion_log_probs. The same with ``reference_`` before it is without
-        a graph. Raises ``TypeError`` where the recipe trains on samples."""
+        and rejected_error. Of a given response: completion_log_probs; of a given picture: picture_error and sigma. The
+        same with ``reference_`` before it is without a graph. Raises ``TypeError`` where the recipe trains on
+        samples."""
         ...
 
     def entries(self, kind: Kind) -> int:

@@ -378,7 +378,8 @@ def _account(
         return
     by_block, gathered = recipe.train.backend == "fsdp", recipe.performance.gather_dtype
     sizes = sizes_of(description, shards, by_block=by_block, gathered=gathered)
-    media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
+    given = {"picture_pairs": 2, "given_pictures": 1}
+    media = _pair()[: given.get(recipe.algorithm.trains_on, description.pictures)]
     try:
         _carried(made, description, prompts)
         if description.longest is not None and not prompts:

@@ -17,11 +17,11 @@ def unread(recipe: Recipe, prompts: Sequence[Prompt], *, reads_media: bool) -> I
         return
     of = f"of {len(prompts):,} prompts looked at"
     pictures = sum(1 for prompt in prompts if prompt.media)
-    if pictures and not reads_media and recipe.algorithm.trains_on != "picture_pairs":
+    if pictures and not reads_media and recipe.algorithm.trains_on not in ("picture_pairs", "given_pictures"):
         yield (
             f"data: {pictures:,} {of} carry pictures, and only their captions are used: {recipe.pipeline} makes "
             f"pictures from text, and {recipe.algorithm.type} learns from rewards, not from given pictures (a reward "
-            "may read them as sample.prompt.media; picture_dpo learns from pairs of pictures)"
+            "may read them as sample.prompt.media; sft learns from pictures, and picture_dpo from pairs of them)"
         )
     if limits := sum(1 for prompt in prompts if prompt.max_new_tokens is not None):
         yield f"data: {limits:,} {of} have max_new_tokens, which a model that makes pictures does not read"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling, Size
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json
+from mmrl.core.json_types import Json, JsonObject
 
 from .fields import check_flow
 
@@ -221,6 +221,24 @@ class Adapter(ABC):
         """The model's timestep at any sigma, both ``[B]``."""
         return sigma * self.pipe.scheduler.config.num_train_timesteps
 
+    @property
+    def predicts_velocity(self) -> bool:
+        """Whether the model's own prediction is the velocity of flow matching."""
+        return True
+
+    def levels(self) -> Tensor:
+        """The noise levels of the model's training timesteps, ``[N]`` float64, the noisiest first: with the scheduler's
+        shift, but without one that grows with the picture."""
+        config = self.pipe.scheduler.config
+        shift = 1.0 if config.get("use_dynamic_shifting") else own_shift(config)
+        count = config.num_train_timesteps
+        even = torch.arange(count, 0, -1, dtype=torch.float64) / count
+        return shift * even / (1 + (shift - 1) * even)
+
+    def own_error(self, sigma: Tensor) -> Tensor:
+        """The squared error of the model's own prediction over that of its velocity, at noise levels ``[B]``."""
+        return torch.ones_like(sigma)
+
     def _check_scheduler(self) -> None:
         """Raises ``UserError`` where the checkpoint's scheduler says what the family's steps do not do."""
         check_flow(self.pipe.scheduler, self.family, self.pipeline)
@@ -258,6 +276,17 @@ def _check_levels(sigmas: Tensor, steps: int) -> None:
             "must fall from 1 to 0; correct scheduler/scheduler_config.json (shift, shift_terminal, use_karras_sigmas, "
             "use_exponential_sigmas), or change sampling.steps"
         )
+
+
+def shift_key(config: JsonObject) -> str:
+    """The name of the shift in the configuration of diffusers' solvers, or of its Euler scheduler."""
+    return "flow_shift" if "flow_shift" in config else "shift"
+
+
+def own_shift(config: JsonObject) -> float:
+    """The shift of a scheduler's configuration; 1 where it has none."""
+    shift = config.get(shift_key(config))
+    return shift if isinstance(shift, int | float) and shift else 1.0
 
 
 def _near(size: int, multiple: int) -> int:

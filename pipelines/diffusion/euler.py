@@ -11,9 +11,9 @@ import torch
 
 from mmrl.config.sampling import Sampling
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json
 
-from .adapter import Adapter, set_scheduler
+from .adapter import Adapter, own_shift, set_scheduler, shift_key
 from .fields import HOW_IT_STEPS, not_default, says
 
 
@@ -32,7 +32,7 @@ class EulerAdapter(Adapter, ABC):
             first = {k: v for k, v in FIRST.items() if k in own.config}
             set_scheduler(pipe, type(own).from_config(own.config, **first))
         else:
-            set_scheduler(pipe, diffusers.FlowMatchEulerDiscreteScheduler(shift=_shift_of(own.config)))
+            set_scheduler(pipe, diffusers.FlowMatchEulerDiscreteScheduler(shift=own_shift(own.config)))
 
     def _check_scheduler(self) -> None:
         own: Any = self.pipe.scheduler
@@ -65,16 +65,16 @@ class EulerAdapter(Adapter, ABC):
         if self.sampling.schedule == "euler":
             return (
                 "from diffusers import FlowMatchEulerDiscreteScheduler\n\n"
-                f"pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift={_shift_of(config)})\n"
+                f"pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift={own_shift(config)})\n"
             )
         changes = {key: text for key, text in TEXT.items() if key in config}
-        changes |= {_key(config): str(_shift_of(config))} if self.sampling.shift is not None else {}
+        changes |= {shift_key(config): str(own_shift(config))} if self.sampling.shift is not None else {}
         given = "".join(f", {key}={text}" for key, text in changes.items())
         return f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config{given})\n"
 
     def _shift(self, shift: float) -> None:
         own = self.pipe.scheduler
-        set_scheduler(self.pipe, type(own).from_config(own.config, **{_key(own.config): shift}))
+        set_scheduler(self.pipe, type(own).from_config(own.config, **{shift_key(own.config): shift}))
 
 
 _KEPT = frozenset(
@@ -110,13 +110,3 @@ _OF_LEVELS = frozenset(
 FIRST: dict[str, Json] = {"solver_order": 1, "disable_corrector": list(range(1000))}
 """Settings that make one of diffusers' solvers take Euler's steps."""
 TEXT = {"solver_order": "1", "disable_corrector": "list(range(1000))"}
-
-
-def _key(config: JsonObject) -> str:
-    """The name of the shift in the configuration of diffusers' solvers, or of its Euler scheduler."""
-    return "flow_shift" if "flow_shift" in config else "shift"
-
-
-def _shift_of(config: JsonObject) -> float:
-    shift = config.get(_key(config))
-    return shift if isinstance(shift, int | float) and shift else 1.0

@@ -115,6 +115,17 @@ class NoisePredictionAdapter(Adapter, ABC):
         levels = self._added / (self._added + self._kept)
         return (levels.unsqueeze(0) - sigma.double().unsqueeze(1)).abs().argmin(1)
 
+    @property
+    def predicts_velocity(self) -> bool:
+        return False
+
+    def levels(self) -> Tensor:
+        return (self._added / (self._added + self._kept)).flip(0).cpu()
+
+    def own_error(self, sigma: Tensor) -> Tensor:
+        kept = (1 - sigma).square()  # the velocity's error is that of the noise over 1 - s
+        return kept if self.predicts_noise else kept + sigma.square()
+
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         index, shape = timestep.long(), (-1, *[1] * (x.ndim - 1))
         a, b = (table[index].view(shape).float() for table in (self._kept, self._added))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.config.sampling import Size
 from mmrl.core.errors import BadPromptError
-from mmrl.core.media import BadMediaError, Media, open_image, read_bytes
+from mmrl.core.media import BadMediaError, Media, open_clip, open_image, read_bytes
 from mmrl.core.trajectory import Prompt
 
 
@@ -27,7 +27,30 @@ def fitted(prompt: Prompt, medium: Media, size: Size) -> Image.Image:
 
 def pixels(prompt: Prompt, medium: Media, size: Size) -> Tensor:
     """``fitted`` as ``[3, H, W]`` in [-1, 1]."""
-    image = fitted(prompt, medium, size)
+    return _scaled(fitted(prompt, medium, size))
+
+
+def clip_pixels(prompt: Prompt, medium: Media, size: Size, frames: int) -> Tensor:
+    """A clip of ``prompt`` as ``[F, 3, H, W]`` in [-1, 1]: ``frames`` evenly spaced, each fitted as a picture is.
+
+    A picture is a clip that stands still. Raises ``BadPromptError`` where it cannot be read or has fewer frames.
+    """
+    if medium.kind == "image":
+        return pixels(prompt, medium, size).expand(frames, 3, size.height, size.width)
+    try:
+        shown = open_clip(medium, count=frames).frames
+    except BadMediaError as error:
+        raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
+    if len(shown) != frames:
+        raise BadPromptError(
+            prompt.id, f"its clip has {len(shown)} frames, and {frames} train (sampling.frames); take it out"
+        )
+    box = (size.width, size.height)
+    return torch.stack([_scaled(ImageOps.fit(frame, box, Image.Resampling.BICUBIC)) for frame in shown])
+
+
+def _scaled(image: Image.Image) -> Tensor:
+    """``[3, H, W]`` in [-1, 1]."""
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1) / 127.5 - 1
 

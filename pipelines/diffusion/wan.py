@@ -91,10 +91,19 @@ class WanAdapter(EulerAdapter):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Clips ``[B, F, 3, H, W]`` in [-1, 1]."""
+        mean, std = self._normal(latents)
+        return self.pipe.vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2)
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        """Clean latents of clips ``[B, F, 3, H, W]`` in [-1, 1], the inverse of ``decode``."""
+        latents = self.pipe.vae.encode(pixels.transpose(1, 2)).latent_dist.mode()
+        mean, std = self._normal(latents)
+        return (latents - mean) / std
+
+    def _normal(self, like: Tensor) -> tuple[Tensor, Tensor]:
         config = self.pipe.vae.config
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
-        latents = latents * std.to(latents) + mean.to(latents)
-        return self.pipe.vae.decode(latents, return_dict=False)[0].transpose(1, 2)
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(like) for v in (config.latents_mean, config.latents_std))
+        return mean, std
 
     def call(self) -> dict[str, Json]:
         return {

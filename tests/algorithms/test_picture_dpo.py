@@ -97,15 +97,15 @@ def test_the_errors_are_of_both_pictures_at_one_noise_and_without_guidance(guida
 def test_levels_are_drawn_anew_in_every_step():
     run = make("sampling.steps=10")
     found = rows(run)
-    latents = run.pipeline.pairs._latents(found.slots)
+    latents = run.pipeline.pairs.latents(found.slots)
     seen = set()
     for step in range(8):
         found.ids = [SampleId(step, i, 0, 0) for i in range(3)]
-        timesteps = run.pipeline.pairs._noised(found, latents)[2]
+        timesteps = run.pipeline.pairs.noised(found, latents)[2]
         assert timesteps[:3].tolist() == timesteps[3:].tolist()
         seen |= set(timesteps.tolist())
     assert len(seen) > 5
-    assert run.pipeline.pairs._noised(found, latents)[2].tolist() == timesteps.tolist()
+    assert run.pipeline.pairs.noised(found, latents)[2].tolist() == timesteps.tolist()
 
 
 def test_any_micro_batch_gives_the_same_gradient():

@@ -32,7 +32,7 @@ allow_cpu_only()  # before transformers imports torchvision
 SMALL = ["train.steps=1", "train.prompts_per_step=2", "device=cpu"]
 GROUPS = ["train.group_size=2", "train.micro_batch_size=2", "eval.samples=2"]
 RUNS = {"sums": GROUPS, "shapes-lora": GROUPS, "moving-shapes": GROUPS, "scenes": GROUPS}
-OFFLINE = ("sums-reward", "sums-dpo", "sums-sft", "shapes-dpo")
+OFFLINE = ("sums-reward", "sums-dpo", "sums-sft", "shapes-dpo", "shapes-sft")
 RUNS |= {name: ["train.micro_batch_size=2", "eval.samples=2"] for name in OFFLINE}
 SWITCHED = ["algorithm={type: dapo}", "optim.ema_decay=0.9", "eval.guards.action=stop", "rollout.importance=token"]
 """What the keys of ``SWITCHES`` belong to."""

@@ -22,8 +22,8 @@ from tests.support.ranks import launched
 allow_cpu_only()  # before transformers imports torchvision
 
 
-GIVEN = {"sft", "kto"}
-"""Of given texts: nothing is sampled."""
+GIVEN = {"sft", "kto", "pictures"}
+"""Of given data: nothing is sampled."""
 
 LOAD = {"balance/load", "balance/load_predicted"}
 """Metrics that one controller does not have."""
@@ -69,7 +69,7 @@ def check(name, sizes, folder):
         for one in found:
             assert (one["gradient"] - gradient).norm() <= 1e-5 * gradient.norm()
             assert torch.equal(one["gradient"], found[0]["gradient"])
-            assert set(one["row"]) - set(row) == (set() if name == "diffusion" else LOAD)
+            assert set(one["row"]) - set(row) == (set() if name in ("diffusion", "pictures") else LOAD)
             for key, value in row.items():
                 if key == "balance/padding":
                     assert value >= 0  # micro-batches are of fewer rows
@@ -88,7 +88,7 @@ def check(name, sizes, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto", "normalized"])
+@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto", "pictures", "normalized"])
 def test_two_controllers_do_what_one_does(name, tmp_path):
     check(name, [2], tmp_path)
 

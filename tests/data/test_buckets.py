@@ -328,10 +328,10 @@ def test_pairs_are_compared_at_the_size_of_the_better_picture():
     pipeline.encode(slots)
     for slot, size in zip(slots, [(24, 32), (32, 24), (32, 32)], strict=True):
         rows = Rows([slot], [SampleId(0, slot.index, 0, 0)])
-        assert pipeline.pairs._latents([slot]).shape == (2, *shapes[size])
+        assert pipeline.pairs.latents([slot]).shape == (2, *shapes[size])
         found = pipeline.compare(rows, run.objective.needs, run.policy.using)
         assert torch.equal(found["chosen_error"].detach(), found["reference_chosen_error"])
-    assert {key for key in pipeline.features._refs if key.startswith("pair/")} == {
+    assert {key for key in pipeline.features._refs if key.startswith("given/")} == {
         pipeline.pairs.key(slot.prompt) for slot in slots
     }
     row, _ = train_step(replace(run, prompts=[slot.prompt for slot in slots] * 4), 0, Clock(torch.device("cpu")))

@@ -284,7 +284,7 @@ def test_the_output_says_where_the_sizes_come_from(medium):
 LARGE = ("qwen-image", "sdxl", "flux-dev", "sana15-1.6b", "z-image", "flux2-klein-base-4b-edit", "sd15", "wan21-1.3b")
 """Recipes whose step takes half a minute and more to imagine."""
 SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-gsm8k", "qwen25-0.5b-long", "qwen25-vl-3b")
-ALIKE = ("shapes-draft", "shapes-dpo", "shapes-full", "shapes-judge", "sums-capo", "sums-reward")
+ALIKE = ("shapes-draft", "shapes-dpo", "shapes-sft", "shapes-full", "shapes-judge", "sums-capo", "sums-reward")
 """Whose steps other recipes or other tests have as well."""
 PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the VAE
     "sd15": (859_520_964, 123_060_480, 83_653_863),

@@ -24,6 +24,7 @@ RECIPES = {
         "sums-dpo",
         ["train.prompts_per_step=5", "algorithm={type: sft, completion: chosen}", "model.dtype=float32"],
     ),
+    "pictures": ("shapes-sft", ["train.prompts_per_step=5", "train.micro_batch_size=1", "sampling.steps=4"]),
     "kto": ("sums-dpo", ["train.prompts_per_step=5", "algorithm={type: kto, beta: 0.5}", "model.dtype=float32"]),
     "normalized": ("sums", [*EQUAL_SHAPES, "rollout={importance: token, importance_normalize: batch, max_gap: null}"]),
     "resampled": ("sums", [*RESAMPLED, "rewards[0].normalize=batch", "sampling.temperature=0.3"]),

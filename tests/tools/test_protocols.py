@@ -31,6 +31,7 @@ from mmrl.algorithms import (
     kto,
     orpo,
     picture_dpo,
+    picture_sft,
     ppo,
     refl,
     reinforce_pp,
@@ -152,6 +153,7 @@ OFFLINE: list[type[Offline]] = [
     kto.KTO,
     orpo.ORPO,
     picture_dpo.PictureDPO,
+    picture_sft.PictureSFT,
     reward_model.RewardModel,
     sft.SFT,
 ]

@@ -38,7 +38,7 @@ MADE = {
         *(f"{prefix}{side}_{what}" for prefix in ("", "reference_") for side in ("chosen", "rejected")
           for what in ("log_probs", "error")),
         "chosen_scores", "rejected_scores", "chosen_tokens", "rejected_tokens", "completion_log_probs",
-        "reference_completion_log_probs", "mismatched_log_ratio",
+        "reference_completion_log_probs", "mismatched_log_ratio", "picture_error", "sigma",
     },
 }  # fmt: skip
 """What pipelines recompute for an objective of each kind."""
@@ -415,6 +415,8 @@ def _of_pair(name: str, values: Tensor) -> Tensor:
     """``values`` ``[B]`` in the range of what a pair of texts or pictures has under this name."""
     if name.endswith("_error"):
         return 0.01 * values.abs()
+    if name == "sigma":
+        return values.sigmoid()
     if name.endswith("_tokens"):
         return 3 + values.abs().round()
     return values - 5 if name.endswith("_log_probs") else values
