@@ -41,6 +41,17 @@ def test_the_page_of_recipe_keys_is_what_the_models_say(recipe_page):
     assert (PAGES / "recipe.md").read_text() == recipe_page, "python tools/recipe_page.py > docs/reference/recipe.md"
 
 
+def test_the_thirty_keys_are_keys_of_a_recipe(recipe_page):
+    rows = re.findall(r"^\| (\[`.+?) \|", (PAGES.parent / "thirty_keys.md").read_text(), re.M)
+    named = [link for row in rows for link in re.findall(r"\[`(.+?)`\]\((.+?)\)", row)]
+    there = {
+        (key, f"reference/recipe.md#{anchor}")
+        for anchor, key in re.findall(r'<a id="(.+?)"></a>\*\*`(.+?)`', recipe_page)
+    }
+    assert len(rows) == 30
+    assert set(named) - there == {("algorithm.type", "algorithms.md")}, "each algorithm's settings have their own type"
+
+
 def test_the_page_of_algorithms_is_what_the_code_says():
     tool = runpy.run_path(str(ROOT / "tools" / "algorithms_page.py"))
     written = (ROOT / "docs" / "algorithms.md").read_text()
