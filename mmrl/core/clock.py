@@ -12,7 +12,7 @@ import torch
 
 
 class Clock:
-    """``with clock("sample"):`` adds to that phase; an accelerator's queue is waited for, so that times are true.
+    """``with clock("sample"):`` adds to that phase; this thread's stream is waited for, so that times are true.
 
     ``pulse(phase)`` is entered with it: whoever watches whether the run gets on (``mmrl.runtime.stall_watchdog``).
     """
@@ -38,7 +38,7 @@ class Clock:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # rewards have streams of their own
         return time.perf_counter()
 
 

@@ -2,6 +2,7 @@
 
 A reward runs in its own thread (an async one in an event loop there). A thread that exceeds the deadline is abandoned:
 it is a daemon, so the process can end. ``submit`` returns at once: sync calls are queued, async ones run concurrently.
+A sync reward that computes on a CUDA device has a stream of its own there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mmrl.core import torch_state
 from mmrl.core.errors import UserError, plain
@@ -24,8 +25,12 @@ from mmrl.core.reward_contract import Asked, Context
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.last_words import check_alarm, watched
 from mmrl.rewards.loading import Loaded
+from mmrl.rewards.own_stream import OwnStream
 from mmrl.rewards.returned import NAN, Answer, BatchError, read_answer
 from mmrl.rewards.views import views
+
+if TYPE_CHECKING:
+    import torch
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one, and their limit."""
@@ -54,6 +59,7 @@ class Caller:
     def __init__(self, reward: Loaded, timeout: float, retries: int = 0) -> None:
         self.reward, self.retries = reward, retries
         self.timeout = math.inf if reward.declaration.own_deadline else timeout
+        self._stream = OwnStream(wanted=reward.declaration.device and not reward.is_async)
         self._lane: _ThreadLane | _LoopLane | None = None
         self._swap = threading.Lock()
         self._turn = threading.Lock()
@@ -61,6 +67,10 @@ class Caller:
 
     def one(self, samples: Sequence[Sample], context: Context) -> Answer:
         """The answer for one batch. An error of the reward is not raised: see ``Answer.error``."""
+        return self._one(samples, context, self._stream.mark(context.device))
+
+    def _one(self, samples: Sequence[Sample], context: Context, mark: torch.cuda.Event | None) -> Answer:
+        """``mark`` stands behind all that the device computes ``samples`` from."""
         error, began = BatchError("was not called", ""), time.perf_counter()
         declared = self.reward.declaration
         context = replace(context, asked=Asked())
@@ -68,8 +78,10 @@ class Caller:
             if attempt:
                 time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
-                returned = self._attempt(views(samples), context)  # an abandoned call may still change its own copy
-                answer = read_answer(returned, len(samples), self.reward.place, spans=bool(declared.spans))
+                with self._stream.behind(mark, context.device, samples):
+                    given = views(samples)  # an abandoned call may still change its own copy
+                    returned = self._attempt(given, context)
+                    answer = read_answer(returned, len(samples), self.reward.place, spans=bool(declared.spans))
                 return self._timed(answer, context, began)
             except BatchError as failure:
                 error = failure
@@ -87,7 +99,8 @@ class Caller:
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
         """The future of the answer for one batch; returns at once. ``cancel`` works until the call begins."""
-        answer = self._workers.submit(lambda: self.one(samples, context))
+        mark = self._stream.mark(context.device)
+        answer = self._workers.submit(lambda: self._one(samples, context, mark))
         if torch_state.changes_settings(self.reward.name):  # nothing else computes meanwhile
             wait([answer])
         return answer
@@ -129,7 +142,7 @@ class Caller:
         meta = samples[0].prompt.meta if samples else {}  # now: the reward may empty its list
         with self._swap:
             if self._lane is None:
-                self._lane = _LoopLane() if self.reward.is_async else _ThreadLane()
+                self._lane = _LoopLane() if self.reward.is_async else _ThreadLane(self._stream)
             lane = self._lane
             future = lane.start(self.reward, samples, context, self.timeout)
         limit = None if math.isinf(self.timeout) else self.timeout + (_GRACE_S if self.reward.is_async else 0.0)
@@ -221,7 +234,8 @@ _Call: TypeAlias = tuple[Future[object], Loaded, list[Sample], Context]
 class _ThreadLane:
     """One daemon thread that calls sync rewards. Fed by ``start``, ends at ``stop`` once its call has returned."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: OwnStream) -> None:
+        self._stream = stream
         self._calls: queue.SimpleQueue[tuple[Future[object], Loaded, list[Sample], Context] | None] = (
             queue.SimpleQueue()
         )
@@ -242,7 +256,7 @@ class _ThreadLane:
             future, reward, samples, context = call
             _without_gradients()
             try:
-                with watched(reward.name, here=False, folder=context.folder):
+                with self._stream.here(context.device), watched(reward.name, here=False, folder=context.folder):
                     returned = reward.call(samples, context=context)
                     check_alarm(reward.name)
                 future.set_result(returned)

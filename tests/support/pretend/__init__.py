@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,13 +142,15 @@ def _synchronize(*_: object, **__: object) -> None:
 
 
 class _Stream:
-    """The one stream, and an event on it."""
+    """A stream, or an event, which stands for the stream that it was recorded in. All of them compute at once.
+    ``behind``: what it was told to wait for; ``reads``: the addresses of memory that it was said to read."""
 
     cuda_stream = device_index = 0
     synchronize = staticmethod(_synchronize)
 
     def __init__(self, *_: object, **__: object) -> None:
-        pass
+        self.behind: list[_Stream] = []
+        self.reads: set[int] = set()
 
     def __enter__(self) -> "_Stream":
         return self
@@ -164,10 +167,31 @@ class _Stream:
     def elapsed_time(self, _: object) -> float:
         return 0.0
 
+    def wait_event(self, event: "_Stream") -> None:
+        self.behind.append(event)
+
     def _nothing(self, *_: object) -> None:
         pass
 
-    record = wait = wait_event = wait_stream = _nothing
+    record = wait = wait_stream = _nothing
+
+
+_default = _Stream()
+_of_thread = threading.local()
+
+
+def _current(*_: object) -> _Stream:
+    return getattr(_of_thread, "stream", _default)
+
+
+@contextlib.contextmanager
+def _on(stream: _Stream | None) -> Iterator[None]:
+    before = _current()
+    _of_thread.stream = stream or before
+    try:
+        yield
+    finally:
+        _of_thread.stream = before
 
 
 def _patch(device: ctypes.CDLL) -> None:
@@ -187,9 +211,7 @@ def _patch(device: ctypes.CDLL) -> None:
         "get_device_name": "pretended",
         "is_bf16_supported": True,
         "mem_get_info": (MEMORY, MEMORY),
-        "current_stream": _Stream(),
-        "default_stream": _Stream(),
-        "stream": contextlib.nullcontext(),
+        "default_stream": _default,
         "device": contextlib.nullcontext(),
         "is_current_stream_capturing": False,
         "_is_in_bad_fork": False,
@@ -203,6 +225,8 @@ def _patch(device: ctypes.CDLL) -> None:
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
     cuda: dict[str, object] = {
         "synchronize": _synchronize,
+        "current_stream": _current,
+        "stream": _on,
         "Stream": _Stream,
         "Event": _Stream,
         "get_rng_state": lambda *_: torch.get_rng_state(),
@@ -211,6 +235,7 @@ def _patch(device: ctypes.CDLL) -> None:
     for name, function in cuda.items():
         setattr(torch.cuda, name, function)
     torch.accelerator.synchronize = lambda *_, **__: _synchronize()  # one of its own, which torch.compile asks for
+    torch.Tensor.record_stream = lambda tensor, stream: stream.reads.add(tensor.data_ptr())  # type: ignore[method-assign, assignment]
     torch._C._cuda_getCurrentRawStream = lambda _: 0  # bitsandbytes takes it as it is imported
 
     resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
