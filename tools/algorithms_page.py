@@ -1,8 +1,8 @@
 """Generate the page of all algorithms from their files: ``python tools/algorithms_page.py``.
 
 Of a file's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where it
-is not its paper's. Settings and defaults are those of the class that the objective takes. A test compares the page with
-what this prints.
+is not its paper's. Settings and defaults are those of the class that the objective takes; a default that it has from a
+class that several share is in that class's row of ``shared`` alone. A test compares the page with what this prints.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from mmrl.config import algorithm_settings
+from mmrl.config.algorithm_settings import AlgorithmSettings
 from mmrl.config.algorithms import Algorithm, shipped_algorithms
 from mmrl.config.aliases import SETTINGS
 
@@ -72,8 +74,7 @@ class Mine(TokenObjective):
 
 `mmrl check mine.py:Mine` checks it, and `algorithm: {type: mine.py:Mine, tau: 2.0, kl_coef: 0.0}` trains with it.
 
-The settings are the keys of the section `algorithm`. They are a pydantic model: an unknown key or a number out of range
-is an error when the recipe is read, and `mmrl plan` shows all of them. The class follows one of four protocols of
+The settings are the keys of the section `algorithm`, as a pydantic model. The class follows one of four protocols of
 `mmrl/algorithms/objective.py`; its `kind` says which, and the settings say the same. These bases do most of the work:
 
 | kind | trains on | class | settings, in `mmrl/config/algorithm_settings.py` |
@@ -85,11 +86,9 @@ is an error when the recipe is read, and `mmrl plan` shows all of them. The clas
 | `offline` | pairs of texts | `pairs.PairObjective` | `PairSettings` |
 | `offline` | responses | none; `sft.SFT` shows one | `ResponseSettings` |
 
-The file is imported when a recipe that names it is read. Other processes of a run import it from the same path. A
-file of this form in `mmrl/algorithms/` is an algorithm of mmrl, called by the file's name: nothing in mmrl lists it,
-and this page takes its formula, its settings and its departures from it. Check it with `mmrl check NAME`. Its name also
-goes into `tests/tools/test_protocols.py` and, for text, into `TOKEN_TYPES` of
-`tests/algorithms/test_token_algorithms.py`, `tests/training/test_text_loop.py` and the table in [text.md](text.md).
+A file of this form in `mmrl/algorithms/` is an algorithm of mmrl, called by the file's name, and this page takes its
+formula, settings and departures from it. Its name also goes into `tests/tools/test_protocols.py` and, for text, into
+`TOKEN_TYPES` of `tests/algorithms/test_token_algorithms.py`, `tests/training/test_text_loop.py` and [text.md](text.md).
 '''
 TAIL = "The page is made by `python tools/algorithms_page.py`; a test compares the two.\n"
 
@@ -99,7 +98,8 @@ def page() -> str:
     known = [f"| {name} | {', '.join(f'`{one}`' for one in of)} |" for name, of in SETTINGS.items()]
     out = [HEAD + "\n".join(known), "", GUIDANCE, TAIL]
     for kind, text in KINDS.items():
-        out += [f"## {text}", "", "| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
+        out += [f"## {text}", "", *shared(kind)]
+        out += ["| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
         out += [row(one) for one in shipped_algorithms() if one.settings.kind == kind]
         out.append("")
     return "\n".join([*out, OWN])
@@ -109,10 +109,31 @@ def row(algorithm: Algorithm) -> str:
     """What it is, its formula, settings with their defaults, and where it departs."""
     section, text = algorithm.settings, algorithm.module.__doc__ or ""
     formula = "<br>".join(f"`{_cell(line)}`" for line in formula_of(text))
-    fields = {key: field.default for key, field in section.model_fields.items() if key != "type"}
-    settings = ", ".join(f"`{key}: {_written(value)}`" for key, value in fields.items())
+    above = [base for base in section.__mro__[1:] if base.__module__ == algorithm_settings.__name__]
+    known = {key: value for base in reversed(above) for key, value in defaults_of(base).items()}
+    own = {key: value for key, value in defaults_of(section).items() if key not in known or known[key] != value}
+    settings = _listed(own)
     cells = [f"`{algorithm.name}`: {_cell((section.__doc__ or '').splitlines()[0])}", formula or "-", settings or "-"]
     return "| " + " | ".join([*cells, _cell(departs_of(text)) or "-"]) + " |"
+
+
+def shared(kind: str) -> Iterator[str]:
+    """The settings that several algorithms of a kind share, a line for each class that has them."""
+    users: dict[type[AlgorithmSettings], list[str]] = {}
+    for one in shipped_algorithms():
+        for base in one.settings.__mro__[1:]:
+            if one.settings.kind == kind and base.__module__ == algorithm_settings.__name__:
+                users.setdefault(base, []).append(f"`{one.name}`")
+    for base, names in users.items():
+        above = {key for parent in base.__mro__[1:] for key in getattr(parent, "model_fields", ())}
+        if own := {key: value for key, value in defaults_of(base).items() if key not in above}:
+            yield f"Shared by {', '.join(names)}: {_listed(own)}."
+            yield ""
+
+
+def defaults_of(section: type) -> dict[str, object]:
+    """The keys of a class of settings, with their defaults."""
+    return {key: field.default for key, field in getattr(section, "model_fields", {}).items() if key != "type"}
 
 
 def formula_of(text: str) -> Iterator[str]:
@@ -126,6 +147,10 @@ def departs_of(text: str) -> str:
         if paragraph.startswith("Departs:"):
             return " ".join(paragraph.removeprefix("Departs:").split())
     return ""
+
+
+def _listed(settings: dict[str, object]) -> str:
+    return ", ".join(f"`{key}: {_written(value)}`" for key, value in settings.items())
 
 
 def _written(value: object) -> str:
