@@ -93,8 +93,8 @@ def init(
 ) -> None:
     """Write a first recipe for your own model, data and reward: short, with comments, and sizes for a short run.
 
-    Asks in a terminal for what no option says. Looks at the model's configuration, the data's columns and the reward;
-    loads no weight. Exit code 1 where mmrl plan finds problems in what it wrote.
+    In a terminal it asks for anything you did not pass. It looks at the model's configuration, the data's columns and
+    the reward; it loads no weight. Exit code 1 where mmrl plan finds problems in what it wrote.
     """
     ask = _Asker(on=not yes and sys.stdin.isatty())
     _check_target(file, ask, overwrite=overwrite)

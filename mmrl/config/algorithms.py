@@ -29,7 +29,6 @@ from mmrl.core.plugins.loading import absent, folders, load, load_from_file, she
 from mmrl.core.plugins.python_objects import in_this_process
 from mmrl.core.plugins.user_code import describe, place_of
 
-
 T = TypeVar("T")
 
 

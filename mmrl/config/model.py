@@ -17,7 +17,7 @@ class Lora(Section):
     """Low-rank adapters on the policy's linear layers; the base weights stay frozen."""
 
     rank: Count = 32
-    """Of the two matrices of an adapter."""
+    """LoRA rank."""
     alpha: PositiveFloat = 64.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: list[str] | None = None

@@ -325,7 +325,7 @@ class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
     """The run's directory is ``runs/<name>`` by default."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of all randomness of training."""
+    """Seed for all training randomness."""
     pipeline: str
     """``diffusion/sd3``, or path/to/file.py."""
     model: Model

@@ -67,7 +67,7 @@ def sentences(found: Comparison) -> Iterator[str]:
             yield f"{group.label} against {first.label}: {signed(differs.value, near)}, without an interval: {why}."
         elif differs.verdict == "unclear":
             yield (
-                f"{group.label} and {first.label} cannot be told apart from chance: {_against(differs)} over "
+                f"{group.label} and {first.label} do not differ significantly: {_against(differs)} over "
                 f"{_over(differs)}."
             )
         else:

@@ -14,7 +14,7 @@ from mmrl.report.recorded import RecordedRun, read_run
 
 WIDTH = 80
 """Columns of the terminal."""
-NOBODY_ELSE = "No reward that training does not use was measured (eval.rewards), so over-optimisation would not show."
+NOBODY_ELSE = "Nothing independent was measured: reward hacking would not show. Add a reward to eval.rewards."
 Outcome = Literal["rose", "hacked", "fell", "unclear", "unknown"]
 """``hacked``: it rose, and a reward that training did not use fell. ``unknown``: there is nothing to compare."""
 _NAMES = {"success": "success", "correct": "accuracy", "accuracy": "accuracy"}
@@ -92,10 +92,10 @@ def _said(found: Change, name: str) -> str:
     ends = f"from {number(found.before, near)} to {number(found.after, near)}"
     if found.low is None or found.high is None:
         few = f"the reward of only {found.changed}" if found.changed else "the reward of none"
-        return f"{name}: no change that can be told from chance, {ends}; {few} of {found.prompts} prompts changed"
+        return f"{name}: no significant change, {ends}; {few} of {found.prompts} prompts changed"
     tail = f"{signed(found.difference, near)}, 95 % interval {number(found.low, near)} to {number(found.high, near)}"
     if found.verdict == "unclear":
-        return f"{name}: no change that can be told from chance, {ends}, {tail}"
+        return f"{name}: no significant change, {ends}, {tail}"
     return f"{name} {found.verdict} {ends}: {tail}"
 
 

@@ -182,7 +182,8 @@ def test_broken_rewards_and_data_sets_say_what_to_change(file, capsys):
     assert "not run every sample gets a score: it scored none of the made-up samples" in said
     code, said = run(capsys, f"{file}:prompts")
     assert code == 1
-    for broken in ("ids are unique", "held-out prompts do not train", "meta is JSON", "nonsense is refused"):
+    refused = "unknown options and splits are refused"
+    for broken in ("ids are unique", "held-out prompts do not train", "meta is JSON", refused):
         assert f"FAILED  {broken}" in said
 
 

@@ -96,7 +96,7 @@ def test_a_rise_is_said_with_its_interval(tmp_path):
     (said,) = judged.sentences
     assert said.startswith("Held-out accuracy rose from 0.25 to 0.75: +0.50, 95 % interval 0.3")
     assert said.endswith(", 64 held-out samples.")
-    assert "reward that training does not use" in judged.remark
+    assert "Nothing independent was measured" in judged.remark
     assert "Held-out accuracy rose" in write_report(tmp_path / "run").read_text()
 
 
@@ -107,7 +107,7 @@ def test_a_rise_is_said_with_its_interval(tmp_path):
         (
             accuracy(0.5, 0.53),
             "unclear",
-            "no change that can be told from chance, from 0.50 to 0.53; the reward of only 2",
+            "no significant change, from 0.50 to 0.53; the reward of only 2",
         ),
         (accuracy(0.5, 0.5), "unclear", "the reward of none of 64 prompts changed"),
         (accuracy(0.5), "unknown", "was 0.50 before training; there is no second evaluation"),
@@ -124,7 +124,7 @@ def test_chance_is_said_where_the_interval_contains_0(tmp_path):
     alike = {0: {"reward/number": right(0.5)}, 10: {"reward/number": right(0.5)[::-1]}}
     judged = judge_run(made(tmp_path / "run", alike))
     assert judged.outcome == "unclear"
-    assert "no change that can be told from chance, from 0.50 to 0.50, +0.00, 95 % interval -0.2" in judged.sentences[0]
+    assert "no significant change, from 0.50 to 0.50, +0.00, 95 % interval -0.2" in judged.sentences[0]
 
 
 def test_an_older_run_has_no_interval(tmp_path):
@@ -154,7 +154,7 @@ def test_a_reward_with_a_negative_weight_should_fall(tmp_path):
     ("shares", "outcome", "said"),
     [
         ((0.2, 0.6), "rose", "Other (not trained on) rose from 0.20 to 0.59: +0.39"),
-        ((0.5, 0.5), "rose", "Other (not trained on): no change that can be told from chance"),
+        ((0.5, 0.5), "rose", "Other (not trained on): no significant change"),
         ((0.6, 0.2), "hacked", "the reward is over-optimised (docs/reward_hacking.md)."),
     ],
 )

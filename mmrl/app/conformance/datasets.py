@@ -99,8 +99,8 @@ def held_out_prompts_do_not_train(case: Case) -> str:
 
     trained = {key(prompt) for prompt in case.listed("train")}
     both = [prompt for prompt in case.listed("heldout") if key(prompt) in trained]
-    expect(not both, f"{len(both)} held-out prompts are among those that train; the first is {both and both[0].id!r}")
-    return "none of them is among those that train"
+    expect(not both, f"train and held-out overlap in {len(both)} prompts; the first is {both and both[0].id!r}")
+    return "train and held-out do not overlap"
 
 
 def meta_is_json(case: Case) -> str:
@@ -134,7 +134,7 @@ def nonsense_is_refused(case: Case) -> str:
         expect(isinstance(error, UserError | ValueError), f"an unknown split raised {describe(error)}; raise UserError")
         return "an unknown option and an unknown split"
     raise AssertionError(
-        f"an unknown split gave {len(given)} prompts; raise mmrl.core.errors.UserError that lists the splits"
+        f"an unknown split must raise mmrl.core.errors.UserError that lists the splits; it gave {len(given)} prompts"
     )
 
 
@@ -145,7 +145,7 @@ CHECKS: Mapping[str, Callable[[Case], str]] = {
     "held-out prompts do not train": held_out_prompts_do_not_train,
     "meta is JSON": meta_is_json,
     "pictures and clips open": media_can_be_opened,
-    "nonsense is refused": nonsense_is_refused,
+    "unknown options and splits are refused": nonsense_is_refused,
 }
 
 
