@@ -54,7 +54,7 @@ def sweep(path: Path, strengths: Sequence[float], samples: int | None = None, wh
             f"--lora-strength: {path} trains all weights, and no adapter could be scaled; leave it out, or train with "
             "model.lora={rank: 32}"
         )
-    if recipe.sampling.type == "text" and recipe.rollout.engine != "transformers":
+    if recipe.sampling.type == "text" and not recipe.rollout.in_process:
         raise UserError(
             f"--lora-strength: {recipe.rollout.engine_name} has merged weights of its own; export the adapter (mmrl "
             "export --what lora) and scale it there"

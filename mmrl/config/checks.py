@@ -60,7 +60,7 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
         yield "rollout.partial: an episode is not cut and gone on with in a later step; remove it"
     if recipe.midway is not None:
         yield "midway: a part of an episode has no reward yet; remove it"
-    if recipe.rollout.engine == "transformers" and (recipe.train.context_parallel > 1 or recipe.train.sharing > 1):
+    if recipe.rollout.in_process and (recipe.train.context_parallel > 1 or recipe.train.sharing > 1):
         yield (
             "environment: devices that share a row do not sample by turns; set rollout.engine to vllm, or remove "
             "train.context_parallel, train.tensor_parallel and train.pipeline_parallel"
@@ -170,7 +170,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
             "sampling.repetition_penalty: sglang counts no tokens that a response had before it was cut; remove it or "
             "rollout.partial, or set rollout.engine to vllm_server"
         )
-    if recipe.performance.compile and recipe.rollout.engine != "transformers":
+    if recipe.performance.compile and not recipe.rollout.in_process:
         samples = recipe.rollout.engine_name
         yield f"performance.compile: of text it is for sampling in this process, and {samples} samples; remove it"
     if recipe.train.steps_per_forward != 1:
@@ -187,7 +187,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
 
 def _unused(recipe: Recipe) -> Iterator[str]:
     """Keys of ``rollout`` that nothing reads where the weights that train also sample."""
-    if recipe.rollout.engine != "transformers" or recipe.placement.apart:
+    if not recipe.rollout.in_process or recipe.placement.apart:
         return
     for key in _changed(recipe.rollout, ("update_bucket_mib", "weight_transport")):
         yield f"rollout.{key}: the weights that train also sample, so none travel; remove it"
@@ -258,7 +258,7 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
             yield f"scoring.{key}: {algorithm.type} calls no reward in its steps; remove it"
     if algorithm.trains_scores and recipe.eval.rewards:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
-    if recipe.rollout.engine != "transformers" and not recipe.eval.rewards:
+    if not recipe.rollout.in_process and not recipe.eval.rewards:
         yield (
             f"rollout.engine: {algorithm.type} samples nothing without eval.rewards, so {recipe.rollout.engine_name} "
             "would idle; remove rollout"
@@ -269,7 +269,7 @@ def _partial(recipe: Recipe) -> Iterator[str]:
     partial, algorithm = recipe.rollout.partial, recipe.algorithm
     if partial is None:
         return
-    if recipe.rollout.engine == "transformers":
+    if recipe.rollout.in_process:
         yield (
             "rollout.partial: only an engine with its own copy of the weights can interrupt a response and continue it "
             "later; set rollout.engine to vllm, vllm_server or sglang, or remove rollout.partial"
@@ -306,7 +306,7 @@ def _normalize(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.sampling.type != "text" or recipe.algorithm.kind != "policy_gradient":
         yield "rollout.importance_normalize: only sampled text has such weights; remove it"
-    elif rollout.engine == "transformers" and rollout.importance == "auto" and not recipe.placement.apart:
+    elif rollout.in_process and rollout.importance == "auto" and not recipe.placement.apart:
         yield (
             "rollout.importance_normalize: the trained weights also sample, so there are no importance weights; remove "
             "it, or set rollout.importance"
@@ -339,7 +339,7 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.{key}: it is for sampled text; remove it"
     if recipe.eval.temperature is not None:
         yield "eval.temperature: pictures are not drawn from tokens; remove it"
-    if recipe.rollout.engine != "transformers":
+    if not recipe.rollout.in_process:
         yield f"rollout.engine: {recipe.rollout.engine_name} samples text; remove rollout"
     if recipe.rollout.partial is not None:
         yield "rollout.partial: pictures are not sampled in parts; remove rollout"

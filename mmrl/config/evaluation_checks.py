@@ -45,7 +45,7 @@ def _no_distance(recipe: Recipe) -> str | None:
         return "an evaluation on given pairs does not sample; name a reward under eval.rewards"
     if recipe.sampling.type != "text":
         return None
-    if recipe.rollout.engine != "transformers":
+    if not recipe.rollout.in_process:
         return f"{recipe.rollout.engine_name} samples and has no base model; set rollout.engine to transformers"
     if recipe.train.backend != "replicated" or recipe.train.width > 1:
         return "the model is sharded and no base model is kept beside it; set train.backend to replicated"

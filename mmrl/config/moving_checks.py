@@ -33,7 +33,7 @@ def of_moving(recipe: Recipe) -> Iterator[str]:
             "train.balance: with rollout.partial a response goes on in a later step where it began, so its prompt "
             f"cannot move; {_EDIT}, or remove rollout.partial"
         )
-    if recipe.rollout.engine != "transformers":
+    if not recipe.rollout.in_process:
         yield (
             f"train.balance: {recipe.rollout.engine_name} begins all prompts of a step at once, so none is left to "
             f"move; {_EDIT}, or rollout.engine to transformers"

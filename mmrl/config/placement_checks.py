@@ -82,7 +82,7 @@ def _placement(recipe: Recipe) -> Iterator[str]:
         )
     if not placement.inside and not placement.follows:
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
-    if devices > 1 and recipe.rollout.engine != "transformers":
+    if devices > 1 and not recipe.rollout.in_process:
         yield from _engine_devices(recipe)
 
 
@@ -144,7 +144,7 @@ def _moving(recipe: Recipe) -> Iterator[str]:
             "placement.split: a replica of several devices keeps its server, so its devices do not move; "
             f"{fixed}, or remove the parallel size of the engine and of the judges"
         )
-    elif recipe.rollout.engine != "transformers":
+    elif not recipe.rollout.in_process:
         yield (
             f"placement.split: {recipe.rollout.engine_name} runs beside the devices that sample, and a judge that "
             f"begins to sample has none; {fixed}, or rollout.engine to transformers"
@@ -158,7 +158,7 @@ def _moving(recipe: Recipe) -> Iterator[str]:
 
 def _lending(recipe: Recipe) -> Iterator[str]:
     """Check devices that train and are lent to sampling."""
-    if recipe.rollout.engine != "transformers":
+    if not recipe.rollout.in_process:
         yield (
             f"placement.lend: {recipe.rollout.engine_name} runs beside the devices that sample, and there is none "
             "beside those that train; remove it, or set rollout.engine to transformers"
@@ -239,7 +239,7 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
             f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which {what} "
             "cannot do; set train.backend to replicated"
         )
-    if recipe.rollout.engine != "transformers" and recipe.devices_per_controller > 1 and recipe.placement.sleep:
+    if not recipe.rollout.in_process and recipe.devices_per_controller > 1 and recipe.placement.sleep:
         yield (
             f"placement.sleep: {recipe.rollout.engine_name} would wake without weights: {what} can only be sent to the "
             "engines of all devices at once; remove it, or set train.backend to replicated"

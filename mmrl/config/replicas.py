@@ -27,7 +27,7 @@ def spread(options: Mapping[str, Json]) -> int:
 
 def of_engine(recipe: Recipe) -> int:
     """The devices of a replica that samples."""
-    return 1 if recipe.rollout.engine == "transformers" else spread(recipe.rollout.options)
+    return 1 if recipe.rollout.in_process else spread(recipe.rollout.options)
 
 
 def of_judges(recipe: Recipe) -> int:

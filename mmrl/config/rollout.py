@@ -115,6 +115,11 @@ class Rollout(Section):
         return self
 
     @property
+    def in_process(self) -> bool:
+        """Whether the training process samples with the weights that it trains; else an engine has its own copy."""
+        return self.engine == "transformers"
+
+    @property
     def own_class(self) -> bool:
         """Whether the engine is a class in a user's file."""
         return ".py:" in self.engine
@@ -125,7 +130,7 @@ class Rollout(Section):
         return Path(self.engine).name
 
     def contradictions(self) -> Iterator[str]:
-        if not self.reproducible and (self.own_class or self.engine == "transformers"):
+        if not self.reproducible and (self.own_class or self.in_process):
             yield (
                 "rollout.reproducible: false is for vLLM and SGLang; remove it, or set rollout.engine to vllm, "
                 "vllm_server or sglang"

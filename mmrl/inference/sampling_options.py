@@ -51,7 +51,7 @@ _ENGINES = "set rollout.engine to vllm, vllm_server or sglang"
 def problems(recipe: Recipe) -> list[str]:
     """Why ``rollout.sampling`` or ``rollout.options`` cannot be given to the recipe's engine, with the edit."""
     given, engine = recipe.rollout.sampling, recipe.rollout.engine.removesuffix("_server")
-    if engine == "transformers" and recipe.rollout.options:
+    if recipe.rollout.in_process and recipe.rollout.options:
         return [f"rollout.options: sampling in process has none; remove it, or {_ENGINES}"]
     if not given:
         return []

@@ -16,7 +16,7 @@ def needs(context: StepContext, role: str, judge: str) -> set[str]:
     """The models that must be awake for ``role``, among those that can sleep: a judge (empty: all), an engine that
     samples."""
     has = {f"judge {name}" for name in ([judge] if judge else context.rewards.on_device)} if role == "judge" else set()
-    return has | ({"rollout"} if role == "rollout" and context.recipe.rollout.engine != "transformers" else set())
+    return has | ({"rollout"} if role == "rollout" and not context.recipe.rollout.in_process else set())
 
 
 def features_of(context: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def sampling_phase(context: StepContext, weights: str) -> Generator[None]:
     and none stays gathered. All devices of all controllers enter and leave the phase together.
     """
     policy = context.policy
-    if context.recipe.rollout.engine == "transformers" or not policy.weights.in_shards:
+    if context.recipe.rollout.in_process or not policy.weights.in_shards:
         with policy.unsharded(weights):
             yield
     else:

@@ -87,7 +87,7 @@ class MultiDevice(Devices):
         self._count = 1 + len(workers)
         self._replicas = Replicas(leaders or {}, self._count)
         self._trainers = range(settings.training(self._count))
-        self._board = TaskQueue(self._count)
+        self._board = TaskQueue(self._count, settings)
         self._threads: list[Thread] = []
         self.state = adaptive.starting(settings, self._count)
         self._lines: list[JsonObject] = []
@@ -102,7 +102,6 @@ class MultiDevice(Devices):
             lambda calls: Outside(self._board, calls, self._for),
         )
         self._board.scheduler.judges.know(context.rewards.on_device)
-        self._board.scheduler.judges.alone = self.settings.one_judge
         judged = bool(context.rewards.on_device) or not self.settings.apart
         if self.settings.log:
             placement, names = self.settings.model_dump(mode="json"), [*context.rewards.on_device]

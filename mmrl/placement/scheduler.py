@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from mmrl.config.placement import Placement
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
 from mmrl.placement.tasks import (
     LENT,
@@ -40,9 +41,11 @@ T = TypeVar("T", bound=Schedulable)
 
 
 class Scheduler(Generic[T]):
-    """Final class. ``clock``: the current time in seconds, real or simulated."""
+    """Final class. ``clock``: the current time in seconds, real or simulated. ``settings``: the recipe's section
+    ``placement``, of which the scheduler keeps what does not change in a run."""
 
-    def __init__(self, devices: int, clock: Callable[[], float]) -> None:
+    def __init__(self, devices: int, clock: Callable[[], float], settings: Placement) -> None:
+        self.settings = settings
         self.roles: list[Role] = ["rollout"] * devices
         self.events = StepEvents()
         self.moves = 0
@@ -62,7 +65,7 @@ class Scheduler(Generic[T]):
         self.waiting: set[int] = set()
         """The idle devices."""
         self._seconds: dict[Role, float] = {}
-        self.judges = Judges(devices)
+        self.judges = Judges(devices, alone=settings.one_judge)
         self._to_come, self._round = 0, -1
         self._moves: Moves = "after"
         self.ahead = False
@@ -410,9 +413,9 @@ class Judges:
     """Final class. ``of``: each device's judge, empty before it had one. With one judge it has nothing to do.
     ``alone``: a device has one judge awake at a time."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, *, alone: bool) -> None:
         self.of = [""] * devices
-        self.alone = False
+        self.alone = alone
         self._seconds: dict[str, float] = {}
         """The recent mean of a micro-batch, by judge."""
 
@@ -436,7 +439,7 @@ class Judges:
 
     def expect(self, other: Judges) -> None:
         """Expect what ``other`` has measured."""
-        self._seconds, self.alone = dict(other._seconds), other.alone
+        self._seconds = dict(other._seconds)
 
     @property
     def each(self) -> float:

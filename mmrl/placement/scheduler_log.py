@@ -105,9 +105,8 @@ class Replay:
         match devices:
             case {"devices": int(count), "judges": [*judges], "placement": placement, "judged": bool(judged)}:
                 self.settings = Placement.model_validate(placement)
-                self._scheduler = Scheduler(count, lambda: self._now)
+                self._scheduler = Scheduler(count, lambda: self._now, self.settings)
                 self._scheduler.judges.know(map(str, judges))
-                self._scheduler.judges.alone = self.settings.one_judge
                 self._state = adaptive.starting(self.settings, count, judged=judged)
             case _:
                 raise ValueError(f"no start of a scheduler's log: {devices!r}")

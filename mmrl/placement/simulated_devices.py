@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from mmrl.config.placement import Placement
 from mmrl.placement.adaptive import Moves, Split
 from mmrl.placement.portions import Claims, Numbers, ahead
 from mmrl.placement.scheduler import Scheduler
@@ -121,9 +122,10 @@ class SimulatedDevices:
         back: float | None = None,
         home: float | None = None,
         slow: float = 1.0,
+        settings: Placement | None = None,
     ) -> None:
         self.time, self._slow = time or SimulatedTime(), slow
-        self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
+        self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now, settings or Placement())
         self._calls = SimulatedCalls()
         self.decisions: list[tuple[int, Role, tuple[int, int]]] = []
         """Of the step so far: the device, and the role and ``at`` of the task that it got."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mmrl.config.placement import Placement
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.models.policy import Version
 from mmrl.placement.adaptive import Moves, Split
@@ -55,9 +56,9 @@ class TaskQueue:
     is used under one lock, and every change is followed by its decisions. ``tell`` and the methods that have the name
     of one of ``Scheduler``'s call it, and write that into the log."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, settings: Placement) -> None:
         self._now = time.perf_counter()
-        self.scheduler: Scheduler[Task] = Scheduler(devices, lambda: self._now)
+        self.scheduler: Scheduler[Task] = Scheduler(devices, lambda: self._now, settings)
         self._log: list[Entry] | None = None
         self._handed: dict[int, Task] = {}
         self._failed: BaseException | None = None

@@ -26,7 +26,7 @@ _WORK = ("rollout", "judge", "call")
 
 def measured(scheduler: Scheduler[T]) -> Scheduler[T]:
     """What a scheduler has measured until now; in a run it goes on hearing of devices that sample ahead."""
-    found: Scheduler[T] = Scheduler(len(scheduler.roles), lambda: 0.0)
+    found: Scheduler[T] = Scheduler(len(scheduler.roles), lambda: 0.0, scheduler.settings)
     found.expect(scheduler)
     found.events = StepEvents(scheduler.events)
     return found
@@ -50,7 +50,8 @@ def tried(scheduler: Scheduler[Any], state: State) -> list[float]:
         return []
     found = []
     for candidate in candidates(state.devices, inside=state.inside):
-        devices = SimulatedDevices(len(scheduler.roles), scheduler.price("judge"), back=scheduler.price("rollout"))
+        to_judge, back = scheduler.price("judge"), scheduler.price("rollout")
+        devices = SimulatedDevices(len(scheduler.roles), to_judge, back=back, settings=scheduler.settings)
         devices.scheduler.expect(scheduler)
         devices.step(work, candidate.split, candidate.moves)
         found.append(devices.scheduler.events.done_after("rollout", "judge", "call"))
@@ -87,7 +88,7 @@ def tried_ahead(scheduler: Scheduler[Any], state: State, done: Iterable[Event], 
 def _period(scheduler: Scheduler[Any], workers: int, candidate: Candidate, work: Rounds, beside: Beside) -> float:
     """The mean of two steps that have others before them and after them."""
     to_judge, back, home = (scheduler.price(role) for role in ("judge", "rollout", "train"))
-    devices = SimulatedDevices(beside.trainers + workers, to_judge, back=back, home=home)
+    devices = SimulatedDevices(beside.trainers + workers, to_judge, back=back, home=home, settings=scheduler.settings)
     devices.scheduler.expect(scheduler)
     devices.apart(candidate.split, candidate.moves)
     devices.warm()

@@ -107,7 +107,7 @@ def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_s
     text, most = recipe.sampling.type == "text", probe.most
     by_tokens = recipe.train.micro_batch_tokens is not None  # what limits a slice whatever the number of rows
     n = most if by_tokens else probe.largest(_UPDATE if text else PHASES, most)
-    apart = text and of_sampling and recipe.rollout.engine == "transformers"
+    apart = text and of_sampling and recipe.rollout.in_process
     batch = probe.largest(_SAMPLING, probe.plan.known[0].samples) if apart else 0
     while True:
         n, batch = _even(probe.samples, n), batch and _even(probe.plan.known[0].samples, batch)

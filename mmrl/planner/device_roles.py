@@ -76,7 +76,7 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
 
 
 def _all_awake(plan: Plan) -> Iterator[str]:
-    if plan.recipe.rollout.engine != "transformers" or any(one.sleeps for one in plan.asked):
+    if not plan.recipe.rollout.in_process or any(one.sleeps for one in plan.asked):
         return
     awake = [one.label for one in plan.asked if one.trained_on]
     if awake:
@@ -172,7 +172,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     split, sampled = split_of(plan), bool(plan.counts and plan.counts.micro_batches)
     judging = ", ".join(one.label for one in plan.asked if one.trained_on)
     judge = "judge" if judging == "judge" else f"judge ({judging})"
-    engine = "" if recipe.rollout.engine == "transformers" else "engine"
+    engine = "" if recipe.rollout.in_process else "engine"
     resting = ", ".join(one.label for one in plan.asked if one.sleeps)
     asleep = _asleep(recipe, resting)
     at_first = ", at first" * (recipe.placement.type in ("greedy", "adaptive"))

@@ -274,7 +274,7 @@ def _gathered_to_sample(made: Plan, description: Description, sizes: dict[int, S
     """The bytes gathered of weights in shards: all of them where the device itself samples; one tensor at a time where
     an engine gets them, in a placement in which every device trains."""
     whole, recipe = sum(size.gathered for size in sizes.values()), made.recipe
-    if whole and recipe.rollout.engine != "transformers" and not recipe.placement.apart:
+    if whole and not recipe.rollout.in_process and not recipe.placement.apart:
         return {"a tensor being gathered": _largest(description)}
     return {"weights gathered for the phase": whole}
 

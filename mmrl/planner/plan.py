@@ -123,7 +123,7 @@ def _planned(
         made.problems += [str(error)] if str(error) not in made.problems else []
         return made
     if isinstance(description.pipeline, LanguagePipeline):
-        made.recordable = recipe.rollout.engine == "transformers" and recordable(description.pipeline.policy)
+        made.recordable = recipe.rollout.in_process and recordable(description.pipeline.policy)
         if made.gpu is None:
             made.problems += _without_weights(recipe.model.path)
     _account(made, description, objective, prompts, inputs)

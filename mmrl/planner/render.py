@@ -195,7 +195,7 @@ def _shared(plan: Plan) -> str:
 
 
 def _engine(plan: Plan) -> str:
-    if plan.recipe.sampling.type != "text" or plan.recipe.rollout.engine == "transformers":
+    if plan.recipe.sampling.type != "text" or plan.recipe.rollout.in_process:
         return ""
     return f" of {plan.recipe.rollout.engine_name}, which chooses its own batches"
 

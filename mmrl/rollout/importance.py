@@ -16,7 +16,7 @@ SCALE = "importance_scale"
 def correction_of(context: StepContext) -> Correction:
     """The recipe's correction; ``auto`` means none if the trained weights also sampled, in the same process."""
     rollout = context.recipe.rollout
-    same = rollout.engine == "transformers" and not context.rollout.strategy.staleness
+    same = rollout.in_process and not context.rollout.strategy.staleness
     how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
     return Correction(how, rollout.importance_cap, rollout.importance_floor, rollout.importance_mode, rollout.rejection)
 

@@ -319,7 +319,7 @@ class Evaluator:
         sharded, or without a reference (full weights, or training that continues a saved adapter)."""
         run, train = self.run, self.run.recipe.train
         kept = run.policy.base_is_reference or "reference" in run.policy.copies
-        beside = run.recipe.rollout.engine == "transformers" and train.backend == "replicated" and train.width == 1
+        beside = run.recipe.rollout.in_process and train.backend == "replicated" and train.width == 1
         if run.pipeline.makes != "text" or not (kept and beside):
             return 0.0, 0
         drawn = text_rows(rows)

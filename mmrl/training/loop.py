@@ -95,7 +95,7 @@ def optimizer_step(
             exact = context.recipe.model.dtype == "float32"
             metrics.check_first_ratio(exact=exact)
             rollout, fresh = context.recipe.rollout, not context.rollout.strategy.staleness
-            if rollout.max_gap is not None and rollout.engine == "transformers" and rollout.partial is None and fresh:
+            if rollout.max_gap is not None and rollout.in_process and rollout.partial is None and fresh:
                 metrics.check_gap(rollout.max_gap, exact=exact)
         if total:
             metrics.set(devices.run_on_trainers(context, device_tasks.apply, spent))

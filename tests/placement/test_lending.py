@@ -9,6 +9,7 @@ import torch
 
 from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
+from mmrl.config.placement import Placement
 from mmrl.core.clock import Clock
 from mmrl.core.errors import UserError
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
@@ -129,7 +130,7 @@ def test_a_task_that_fails_on_a_lent_device_fails_the_step_and_leaves_its_weight
 
 
 def test_a_lent_device_is_back_before_the_window_ends_and_gets_nothing_after_it():
-    board, done, back = TaskQueue(2), [], threading.Event()
+    board, done, back = TaskQueue(2, Placement()), [], threading.Event()
     board.apart(Split(1, 0))
     board.scheduler._seconds["rollout"] = 1.0
 
@@ -163,7 +164,7 @@ def test_a_lent_device_is_back_before_the_window_ends_and_gets_nothing_after_it(
 
 
 def test_a_lost_device_is_told_where_its_window_ends():
-    board = TaskQueue(2)
+    board = TaskQueue(2, Placement())
     board.apart(Split(1, 0))
     with pytest.raises(RuntimeError, match="device 0 is gone"), lending.window(board, 0, range(1)):
         board.fail(0, RuntimeError("device 0 is gone"))
@@ -171,7 +172,7 @@ def test_a_lost_device_is_told_where_its_window_ends():
 
 def lender(devices, split, step, **seconds):
     """A scheduler whose devices are all idle, and which has measured ``seconds`` of a task of each role."""
-    scheduler = Scheduler(devices, lambda: 0.0)
+    scheduler = Scheduler(devices, lambda: 0.0, Placement())
     scheduler.apart(split)
     scheduler._seconds.update(seconds)
     for device in range(devices):

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from mmrl.config.loader import load_recipe
+from mmrl.config.placement import Placement
 from mmrl.core.errors import UserError
 from mmrl.placement import claimed
 from mmrl.placement.adaptive import Split
@@ -161,7 +162,7 @@ class Listed(ComingChunks):
 def test_devices_claim_only_what_they_can_begin(monkeypatch):
     """Two threads are the devices, whose judging is as long as sampling; all is drawn and nothing is claimed early."""
     monkeypatch.setattr("mmrl.placement.claimed.features_of", lambda context, slots: {})
-    board, coming = TaskQueue(2), Listed(Chunk([], [], n) for n in range(9))
+    board, coming = TaskQueue(2, Placement()), Listed(Chunk([], [], n) for n in range(9))
     board.tell(board.scheduler.new_step)
     board.begin(Split(2, 0), "worth", coming.left)
     drawing, judged = [], []
@@ -194,7 +195,7 @@ def test_devices_claim_only_what_they_can_begin(monkeypatch):
 
 def test_an_error_on_a_device_reaches_who_waits_for_samples(monkeypatch):
     monkeypatch.setattr("mmrl.placement.claimed.features_of", lambda context, slots: {})
-    board, coming = TaskQueue(2), Listed(Chunk([], [], n) for n in range(9))
+    board, coming = TaskQueue(2, Placement()), Listed(Chunk([], [], n) for n in range(9))
     board.begin(Split(2, 0), "worth", coming.left)
     threading.Timer(0.2, board.fail, (0, RuntimeError("lost"))).start()
     with pytest.raises(RuntimeError, match="lost"):

@@ -122,7 +122,7 @@ def nothing():
 
 
 def test_an_idle_device_takes_its_own_task_then_one_of_its_role_then_one_that_is_worth_a_move():
-    scheduler = Scheduler(3, lambda: 0.0)
+    scheduler = Scheduler(3, lambda: 0.0, Placement())
     for device in (2, 0, 1):
         scheduler.idle(device)
     scheduler.begin(Split(2, 1), "worth", 1)
@@ -143,7 +143,7 @@ def test_an_idle_device_takes_its_own_task_then_one_of_its_role_then_one_that_is
 
 def test_a_task_of_training_without_a_device_is_refused():
     with pytest.raises(ValueError, match="device of its own"):
-        Scheduler(1, lambda: 0.0).ready(SimulatedTask("train", 1.0, nothing))
+        Scheduler(1, lambda: 0.0, Placement()).ready(SimulatedTask("train", 1.0, nothing))
 
 
 def test_the_simulator_takes_no_longer_than_a_run_with_the_same_sleeps():

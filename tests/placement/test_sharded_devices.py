@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmrl.config.loader import load_recipe
+from mmrl.config.placement import Placement
 from mmrl.core.errors import UserError
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.placement.device_shares import all_of
@@ -154,7 +155,7 @@ def test_a_plan_counts_the_shards_of_all_devices_and_what_is_gathered_while_they
 
 
 def test_a_device_takes_its_own_task_whatever_another_has_to_do():
-    board = TaskQueue(2)
+    board = TaskQueue(2, Placement())
     for device in (0, 1):  # two slices of equal numbers
         board.put(Task("train", backward, (torch.ones(2),), device=device))
     taken = board.take(1)

@@ -12,6 +12,7 @@ import pytest
 
 from mmrl.cli.simulate import MadeUp, micro_batches, shape
 from mmrl.config.loader import load_recipe
+from mmrl.config.placement import Placement
 from mmrl.core.errors import UserError
 from mmrl.placement.adaptive import Split, splits
 from mmrl.placement.scheduler import Scheduler
@@ -123,7 +124,7 @@ def test_devices_beside_training_share_all_work_where_no_split_fits_it():
 
 
 def test_what_trains_next_is_judged_before_a_later_step_is_sampled():
-    scheduler = Scheduler(2, lambda: 0.0)
+    scheduler = Scheduler(2, lambda: 0.0, Placement())
     scheduler.apart(Split(1, 0), "worth")
     for device in range(2):
         scheduler.idle(device)

@@ -155,7 +155,7 @@ def quick(samples, *, context):
 def recorded(folder, name):
     """The events of two calls of a reward of ``REWARD``."""
     (folder / "own.py").write_text(REWARD)
-    board, caller = TaskQueue(1), Caller(build(find(f"{folder}/own.py:{name}"), {}), 60.0)
+    board, caller = TaskQueue(1, Placement()), Caller(build(find(f"{folder}/own.py:{name}"), {}), 60.0)
     board.tell(board.scheduler.new_step)
     outside = Outside(board, caller, lambda context: None)
     try:

@@ -42,7 +42,7 @@ def test_devices_are_divided_by_work(work, devices, found):
 
 
 def judges(**seconds):
-    made = Judges(4)
+    made = Judges(4, alone=False)
     made.know(seconds)
     for name, one in seconds.items():
         made.took(name, one)
@@ -87,7 +87,7 @@ def test_a_lent_device_prefers_the_judge_that_it_has():
 
 
 def test_one_judge_is_taken_in_order():
-    made = Judges(2)
+    made = Judges(2, alone=False)
     made.know(["a"])
     assert not made.several
     assert made.choose(tasks("aa"), 0, [0, 1], 9.0) == 0
@@ -164,8 +164,8 @@ def test_one_judge_of_one_is_refused_by_the_plan():
 
 @pytest.mark.parametrize(("alone", "wakes"), [(True, 8), (False, 1)])
 def test_one_device_with_two_judges_keeps_both_or_changes(alone, wakes):
-    devices = SimulatedDevices(2, 5.0)
-    devices.scheduler.judges.alone = alone
+    settings = Placement(type="partial", judges=1, sleep=True, one_judge=alone)
+    devices = SimulatedDevices(2, 5.0, settings=settings)
     devices.step([[judged(30.0, a=1.0, b=1.0)] * 4], Split(1, 1), "never")  # each waits for the next to be sampled
     events = devices.scheduler.events
     assert len([e for e in events if e.role == "wake"]) == wakes

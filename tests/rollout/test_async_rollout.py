@@ -12,6 +12,7 @@ from mmrl.app.trainer import Trainer
 from mmrl.checkpoint import run_state
 from mmrl.checkpoint.writer import Saver
 from mmrl.config.loader import load_recipe
+from mmrl.config.placement import Placement
 from mmrl.core import checkpoint_reader as reader
 from mmrl.core.clock import Clock
 from mmrl.core.signals import Stop
@@ -316,7 +317,7 @@ def test_nothing_is_drawn_beyond_the_last_step():
 
 
 def test_apart_each_device_keeps_its_role():
-    board = TaskQueue(3)
+    board = TaskQueue(3, Placement())
     board.apart(Split(1, 1))
     assert board.scheduler.roles == ["train", "rollout", "judge"]
     for role in ("rollout", "judge"):
@@ -328,7 +329,7 @@ def test_apart_each_device_keeps_its_role():
 
 
 def test_what_an_earlier_step_waits_for_goes_first():
-    board = TaskQueue(2)
+    board = TaskQueue(2, Placement())
     board.apart(Split(1, 0))
     for name, updates in (("later", 3), ("replacement", 2), ("another", 3), ("first", 1)):
         board.put(Task("rollout", device_tasks.sample, (name,), version=Version(updates, "current", {})))
@@ -336,7 +337,7 @@ def test_what_an_earlier_step_waits_for_goes_first():
 
 
 def test_work_that_goes_on_into_the_next_step_counts_in_both():
-    board = TaskQueue(1)
+    board = TaskQueue(1, Placement())
     board.put(Task("rollout", device_tasks.sample, (), of=(4, 1)))
     board.take(0)
     began = board.scheduler.since[0]
@@ -353,7 +354,7 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
 
 
 def test_work_that_ends_as_the_step_does_counts_once():
-    board = TaskQueue(1)
+    board = TaskQueue(1, Placement())
     board.put(Task("rollout", device_tasks.sample, ()))
     board.take(0)
     began = board.scheduler.since[0]

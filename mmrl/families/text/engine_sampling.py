@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from secrets import randbits
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -34,6 +35,12 @@ if TYPE_CHECKING:  # slow to import
 
 Arguments: TypeAlias = "dict[str, Json | Timeouts | Sending | torch.device]"
 """Arguments of an engine's constructor."""
+_SHIPPED = {
+    "vllm": "mmrl.inference.vllm:VllmEngine",
+    "vllm_server": "mmrl.inference.vllm_server:VllmServer",
+    "sglang": "mmrl.inference.sglang:SglangServer",
+}
+"""The classes of the engines that a recipe may name."""
 _TIMEOUTS = {"start_timeout_s": "start_s", "request_timeout_s": "request_s"}
 """What the options of a server call the fields of ``Timeouts``."""
 
@@ -51,7 +58,7 @@ def open_engine(
     all ranks together send the weights to all engines. On a device that never samples: never.
     """
     rollout = recipe.rollout
-    if rollout.engine == "transformers":
+    if rollout.in_process:
         return None
     if not server_devices.here().samples:
         return NoEngine(engine_context(recipe, context) or 0)
@@ -131,7 +138,7 @@ def _own(recipe: Recipe, path: str, given: Arguments) -> RolloutEngine:
 
 def engine_context(recipe: Recipe, context: int | None) -> int | None:
     """Tokens of prompt and response that the recipe's engine takes; None where the training process samples."""
-    if recipe.rollout.engine == "transformers":
+    if recipe.rollout.in_process:
         return None
     prompt = recipe.decoding.max_prompt_tokens
     length = prompt + recipe.response_tokens if prompt else min(context or 4096, 4096)
@@ -141,23 +148,10 @@ def engine_context(recipe: Recipe, context: int | None) -> int | None:
 
 def _start(name: str, path: str, options: dict[str, Json], given: Arguments) -> RolloutEngine:
     try:
-        return _engine(name)(path, **given, options=options)
+        module, _, made = _SHIPPED[name].partition(":")  # imported here: each needs its own library
+        return getattr(import_module(module), made)(path, **given, options=options)
     except TypeError as error:
         raise UserError(f"rollout.options: {name} does not take them: {error}") from error
-
-
-def _engine(name: str) -> Callable[..., RolloutEngine]:
-    if name == "vllm":
-        from mmrl.inference.vllm import VllmEngine
-
-        return VllmEngine
-    if name == "vllm_server":
-        from mmrl.inference.vllm_server import VllmServer
-
-        return VllmServer
-    from mmrl.inference.sglang import SglangServer
-
-    return SglangServer
 
 
 class Given:

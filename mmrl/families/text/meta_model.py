@@ -116,7 +116,7 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         with torch.device("meta"):
             pipeline.critic = Critic(policy)
         components.append(Component("critic", type(pipeline.critic.body).__name__, pipeline.critic, phases))
-    if recipe.rollout.engine != "transformers":
+    if not recipe.rollout.in_process:
         pipeline.engine = _FullLength()  # type: ignore[assignment]  # sampling asks it for nothing else
     beside = _beside(recipe, policy)
     return Description(
@@ -364,7 +364,7 @@ def _beside(recipe: Recipe, policy: nn.Module) -> list[Beside]:
     from mmrl.inference.vllm import GPU_MEMORY
 
     engine, options = recipe.rollout.engine, recipe.rollout.options
-    if engine == "transformers":
+    if recipe.rollout.in_process:
         return []
     if recipe.rollout.own_class:
         given = "".join(f", {name}: {value}" for name, value in options.items())

@@ -111,9 +111,7 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, pr
     out, time = Outcome(name, cluster.total), SimulatedTime()
     state = starting(settings, cluster.devices)
     slows = [cluster.slow] + [1.0] * (cluster.controllers - 1)
-    controllers = [SimulatedDevices(cluster.devices, trace.price, time, slow=slow) for slow in slows]
-    for devices in controllers:
-        devices.scheduler.judges.alone = settings.one_judge
+    controllers = [SimulatedDevices(cluster.devices, trace.price, time, slow=slow, settings=settings) for slow in slows]
     for work in trace.steps:
         split, moves = opening(state, judged=True)
         if prompts_move:
@@ -187,7 +185,9 @@ def sampled_ahead(
     trainers, time = settings.training(cluster.devices), SimulatedTime()
     training = [work.train * cluster.devices / trainers for work in trace.steps]
     price = trace.price if settings.lend or settings.split != "fixed" else 0.0
-    controllers = [SimulatedDevices(cluster.devices, price, time) for _ in range(cluster.controllers)]
+    controllers = [
+        SimulatedDevices(cluster.devices, price, time, settings=settings) for _ in range(cluster.controllers)
+    ]
     for devices in controllers:
         devices.apart(state.split, state.moves)
 
