@@ -36,7 +36,7 @@ def taken(board, device):
 
 
 def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows():
-    board = TaskQueue(2)
+    board = TaskQueue(2, Placement())
     board.begin(Split(1, 1), "never", 2)
     for role in ("rollout", "rollout", "judge"):
         board.put(task(role))
@@ -48,7 +48,7 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
     assert taken(board, 1) == "judge"
     assert board.scheduler.moves == 0
 
-    board = TaskQueue(2)
+    board = TaskQueue(2, Placement())
     board.begin(Split(2, 0), "after", 1)
     board.put(task("rollout"))
     board.put(task("judge"))
@@ -58,7 +58,7 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
     assert taken(board, 1) == "judge"
     assert board.scheduler.moves == 1
 
-    board = TaskQueue(2)
+    board = TaskQueue(2, Placement())
     board.begin(Split(1, 1), "worth", 2)
     board.put(task("rollout"))
     board.put(task("rollout"))
@@ -226,7 +226,7 @@ def test_what_happens_on_a_device_is_heard_before_its_answer(device):
 
 
 def test_a_turn_has_a_price_where_the_next_will_take_as_long():
-    board = TaskQueue(1)
+    board = TaskQueue(1, Placement())
     begun = board.scheduler.start
     board.done(0, "rollout", begun, begun + 60, begun + 61, priced=False)  # an engine was started for good
     assert board.scheduler.price("judge") == 0.0
