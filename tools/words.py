@@ -1,13 +1,8 @@
 """Print the words of each page of the site, and their sum without the reference: ``python tools/words.py [FOLDER]``.
 
 A word is what stands between two white spaces and has a letter or a digit: text, code and tables alike. The bars of a
-<<<<<<< HEAD
 table, and a lone ``=`` or ``-``, are no words; an address is one. Pages of ``reference/``, which are looked up and not
 read, are counted apart.
-=======
-table, ``|---|``, and a lone ``=`` or ``-`` are no words; an address is one. Pages of ``reference/``, which are looked
-up and not read, are counted apart.
->>>>>>> f8533cfb (Tests make queues with a placement)
 """
 
 from __future__ import annotations
