@@ -1,8 +1,8 @@
 """Generate the page of all algorithms from their files: ``python tools/algorithms_page.py``.
 
 Of a file's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where it
-is not its paper's. Settings and defaults are those of the class that the objective takes; a default that it has from a
-class that several share is in that class's row of ``shared`` alone. A test compares the page with what this prints.
+is not its paper's. Settings and defaults are those of the class that the objective takes, without those that it has
+unchanged from a class that several share. A test compares the page with what this prints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 
 from mmrl.config import algorithm_settings
-from mmrl.config.algorithm_settings import AlgorithmSettings
 from mmrl.config.algorithms import Algorithm, shipped_algorithms
 from mmrl.config.aliases import SETTINGS
 
@@ -26,7 +25,8 @@ HEAD = """# Algorithms
 `algorithm: {type: flow_grpo, clip_range: 1e-3}` in a recipe; the defaults are the settings of each one's paper.
 [published.yaml](published.yaml) has what authors' scripts set, each number with its file and key. Every file is
 `mmrl/algorithms/<type>.py`. `A` is the advantage, `v` the velocity, `r` a ratio of the policy to the one that
-sampled, or a reward.
+sampled, or a reward. The tables have each one's own settings; those that several share, such as `kl_coef`, are in the
+[reference](reference/recipe.md#algorithm).
 
 Settings rather than algorithms:
 
@@ -98,8 +98,7 @@ def page() -> str:
     known = [f"| {name} | {', '.join(f'`{one}`' for one in of)} |" for name, of in SETTINGS.items()]
     out = [HEAD + "\n".join(known), "", GUIDANCE, TAIL]
     for kind, text in KINDS.items():
-        out += [f"## {text}", "", *shared(kind)]
-        out += ["| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
+        out += [f"## {text}", "", "| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
         out += [row(one) for one in shipped_algorithms() if one.settings.kind == kind]
         out.append("")
     return "\n".join([*out, OWN])
@@ -115,20 +114,6 @@ def row(algorithm: Algorithm) -> str:
     settings = _listed(own)
     cells = [f"`{algorithm.name}`: {_cell((section.__doc__ or '').splitlines()[0])}", formula or "-", settings or "-"]
     return "| " + " | ".join([*cells, _cell(departs_of(text)) or "-"]) + " |"
-
-
-def shared(kind: str) -> Iterator[str]:
-    """The settings that several algorithms of a kind share, a line for each class that has them."""
-    users: dict[type[AlgorithmSettings], list[str]] = {}
-    for one in shipped_algorithms():
-        for base in one.settings.__mro__[1:]:
-            if one.settings.kind == kind and base.__module__ == algorithm_settings.__name__:
-                users.setdefault(base, []).append(f"`{one.name}`")
-    for base, names in users.items():
-        above = {key for parent in base.__mro__[1:] for key in getattr(parent, "model_fields", ())}
-        if own := {key: value for key, value in defaults_of(base).items() if key not in above}:
-            yield f"Shared by {', '.join(names)}: {_listed(own)}."
-            yield ""
 
 
 def defaults_of(section: type) -> dict[str, object]:
