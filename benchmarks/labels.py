@@ -34,9 +34,9 @@ from mmrl.rewards.learned.labels.baselines import head
 from mmrl.rewards.learned.labels.embeddings import MODEL, PIXELS, WORDS, Content, Embedder, Encoders, Space, model_of
 from mmrl.rewards.learned.labels.graph import symmetric
 from mmrl.rewards.learned.labels.inputs import HEAD, Inputs
+from mmrl.rewards.learned.labels.spreading import GRAPH, baselines_of, methods
+from mmrl.rewards.learned.labels.training import Settings, parted, train
 from mmrl.studies.distill.distilling import collect, open_policy
-from mmrl.studies.labels.spreading import GRAPH, baselines_of, methods
-from mmrl.studies.labels.training import Settings, parted, train
 
 RECIPE = "shapes-full"
 ANSWERS = "scenes"

@@ -99,10 +99,9 @@ def spread_of(folders: Sequence[Path], out: Path, pairs: int = 0) -> dict[str, A
 def spread_answers(given: argparse.Namespace, out: Path, seed: int) -> dict[str, Any]:
     """The reward of labels of answers, as ``mmrl spread --model scenes`` writes it; what it says of itself. The
     embeddings are kept in ``--cache``."""
-    from mmrl.rewards.learned.labels import folder
     from mmrl.rewards.learned.labels.embeddings import MODEL, Space
-    from mmrl.studies.labels.spreading import spread
-    from mmrl.studies.labels.training import Settings
+    from mmrl.rewards.learned.labels.spreading import spread, write
+    from mmrl.rewards.learned.labels.training import Settings
 
     parts, truth, encoders = answer_parts(given.cache, given.samples, MODEL)
     space, settings = Space.of(parts), Settings()
@@ -110,7 +109,7 @@ def spread_answers(given: argparse.Namespace, out: Path, seed: int) -> dict[str,
     told[torch.randperm(len(truth), generator=torch.Generator().manual_seed(seed))[: given.labels]] = True
     made = spread(space(parts), truth, told, settings)
     out.mkdir()
-    folder.write(out, made, space(parts), space, encoders, settings)
+    write(out, made, space(parts), space, encoders, settings)
     return {"by": made.by, "held out": list(made.quality[made.by].area)}
 
 

@@ -30,8 +30,9 @@ class Lines:
         self._lock = threading.Lock()
         _drop_torn_line(path)
 
-    def append(self, *rows: JsonObject) -> None:
-        """Write rows so that each is whole or absent. Raises ``UserError`` where the disk is full."""
+    def append(self, *rows: JsonObject, durable: bool = False) -> None:
+        """Write rows so that each is whole or absent; ``durable``: they are on the disk when this returns. Raises
+        ``UserError`` where the disk is full."""
         if not rows:
             return
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
@@ -44,6 +45,8 @@ class Lines:
                     try:
                         if file.write(data) != len(data):
                             raise OSError("the disk is full")
+                        if durable:
+                            os.fsync(file.fileno())
                     except OSError:
                         file.truncate(before)
                         raise

@@ -39,6 +39,15 @@ class Stop:
         return 0 if self.signal is None or self.signal not in ENDING else 128 + self.signal
 
 
+_stops: list[Stop] = []
+"""Of the runs that this process has open."""
+
+
+def stop_asked() -> bool:
+    """Whether a run of this process was asked to stop by a signal: what waits without end, in any thread, asks this."""
+    return any(stop.asked for stop in _stops)
+
+
 @contextmanager
 def stop_on_signal() -> Generator[Stop]:
     """Ctrl-C, SIGTERM or SIGHUP asks for a stop after the step; a second Ctrl-C or SIGTERM interrupts at once.
@@ -63,9 +72,11 @@ def stop_on_signal() -> Generator[Stop]:
 
     heard = [s for s in (signal.SIGINT, *ENDING) if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
     before = {s: signal.signal(s, ask) for s in heard}
+    _stops.append(stop)
     try:
         yield stop
     finally:
+        _stops.remove(stop)
         for s, handler in before.items():
             signal.signal(s, handler)
 

@@ -11,6 +11,7 @@ placement.jsonl    what each device did when, and why roles were moved (several 
 judge-*.jsonl      what generative judges read and wrote (transcripts), verdicts by content (cache), and their usage
 episodes/          what an environment answered: 000012.jsonl in training step 12, counted from 0
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
+votes/             what people vote on while it trains, votes.jsonl, and the rewards made of the votes
 profile/           step_000002.json.gz, a trace by torch's profiler (profile: true)
 controllers/1/     the same of another controller: its own log, failures, verdicts and samples
 calling.json       the rewards that are being called, while they are

@@ -31,13 +31,12 @@ from mmrl.rewards.learned.labels.items import Item, items_of
 from mmrl.rewards.learned.labels.model import GraphAttention, GraphTransformer, Shape
 from mmrl.rewards.learned.labels.pixels import of_clips, of_pictures, of_texts
 from mmrl.rewards.learned.labels.readers import ModelReader, described
+from mmrl.rewards.learned.labels.spreading import GRAPH, spread, write
+from mmrl.rewards.learned.labels.training import Settings, masked, parted, to_label_next, train
 from mmrl.rewards.loading import build, find
 from mmrl.studies.labels import table
-from mmrl.studies.labels.folder import write
 from mmrl.studies.labels.pairs import check as check_pairs
 from mmrl.studies.labels.pairs import paired
-from mmrl.studies.labels.spreading import GRAPH, spread
-from mmrl.studies.labels.training import Settings, masked, parted, to_label_next, train
 
 QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)
 
@@ -46,7 +45,7 @@ QUICK = Settings(epochs=40, hidden=16, neighbours=4, repeats=1)
 def trained_once():
     """The command parts the labels once, and not three times, and trains for 40 epochs; tests of more say so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.studies.labels.training.Settings", partial(Settings, repeats=1, epochs=40))
+        patch.setattr("mmrl.rewards.learned.labels.training.Settings", partial(Settings, repeats=1, epochs=40))
         yield
 
 
@@ -112,7 +111,7 @@ def test_training_asks_only_for_labels_that_it_does_not_give(monkeypatch):
         return torch.nn.functional.mse_loss(logits, labels)
 
     monkeypatch.setattr(GraphTransformer, "forward", spied)
-    monkeypatch.setattr("mmrl.studies.labels.training.binary_cross_entropy_with_logits", loss)
+    monkeypatch.setattr("mmrl.rewards.learned.labels.training.binary_cross_entropy_with_logits", loss)
     features, labels, given = torch.randn(40, 5), (torch.arange(40) % 2).float(), torch.arange(40) < 20
     train(features, symmetric(features, 3), labels, given, Settings(epochs=4, hidden=8, folds=2))
     assert told
@@ -287,8 +286,10 @@ def test_a_labelled_sample_learns_from_a_head_that_does_not_know_its_label(monke
             seen.append(logits.detach())
         return loss(logits, asked, **how)
 
-    monkeypatch.setattr("mmrl.studies.labels.training.binary_cross_entropy_with_logits", spied)
-    monkeypatch.setattr("mmrl.studies.labels.training.masked", lambda place, rate: torch.arange(len(place)) >= 10)
+    monkeypatch.setattr("mmrl.rewards.learned.labels.training.binary_cross_entropy_with_logits", spied)
+    monkeypatch.setattr(
+        "mmrl.rewards.learned.labels.training.masked", lambda place, rate: torch.arange(len(place)) >= 10
+    )
     train(embeddings, symmetric(embeddings, 4), labels, given, Settings(epochs=5, folds=2, hidden=8, repeats=1))
     known = given.clone()
     known[parted(labels, given, 2, 0)[0]] = False

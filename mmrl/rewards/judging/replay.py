@@ -25,13 +25,15 @@ _Key = tuple[int, str, tuple[tuple[Json, ...], ...], str]
 
 class Recorded:
     """Final class: the outcomes of some ``steps`` of a run, counted from 0; -1 is evaluation. ``folders``: those of its
-    controllers.
+    controllers, the run's own first (``folder``).
 
     ``taken`` and ``missing`` count, by a judge's label, the questions with and without a recorded outcome. ``missing``
     counts only judges ``outside`` this process.
     """
 
     def __init__(self, folders: Iterable[Path], steps: Sequence[int]) -> None:
+        folders = list(folders)
+        self.folder = folders[0] if folders else None
         self.taken: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
         self._counting = Lock()  # rewards are called by several threads

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mmrl.commands.arguments import JsonOption, json_alone, read_recipe
+from mmrl.commands.arguments import ChangesArgument, JsonOption, json_alone, read_recipe
+from mmrl.core.errors import UserError
 from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
 
 FolderArgument = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="DIR|RUN", help="A folder of pictures, clips or texts, one of mmrl sample, or a run's kept samples."
+        metavar="DIR|RUN|RECIPE",
+        help="A folder of pictures, clips or texts, one of mmrl sample, or a run's kept samples; with --train what "
+        "trains, a recipe or a run.",
     ),
 ]
 LabelsOption = Annotated[
@@ -28,6 +31,7 @@ LabelsOption = Annotated[
 
 def label(
     folder: FolderArgument,
+    changes: ChangesArgument = None,
     labels: LabelsOption = None,
     order: Annotated[
         Path | None,
@@ -37,12 +41,32 @@ def label(
     ] = None,
     stars: Annotated[bool, typer.Option("--stars", help="Keys 1 to 5 in place of 0 and 1.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train, and let votes on the page be the reward of the next steps.")
+    ] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="With --train: vote on two samples of a prompt.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="With --train: the new run.", show_default="runs/NAME")
+    ] = None,
 ) -> None:
     """Show the samples of a folder or of a run on a local page, and keep a label for each key that you press.
 
     Keys: 0 bad, 1 good (--stars: 1 to 5), arrows to move, Backspace to take a label away. An answer is on the disk at
     once; a later start goes on where you stopped. Prints the address; Ctrl-C ends it.
+
+    With --train a recipe trains while you vote on its samples, those first whose score is least sure, and the votes,
+    spread over all samples, are the reward of the next steps. Of a run: it goes on, with its votes.
     """
+    if train:
+        if labels is not None or order is not None or stars:
+            raise UserError("--labels, --order and --stars are for samples of a folder; leave them out with --train")
+        return _train(folder, changes or [], out, port, pairs=pairs)
+    if changes or out is not None or pairs:
+        raise UserError("settings, --out and --pairs are for --train; add it, or leave them out")
+    return _label(Path(folder), labels, order, port, stars=stars)
+
+
+def _label(folder: Path, labels: Path | None, order: Path | None, port: int, *, stars: bool) -> None:
     from mmrl.rewards.learned.labels.items import items_of, root_of
     from mmrl.studies.labels import table
     from mmrl.studies.labels.server import STARS, YES_NO, LabelServer, in_order
@@ -60,6 +84,18 @@ def label(
             server.serve_forever()
         except KeyboardInterrupt:
             print(f"{len(server.labels)} labels in {path}; next: mmrl spread {folder} --out spread")
+
+
+def _train(source: str, changes: list[str], out: Path | None, port: int, *, pairs: bool) -> None:
+    """Train the recipe or go on with the run ``source``, beside a page that takes the votes."""
+    from mmrl.studies.labels.voting import served, to_train
+
+    with rarely_collected():
+        loaded, path, resume = to_train(source, changes, out, pairs=pairs)
+    with served(path, port) as server:
+        print(f"vote on the samples of {path} in a browser of this machine:")
+        print(server.url, flush=True)
+        server.train(loaded, resume=resume)
 
 
 def spread(
@@ -105,9 +141,9 @@ def spread(
     with rarely_collected():
         loaded = None if model is None else read_recipe(model, [])
         from mmrl.rewards.learned.labels.embeddings import model_of
+        from mmrl.rewards.learned.labels.spreading import AUTO, GRAPH, HEAD
+        from mmrl.rewards.learned.labels.training import Settings
         from mmrl.studies.labels.spread_folder import spread_folder
-        from mmrl.studies.labels.spreading import AUTO, GRAPH, HEAD
-        from mmrl.studies.labels.training import Settings
 
         methods = {"auto": AUTO, "graph": GRAPH, "head": HEAD}
         reader = None if loaded is None else model_of(loaded.recipe)

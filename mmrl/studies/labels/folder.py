@@ -1,26 +1,17 @@
-"""Write what ``mmrl spread`` makes: tables of scores, and the reward's files. No pickle."""
+"""Write the tables of scores that ``mmrl spread`` makes."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from mmrl.core.files import write_atomic
-from mmrl.core.json_types import JsonObject
-from mmrl.core.model_folder import write_model
-from mmrl.rewards.learned.labels.embeddings import Encoders, Space
-from mmrl.rewards.learned.labels.folder import FOLLOWING, FORMAT, NAME, SCORES
-from mmrl.rewards.learned.labels.inputs import HEAD
+from mmrl.rewards.learned.labels.folder import FOLLOWING, SCORES
+from mmrl.rewards.learned.labels.spreading import Spread
 from mmrl.studies.labels import table
-from mmrl.studies.labels.spreading import Spread
-from mmrl.studies.labels.training import Settings
 
 
 class Place(NamedTuple):
@@ -50,41 +41,6 @@ def write_tables(
         ("file", "score", *last),
         [(places[n].file, f"{unknown[n]:.4f}", *own[n]) for n in following],
     )
-
-
-def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders: Encoders, settings: Settings) -> None:
-    """The reward's files into ``folder``, which exists."""
-    tensors = {"centre": space.centre, "mean": made.inputs.projection.mean, "axes": made.inputs.projection.axes}
-    if made.by != HEAD:
-        tensors |= _of_graph(made, embeddings)
-    else:
-        tensors["head"] = made.head
-    said: JsonObject = {
-        "format": FORMAT,
-        "by": made.by,
-        "encoders": asdict(encoders),
-        "widths": space.widths,
-        "shape": asdict(made.trained.models[0].shape),
-        "settings": asdict(settings),
-        "models": len(made.trained.models),
-        "calibration": made.lines[made.by],
-        "figures": {name: one.as_json() for name, one in made.quality.items()},
-    }
-    write_model(folder / NAME, said, tensors)
-
-
-def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
-    """What the graph transformer needs: the kept samples, their edges and labels, and the models."""
-    tensors = {"embeddings": embeddings, "labels": made.labels}
-    if made.inputs.agreement is not None:
-        tensors |= made.inputs.agreement.tensors()
-    tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}
-    for n, (model, fold) in enumerate(zip(made.trained.models, made.trained.folds, strict=True)):
-        known = made.given.clone()
-        known[fold] = False
-        tensors[f"known.{n}"] = known.to(torch.uint8)
-        tensors |= {f"models.{n}.{name}": tensor for name, tensor in model.state_dict().items()}
-    return tensors
 
 
 def _table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -22,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.http_server import HttpHandler, HttpServer
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, read_bytes
-from mmrl.core.untrusted import inside
+from mmrl.core.untrusted import inside, parse_json
 from mmrl.rewards.learned.labels.items import Item
 from mmrl.studies.labels import table
 
@@ -57,14 +57,25 @@ YES_NO = (Answer("0", "bad", "0"), Answer("1", "good", "1"))
 STARS = tuple(Answer(str(n), f"{n} of 5", f"{(n - 1) / 4:g}") for n in range(1, 6))
 
 
-class LabelServer(HttpServer):
+class Page(HttpServer):
+    """A server on the loopback interface with a random token. Raises ``UserError`` where it cannot listen."""
+
+    def __init__(self, port: int, handler: type[PageHandler]) -> None:
+        self.token = secrets.token_urlsafe(24)
+        super().__init__(HOST, port, handler, "choose another --port")
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/?token={self.token}"
+
+
+class LabelServer(Page):
     """Shows ``items`` in their order and appends the answers to ``path``. Raises ``UserError``."""
 
     def __init__(
         self, items: Sequence[Item], root: Path, path: Path, answers: Sequence[Answer] = YES_NO, port: int = 0
     ) -> None:
         self.items, self.root, self.path, self.answers = list(items), root, path, list(answers)
-        self.token = secrets.token_urlsafe(24)
         self.writing = threading.Lock()
         given = table.read(path, [item.name for item in items]) if os.path.lexists(path) else table.Labels({})
         if given.words:
@@ -72,11 +83,7 @@ class LabelServer(HttpServer):
                 f"the labels in {path} are words, and the page writes numbers; write 1 and 0 in their place"
             )
         self.labels = {name: f"{value:g}" for name, value in given.of.items()}
-        super().__init__(HOST, port, _Handler, "choose another --port")
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/?token={self.token}"
+        super().__init__(port, _Handler)
 
     def listed(self) -> JsonObject:
         """The reply to ``GET /samples``."""
@@ -85,8 +92,8 @@ class LabelServer(HttpServer):
             labels = dict(self.labels)
         return {"items": shown, "answers": [vars(one) for one in self.answers], "labels": labels}
 
-    def give(self, said: Json) -> str | None:
-        """Keep an answer; returns what is wrong with it, None where it is on the disk. Raises ``OSError``."""
+    def give(self, said: Json) -> str:
+        """Keep an answer; returns what is wrong with it, empty where it is on the disk. Raises ``OSError``."""
         if not isinstance(said, dict):
             return "send an object with number and label"
         number, label = said.get("number"), said.get("label")
@@ -101,7 +108,7 @@ class LabelServer(HttpServer):
                 self.labels.pop(name, None)
             else:
                 self.labels[name] = str(label)
-        return None
+        return ""
 
 
 def _listed(number: int, item: Item) -> JsonObject:
@@ -120,60 +127,83 @@ def _listed(number: int, item: Item) -> JsonObject:
     }
 
 
-class _Handler(HttpHandler):
-    server: LabelServer  # type: ignore[assignment]
+class PageHandler(HttpHandler):
+    """Base class: what every page here asks of a request, and how it refuses one."""
+
+    server: Page  # type: ignore[assignment]
     timeout = _PATIENCE_S
     always = _HEADERS
 
+    def given(self, name: str) -> str:
+        """A value of the address; empty where it has none."""
+        return next(iter(parse_qs(urlsplit(self.path).query).get(name, [])), "")
+
+    def welcome(self, token: str) -> bool:
+        """Whether the request has the token, and this server's address as its host (a page of another site that has
+        its name point here does not)."""
+        if self.headers.get("Host") != f"{HOST}:{self.server.server_port}":
+            self.refuse(403, "wrong host")
+        elif not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
+            self.refuse(403, "wrong or missing token; open the address that mmrl label printed")
+        else:
+            return True
+        return False
+
+    def take(self, path: str, give: Callable[[Json], str]) -> None:
+        """Answer a POST to ``path``: ``give`` gets its JSON and returns what is wrong with it."""
+        length = self.headers.get("Content-Length", "")
+        if not _number(length) or int(length) > _MOST_BODY:
+            self.close_connection = True
+            return self.refuse(413, "send a body of at most 4096 bytes with its Content-Length")
+        body = self.rfile.read(int(length))
+        # the token only as a header of a request that other sites may not send
+        if not self.welcome(self.headers.get("X-Token", "")):
+            return None
+        if self.path != path or self.headers.get_content_type() != "application/json":
+            return self.refuse(404, "there is nothing here")
+        try:
+            said = parse_json(body, strict=True)
+        except ValueError as error:
+            return self.refuse(400, f"the body {error}")
+        try:
+            wrong = give(said)
+        except (OSError, UserError) as error:
+            return self.refuse(500, f"it cannot be written: {getattr(error, 'strerror', None) or error}")
+        return self.refuse(400, wrong) if wrong else self.reply(200, b"{}", "application/json")
+
+    def answer(self, made: Callable[[], JsonObject]) -> None:
+        """Reply with what ``made`` returns, as JSON."""
+        try:
+            self.reply(200, json.dumps(made()).encode(), "application/json")
+        except UserError as error:
+            self.refuse(500, str(error))
+
+    def refuse(self, status: int, why: str) -> None:
+        self.reply(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
+
+
+class _Handler(PageHandler):
+    server: LabelServer  # type: ignore[assignment]
+
     def do_GET(self) -> None:
         address = urlsplit(self.path)
-        tokens = parse_qs(address.query).get("token", [])
-        if not self._welcome(tokens[0] if tokens else self.headers.get("X-Token", "")):
+        if not self.welcome(self.given("token") or self.headers.get("X-Token", "")):
             return
         kind, _, rest = address.path.lstrip("/").partition("/")
         if address.path == "/":
             self.reply(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
         elif address.path == "/samples":
-            self.reply(200, json.dumps(self.server.listed()).encode(), "application/json")
+            self.answer(self.server.listed)
         elif kind == "file" and _number(rest) and int(rest) < len(self.server.items):
             item = self.server.items[int(rest)]
             self._file(None if item.path is None else item.name)
         elif kind == "picture" and (name := self._picture(rest)) is not None:
             self._file(name)
         else:
-            self._refuse(404, "there is nothing here")
+            self.refuse(404, "there is nothing here")
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not _number(length) or int(length) > _MOST_BODY:
-            self.close_connection = True
-            return self._refuse(413, "send a body of at most 4096 bytes with its Content-Length")
-        body = self.rfile.read(int(length))
-        # the token only as a header of a request that other sites may not send
-        if not self._welcome(self.headers.get("X-Token", "")):
-            return None
-        if self.path != "/label" or self.headers.get_content_type() != "application/json":
-            return self._refuse(404, "there is nothing here")
-        try:
-            wrong = self.server.give(json.loads(body))
-        except (ValueError, RecursionError):
-            return self._refuse(400, "the body is no JSON")
-        except OSError as error:
-            return self._refuse(500, f"{self.server.path} cannot be written: {error.strerror or error}")
-        if wrong is not None:
-            return self._refuse(400, wrong)
-        return self.reply(200, b"{}", "application/json")
-
-    def _welcome(self, token: str) -> bool:
-        """Whether the request has the token, and this server's address as its host (a page of another site that has
-        its name point here does not)."""
-        if self.headers.get("Host") != f"{HOST}:{self.server.server_port}":
-            self._refuse(403, "wrong host")
-        elif not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
-            self._refuse(403, "wrong or missing token; open the address that mmrl label printed")
-        else:
-            return True
-        return False
+        self.take("/label", self.server.give)
 
     def _picture(self, rest: str) -> str | None:
         """The name of a prompt's picture: ``NUMBER OF THE SAMPLE/NUMBER OF THE PICTURE``; None where there is none."""
@@ -188,18 +218,15 @@ class _Handler(HttpHandler):
     def _file(self, name: str | None) -> None:
         path = None if name is None else inside(self.server.root, name)
         if path is None:
-            return self._refuse(404, "this sample has no file")
+            return self.refuse(404, "this sample has no file")
         suffix = _suffix(path)
         if suffix not in KINDS:
-            return self._refuse(404, "this sample is neither a picture nor a clip")
+            return self.refuse(404, "this sample is neither a picture nor a clip")
         try:
             data = read_bytes(Media(KINDS[suffix], str(path)))
         except BadMediaError as error:
-            return self._refuse(404, str(error))
+            return self.refuse(404, str(error))
         return self.reply(200, data, _TYPES.get(suffix, f"{KINDS[suffix]}/{suffix}"))
-
-    def _refuse(self, status: int, why: str) -> None:
-        self.reply(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
 
 
 def _number(text: str) -> bool:

@@ -16,11 +16,11 @@ from mmrl.core.json_types import JsonObject
 from mmrl.core.packages.places import lacking
 from mmrl.rewards.learned.labels.embeddings import WORDS, Encoders, Space, embedded
 from mmrl.rewards.learned.labels.items import Item, items_of, root_of
+from mmrl.rewards.learned.labels.spreading import AUTO, NEXT, Quality, Spread, spread, write
+from mmrl.rewards.learned.labels.training import Settings
 from mmrl.studies.labels import folder as written
 from mmrl.studies.labels import pairs as picked
 from mmrl.studies.labels import table
-from mmrl.studies.labels.spreading import AUTO, NEXT, Quality, Spread, spread
-from mmrl.studies.labels.training import Settings
 
 _LEAST_SAMPLES = 20
 
@@ -151,7 +151,7 @@ def spread_folder(
     with new_directory(out, "the spread labels") as aside:
         written.write_tables(aside, [found.places[name] for name in names], made, proposed, several=len(folders) > 1)
         if outcome.reward:
-            written.write(aside, made, embeddings, space, encoders, settings)
+            write(aside, made, embeddings, space, encoders, settings)
         if made_pairs:
             picked.write(aside, items, made_pairs)
     return replace(outcome, pairs=len(made_pairs))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mmrl.core.json_types import JsonObject
+from mmrl.core.model_folder import write_model
 from mmrl.rewards.judging.calibration import calibration
 from mmrl.rewards.judging.statistics import auc, auc_interval, wilson
 from mmrl.rewards.learned.formulas import calibrated, rising
 from mmrl.rewards.learned.labels import baselines
+from mmrl.rewards.learned.labels.embeddings import Encoders, Space
+from mmrl.rewards.learned.labels.folder import FORMAT, NAME
 from mmrl.rewards.learned.labels.graph import Graph, symmetric
 from mmrl.rewards.learned.labels.inputs import HEAD, Inputs
-from mmrl.studies.labels.training import Settings, Trained, parted, to_label_next, train
+from mmrl.rewards.learned.labels.training import Settings, Trained, parted, to_label_next, train
 
 NEXT = 50
 GRAPH, AUTO = "graph transformer", "auto"
@@ -172,3 +176,38 @@ def baselines_of(
             if error < least:
                 least, found[name] = error, torch.where(given, held, way(labels=labels, given=given))
     return found
+
+
+def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders: Encoders, settings: Settings) -> None:
+    """The reward's files into ``folder``, which exists."""
+    tensors = {"centre": space.centre, "mean": made.inputs.projection.mean, "axes": made.inputs.projection.axes}
+    if made.by != HEAD:
+        tensors |= _of_graph(made, embeddings)
+    else:
+        tensors["head"] = made.head
+    said: JsonObject = {
+        "format": FORMAT,
+        "by": made.by,
+        "encoders": asdict(encoders),
+        "widths": space.widths,
+        "shape": asdict(made.trained.models[0].shape),
+        "settings": asdict(settings),
+        "models": len(made.trained.models),
+        "calibration": made.lines[made.by],
+        "figures": {name: one.as_json() for name, one in made.quality.items()},
+    }
+    write_model(folder / NAME, said, tensors)
+
+
+def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
+    """What the graph transformer needs: the kept samples, their edges and labels, and the models."""
+    tensors = {"embeddings": embeddings, "labels": made.labels}
+    if made.inputs.agreement is not None:
+        tensors |= made.inputs.agreement.tensors()
+    tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}
+    for n, (model, fold) in enumerate(zip(made.trained.models, made.trained.folds, strict=True)):
+        known = made.given.clone()
+        known[fold] = False
+        tensors[f"known.{n}"] = known.to(torch.uint8)
+        tensors |= {f"models.{n}.{name}": tensor for name, tensor in model.state_dict().items()}
+    return tensors
