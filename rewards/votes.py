@@ -27,7 +27,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.core import notices
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, as_list, as_object
 from mmrl.core.media import open_image
 from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
 from mmrl.core.signals import stop_asked
@@ -78,7 +78,7 @@ def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
 
 
 @mmrl.reward(paths=("model",), reads=_reads, own_deadline=True, checks=True)
-class Score:
+class Voted:
     """``votes``: ``scores`` of single samples, or ``pairs`` of a prompt. ``model``: the recipe whose model embeds the
     samples; without it pictures are read by colours and edges and texts (``kind: text``) by their words. ``first``:
     votes before the first step; ``wait``: new votes that each later step waits for, at most ``patience`` seconds;
@@ -130,13 +130,13 @@ class Score:
         return list(known.scores(parts).tolist())
 
 
-score = Score
+score = Voted
 
 
 class Live:
     """The votes and the samples of a run in ``folder``, and the reward that the current step uses (``known``)."""
 
-    def __init__(self, reward: Score, folder: Path) -> None:
+    def __init__(self, reward: Voted, folder: Path) -> None:
         self.reward, self.replays = reward, reward.replays is not None
         self.log = VoteLog(reward.replays or folder)
         self.own = folder / FOLDER
@@ -204,8 +204,8 @@ class Live:
         """What ``step`` still waits for, after ``seconds``; empty where it goes on."""
         if len(self.log.data()) != self.tally.size:
             self.tally = self.log.read()
-            if self.known is None:
-                self._ask(step + 1)
+            if self.known is None or not self._open():
+                self._ask(step + (self.known is None))
         tally, new = self.tally, self.tally.events - self._events
         if self.known is None and (lacks := tally.lacking(self.reward.first)):
             return lacks
@@ -213,7 +213,14 @@ class Live:
             return "paused on the page"
         if self.known is None or tally.enough or new >= self.reward.wait or seconds >= self.reward.patience:
             return ""
+        if not self._open():
+            return ""
         return f"{new} of {self.reward.wait} new ones, for at most {self.reward.patience:g} s"
+
+    def _open(self) -> bool:
+        """Whether anything is asked for that nobody has voted on."""
+        voted = {samples for _, samples in self.tally.given}
+        return any(tuple(map(str, as_list(as_object(one)["samples"]))) not in voted for one in self._asks)
 
     def _take(self, used: Used) -> None:
         """Make the reward of the fit that ``used`` names, where it is not the one of now."""

@@ -87,6 +87,7 @@ if TYPE_CHECKING:  # the drop-in folders join the package at run time
         relevance,
         shapes,
         vbench,
+        votes,
     )
     from rewards import reward_model as model_reward
 else:
@@ -113,6 +114,7 @@ else:
         relevance,
         shapes,
         vbench,
+        votes,
     )
     from mmrl.rewards import reward_model as model_reward
 
@@ -225,6 +227,7 @@ CLASSES: list[type[RewardClass]] = [
     model_reward.RewardModel,
     vbench.Background,
     vbench.Subject,
+    votes.Voted,
 ]
 LOCAL_JUDGES: list[type[LocalJudge]] = [LocalModel]
 REMOTE_JUDGES: list[type[RemoteJudge]] = [Endpoint, ServedJudge]

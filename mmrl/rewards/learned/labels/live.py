@@ -165,14 +165,14 @@ def _fit_head(pool: Batch, tally: Tally, encoders: Encoders, out: Path) -> None:
 def asks(pool: Batch, tally: Tally, known: Known | None) -> list[Json]:
     """What to vote on next among the samples of ``pool``, the least sure first, as ``asks.json`` has it. ``known``: the
     reward so far; None: all are as unsure."""
-    scores = torch.full((len(pool.samples),), 0.5) if known is None else known.scores(pool.parts).float()
+    scores = torch.full((len(pool.samples),), 0.5) if known is None else known.scores(pool.parts)
     if tally.votes == "pairs":
         found = _uncertain_pairs(pool.samples, scores, tally)
     else:
         voted = {samples[0] for samples in tally.means}
         given = torch.tensor([one.name in voted for one in pool.samples])
         embeddings = Space.of(pool.parts)(pool.parts)
-        chosen = to_label_next(scores, torch.zeros(len(scores)), embeddings, given, ASKED)
+        chosen = to_label_next(scores.float(), torch.zeros(len(scores)), embeddings, given, ASKED)
         found = [(pool.samples[n],) for n in chosen]
     return [
         {"samples": [one.name for one in some], "prompt": some[0].prompt, "texts": [one.text for one in some]}
@@ -183,7 +183,7 @@ def asks(pool: Batch, tally: Tally, known: Known | None) -> list[Json]:
 def _uncertain_pairs(samples: Sequence[Shown], scores: Tensor, tally: Tally) -> list[tuple[Shown, ...]]:
     """Pairs of a prompt that nobody has voted on, each sample in one: first those whose scores, as logits, differ
     least."""
-    logits = torch.logit(scores.double().clamp(1e-6, 1 - 1e-6)).tolist()
+    logits = torch.logit(scores.double().clamp(1e-12, 1 - 1e-12)).tolist()
     groups: dict[str, list[int]] = {}
     for n, one in enumerate(samples):
         groups.setdefault(one.prompt, []).append(n)
