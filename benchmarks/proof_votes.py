@@ -36,7 +36,9 @@ RECIPE, FIGURE, BEFORE = "shapes-full", "reward/shapes/success", 0.528
 class Voter:
     """Asks the server at ``url`` and votes by ``judge`` (prompt and pictures to the value of the vote)."""
 
-    def __init__(self, url: str, judge: Callable[[str, list[Image.Image]], float], errors: float, seed: int) -> None:
+    def __init__(
+        self, url: str, judge: Callable[[str, Sequence[Image.Image]], float], errors: float, seed: int
+    ) -> None:
         split = urlsplit(url)
         self.host, self.token = split.netloc, parse_qs(split.query)["token"][0]
         self.judge, self.errors, self.chance = judge, errors, random.Random(seed)
@@ -79,7 +81,7 @@ class Voter:
         return None
 
 
-def verifier() -> Callable[[str, list[Image.Image]], float]:
+def verifier() -> Callable[[str, Sequence[Image.Image]], float]:
     """Judges the pictures of a training prompt by the verifier of the recipe: one by its success, two by which is
     better (one half where they are equal)."""
     import mmrl
@@ -90,7 +92,7 @@ def verifier() -> Callable[[str, list[Image.Image]], float]:
     prompts = {one.text: one for one in load_prompts(load_recipe([RECIPE], []).recipe, "train")}
     score = mmrl.load("rewards", "shapes").score
 
-    def judge(prompt: str, pictures: list[Image.Image]) -> float:
+    def judge(prompt: str, pictures: Sequence[Image.Image]) -> float:
         samples = [
             Sample(prompts[prompt], SampleId(0, 0, 0, n), image=one.convert("RGB")) for n, one in enumerate(pictures)
         ]
@@ -100,7 +102,9 @@ def verifier() -> Callable[[str, list[Image.Image]], float]:
     return judge
 
 
-def trained(given: argparse.Namespace, seed: int, judge: Callable[[str, list[Image.Image]], float]) -> dict[str, Any]:
+def trained(
+    given: argparse.Namespace, seed: int, judge: Callable[[str, Sequence[Image.Image]], float]
+) -> dict[str, Any]:
     """One run: held-out success before and after, and the CPU-seconds of the whole process."""
     out = given.folder / f"seed-{seed}{'-pairs' * given.pairs}"
     options = f"{{model: {RECIPE}, first: {given.first}, wait: {given.wait}, by: {given.by}, patience: 600"
