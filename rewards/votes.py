@@ -32,7 +32,6 @@ from mmrl.core.media import open_image
 from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
 from mmrl.core.signals import stop_asked
 from mmrl.core.trajectory import Sample
-from mmrl.rewards.encoders.described import stored
 from mmrl.rewards.judging.replay import recorded_here
 from mmrl.rewards.learned.labels.embeddings import Content, Embedder, Encoders, model_of
 from mmrl.rewards.learned.labels.folder import NAME, Known
@@ -54,11 +53,10 @@ def _read(model: str | None, kind: str | None) -> tuple[Sort, JsonObject | None]
         if kind not in (None, "image", "text"):
             raise UserError(f"kind: {kind!r} cannot be voted on while a run trains; write image or text")
         return "text" if kind == "text" else "image", None
-    described = model_of(load_recipe([model], []).recipe)
-    makes = stored(described).makes
-    if makes == "video":
+    recipe = load_recipe([model], []).recipe
+    if recipe.makes == "video":
         raise UserError("clips cannot be voted on while a run trains; label samples of the run with mmrl label RUN")
-    return makes, described
+    return recipe.makes, model_of(recipe)
 
 
 def _check(votes: Kind, by: str, **numbers: float) -> None:
@@ -100,7 +98,7 @@ class Voted:
         _check(votes, by, first=first, wait=wait, patience=patience, refit=refit, keep=keep)
         self.kind, described = _read(model, kind)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UserError("the reward votes is for a run of one process; set controllers=1 devices_per_controller=1")
+            raise UserError("the reward votes is for a run of one process, and this one has several (controllers)")
         mmrl.before_loading()
         self.votes: Kind = votes
         self.first, self.wait, self.patience = first, wait, patience

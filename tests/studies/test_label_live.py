@@ -27,6 +27,7 @@ from mmrl.rewards.learned.labels.live import Batch, Shown, asks, fitted
 from mmrl.rewards.learned.labels.spreading import HEAD
 from mmrl.rewards.learned.labels.votes import Used, VoteLog, named, place_of, wrong_value
 from mmrl.studies.labels.live import VoteServer
+from mmrl.studies.labels.voting import to_train
 from tests.support.browser import opened
 
 SMALL = [
@@ -313,6 +314,8 @@ def test_what_cannot_train_on_votes_is_refused_before_a_model_is_loaded(tmp_path
         out = ["--out", str(tmp_path / "run")] if "--train" in words else []
         done = CliRunner().invoke(app, ["label", *words, *out])
         assert why in str(done.exception), words
+    one = ["controllers=1", "devices_per_controller=1", "train.prompts_per_step=5", "train.group_size=4"]
+    assert to_train("shapes-full", one, tmp_path / "run", pairs=False)[1:] == (tmp_path / "run", False)
     wrong = {"votes: both": "no kind of vote", "votes: pairs, by: graph": "cannot spread pairs", "first: 0": "first: 0"}
     for options, why in wrong.items():
         with pytest.raises(UserError, match=why):
