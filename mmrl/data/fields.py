@@ -33,6 +33,8 @@ PAIR = ("chosen", "rejected")
 """A better and a worse response, by the columns of TRL's preference data."""
 COMPLETION, LABEL = "completion", "label"
 """A given response and whether it is good, as TRL calls them."""
+VERL = ("data_source", "extra_info")
+"""Columns of verl's records that its rewards get."""
 _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
 IMAGES = ("images", "image")
@@ -331,6 +333,7 @@ def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
     answer = _pick(record, columns.answer, ANSWER)
     if answer is None and columns.answer is None and isinstance(truth := record.get("reward_model"), Mapping):
         answer = truth.get("ground_truth")
+        meta |= {name: record[name] for name in VERL if record.get(name) is not None}
     if answer is not None:
         meta["answer"] = answer
     meta |= _pair(record, columns)

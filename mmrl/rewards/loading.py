@@ -20,10 +20,11 @@ from mmrl.core.json_types import JsonObject
 from mmrl.core.notices import tell
 from mmrl.core.plugins import loading as _load
 from mmrl.core.plugins.python_objects import in_this_process
-from mmrl.core.plugins.user_code import defined_at, describe, option_problems, peers_advice, place_of
+from mmrl.core.plugins.user_code import defined_at, describe, option_problems, place_of
 from mmrl.core.reward_contract import CheckedError, Declaration, Input, Sleeper, declaration_of, only_checks
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.last_words import watched
+from mmrl.rewards.peers import adapted
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +152,7 @@ def find(name: str) -> Found:
     module_name, _, attribute = name.partition(":")
     if in_this_process(name):
         target = _load.load("rewards", name)
-        return Found(name, target, _file_of(target))
+        return Found(name, adapted(target) or target, _file_of(target))
     module = _module(module_name)
     attribute = attribute or "score"
     if not hasattr(module, attribute):
@@ -160,7 +161,8 @@ def find(name: str) -> Found:
         raise UserError(
             f"{called(module_name)} has no {attribute!r}; it has: {', '.join(offered) or 'no functions or classes'}"
         )
-    return Found(name, getattr(module, attribute), getattr(module, "__file__", None))
+    target = getattr(module, attribute)
+    return Found(name, adapted(target) or target, getattr(module, "__file__", None))
 
 
 def called(name: str) -> str:
@@ -282,8 +284,6 @@ def _call_problems(found: Found, function: Callable[..., object], options: JsonO
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return [f"{found.place}: the signature of {found.name} cannot be read; wrap it: {_FORM}"]
-    if advice := peers_advice(function, found.place):
-        return [advice]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     wide = any(p.kind is p.VAR_KEYWORD for p in parameters)

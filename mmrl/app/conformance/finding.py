@@ -15,7 +15,8 @@ from mmrl.config.loader import shipped_recipes
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import Kind as DropIn
 from mmrl.core.plugins.loading import LoadError, load_from_file, names
-from mmrl.core.plugins.user_code import describe, peers_reward, place_of
+from mmrl.core.plugins.user_code import describe, place_of
+from mmrl.rewards.peers import peer_of
 
 Kind = Literal["algorithm", "reward", "judge", "dataset", "engine", "pipeline", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -105,7 +106,7 @@ def _of_object(found: object) -> list[Kind]:
     if not callable(found):
         return []
     parameters = list(inspect.signature(found).parameters)
-    if "context" in parameters or peers_reward(found):
+    if "context" in parameters or peer_of(found):
         return ["reward"]
     if parameters[:1] == ["split"]:
         return ["dataset"]

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import inspect
 import os
-import re
 import sysconfig
 import threading
 import traceback
@@ -102,8 +101,8 @@ def defined_at(target: Callable[..., object], file: str | None, name: str) -> st
         return name
 
 
-def source_of(target: type) -> str:
-    """The text of a class; empty where that cannot be told."""
+def source_of(target: Callable[..., object]) -> str:
+    """The text of a class or function; empty where that cannot be told."""
     try:
         with _PARSING:
             return inspect.getsource(target)
@@ -117,71 +116,6 @@ def short_path(path: str) -> str:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return path
-
-
-_ANSWERS = ("answer", "solution", "ground_truth")
-"""What TRL's rewards and verl's call the true answer, which is ``meta["answer"]`` here."""
-
-
-def peers_reward(function: Callable[..., object]) -> str | None:
-    """``TRL`` or ``verl`` where ``function`` is a reward in the form of theirs, by its parameters; else None."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return None
-    if "context" in parameters or inspect.isclass(function):
-        return None
-    return "TRL" if "completions" in parameters else "verl" if "solution_str" in parameters else None
-
-
-def peers_advice(function: Callable[..., object], place: str) -> str | None:
-    """The line that makes a reward of TRL's or verl's one of ours; None where ``function`` is none."""
-    peer = peers_reward(function)
-    if peer is None:
-        return None
-    own = getattr(function, "__name__", "function")
-    new = "score" if own != "score" else "reward"
-    wanted = [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    of = _of_trl(function) if peer == "TRL" else _OF_VERL
-    columns = [name for name in wanted if name not in of]
-    known = {name: 's.prompt.meta["answer"]' if name in _ANSWERS else f's.prompt.meta["{name}"]' for name in columns}
-    each = {name: code for name, code in (of | known).items() if name in wanted}
-    begin, awaited = ("async def", "await ") if inspect.iscoroutinefunction(function) else ("def", "")
-    if peer == "TRL":
-        call = f"{awaited}{own}({', '.join(f'{name}=[{code} for s in samples]' for name, code in each.items())})"
-    else:
-        call = f"[{awaited}{own}({', '.join(f'{name}={code}' for name, code in each.items())}) for s in samples]"
-    others = [name for name in columns if name not in _ANSWERS]
-    also = f", and set meta: [{', '.join(others)}] in data.train and data.heldout" if others else ""
-    return (
-        f"{place}: {own} is a reward in {peer}'s form, and mmrl gives a reward samples; add to its file the line | "
-        f"{begin} {new}(samples, *, context): return {call} | and name {new} in its place{also}"
-    )
-
-
-_OF_VERL = {
-    "data_source": 's.prompt.meta.get("data_source")',
-    "solution_str": "s.text",
-    "extra_info": "dict(s.prompt.meta)",
-}
-
-
-def _of_trl(function: Callable[..., object]) -> dict[str, str]:
-    """What TRL gives a reward, of a sample ``s``. Completions are messages where the code asks them for content."""
-    try:
-        with _PARSING:
-            talks = re.search("""[\\[(]["']content["']""", inspect.getsource(function)) is not None
-    except (OSError, TypeError):
-        talks = False
-    message = '[{"role": "%s", "content": %s}]'
-    said, asked = "s.text", "s.prompt.text"
-    if talks:
-        said, asked = message % ("assistant", said), message % ("user", asked)
-    return {"completions": said, "prompts": asked}
 
 
 def option_problems(
