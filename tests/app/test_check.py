@@ -45,16 +45,18 @@ def test_rewards_keep_their_contract(name, options, data):
     assert not failed(rewards.checks(rewards.opened(name, options, data)))
 
 
-def test_a_reward_that_reads_the_records_answer_is_sent_to_a_data_set_that_has_one(tmp_path):
+def test_a_reward_that_reads_the_record_is_sent_to_a_data_set_that_has_it(tmp_path):
     (tmp_path / "right.py").write_text(
         "import mmrl\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
-        "    return [float(s.prompt.meta['answer'] in s.text) for s in samples]\n"
+        "    return [float(len(s.prompt.meta['steps']) * (s.prompt.meta['answer'] in s.text)) for s in samples]\n"
+        "def theirs(completions, steps, **kwargs):\n    return [float(len(one)) for one in steps]\n"
     )
-    name = f"{tmp_path}/right.py:score"
-    said = failed(rewards.checks(rewards.opened(name, {})))["every sample gets a score"]
-    assert "KeyError: 'answer'" in said
-    assert "name a data set that has it with --data" in said
-    assert not failed(rewards.checks(rewards.opened(name, {}, "sums")))
+    for function, why in (("score", "KeyError: 'steps'"), ("theirs", "has no 'steps' (it has answer)")):
+        name = f"{tmp_path}/right.py:{function}"
+        said = failed(rewards.checks(rewards.opened(name, {})))["every sample gets a score"]
+        assert why in said
+        assert "name a data set that has it with --data" in said
+        assert not failed(rewards.checks(rewards.opened(name, {}, "sums")))
 
 
 @pytest.mark.parametrize("name", DATASETS)

@@ -36,11 +36,11 @@ def test_a_data_set_of_ones_own_passes_the_check(tmp_path, monkeypatch):
     assert app(["check", "mine.py:prompts", "--options", "path=pictures"], standalone_mode=False) in (0, None)
 
 
-def test_rewards_of_trl_and_verl_run_by_one_more_function(tmp_path, monkeypatch):
+def test_rewards_of_trl_and_verl_run_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("theirs.py").write_text(snippet("rewards.md", "A reward of TRL or verl", "theirs.py"))
     samples = [Sample(Prompt("p", "2+2", {"answer": "4"}), SampleId(0, 0, 0, n), text=t) for n, t in enumerate("45")]
-    for found in check([Reward(name=f"theirs.py:{name}") for name in ("for_trl", "for_verl")]):
+    for found in check([Reward(name=f"theirs.py:{name}") for name in ("right", "compute_score")]):
         assert build(found, {}).call(samples, context=Context()) == [1.0, 0.0]
 
 

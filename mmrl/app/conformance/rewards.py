@@ -23,7 +23,7 @@ from mmrl.rewards.returned import Answer
 CLOSE = 1e-4
 """Scores of a sample in batches of two sizes: matrices of other shapes differ in their last digits."""
 TIMEOUT_S = 600.0
-PROMPTS = (Prompt("a", "a red circle"), Prompt("b", "What is 2 + 3?"))
+PROMPTS = (Prompt("a", "a red circle", {"answer": "round"}), Prompt("b", "What is 2 + 3?", {"answer": "5"}))
 TEXTS = ("2 + 3 = 5\n\nanswer: 5", "A red circle is round.", "no", "answer: 6", "The sum is 5.", "I do not know.")
 
 
@@ -37,14 +37,14 @@ class Case:
     caller: Caller
     samples: Sequence[Sample]
     made_up: bool = False
-    """Whether the prompts are our own, which have nothing in ``meta``."""
+    """Whether the prompts are our own, which have an answer alone in ``meta``."""
 
     def ask(self, samples: Sequence[Sample]) -> Answer:
         """Its answer, where the call as a whole went well. Raises ``AssertionError``."""
         answer = self.caller.one(samples, Context(step=0, label="check"))
         if answer.error is not None:
             said = f"{answer.error.reason}; {answer.error.mend}"
-            if self.made_up and "KeyError" in answer.error.reason:
+            if self.made_up and ("KeyError" in answer.error.reason or "(it has answer)" in answer.error.reason):
                 said += "; where it reads meta of the prompt, name a data set that has it with --data (such as sums)"
             raise AssertionError(said)
         return answer
