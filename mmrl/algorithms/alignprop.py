@@ -6,7 +6,7 @@ The authors detach the predictions before the last K steps and keep the graph th
 that graph, so those steps are sampled without one here, which gives the same gradient.
 
 Departs: K is uniform, from 1 to all, and drawn once for all samples of a training step; the authors' code draws it for
-every batch, by default near 8 of 50 steps. kl_coef (0) is not the paper's.
+every batch. kl_coef (0) is not the paper's.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 ``w`` is l, t l, t^2 l, t (sqrt(l + 1e-10) - 1e-5) (huber) or t ((l + 1e-10)^p - 1e-10^p) / p (ghuber). ``old`` is the
 policy at the start of the step, which sampled; A is clipped to advantage_clip and divided by it.
 
-Departs: noise levels are drawn without replacement from the sampling steps' own, the first (pure noise) among them; the
-authors leave it out and space them. Samples come from the plain ODE, theirs from an SA-solver.
+Departs: noise levels are drawn from the sampling steps' own, with pure noise; the authors leave it out and space them.
+Samples come from the plain ODE, theirs from an SA-solver.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ A moving average of the policy is kept, as in the authors' code. A sample with `
 ``exp(l_average - l)`` is above ``1 + clip_range`` (below ``1 - clip_range``); its error still counts in S. After
 ``average_samples_after`` steps the average draws the samples. It may also be the reference (TDM-R1, arXiv 2603.07700).
 
-Departs: the authors draw the trained levels once for all prompts of a step; here each group has its own. Where they
-sample without guidance, they guide the reference (kl_cfg 4.5); here the reference has the policy's guidance. A sample
-without a reward counts in K.
+Departs: each group has its own noise levels; the authors draw them once for all prompts. The reference has the policy's
+guidance; theirs is guided (kl_cfg 4.5). A sample without a reward counts in K.
 """
 
 from __future__ import annotations

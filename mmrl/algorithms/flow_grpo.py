@@ -6,10 +6,9 @@
 samples differ most, count more; ``flash`` is std / |c_v| divided by its mean over all steps that may be trained, which
 removes the factor by which a step's mean moves with the velocity from its gradient.
 
-Departs: Flash-GRPO's authors draw a step for every prompt and divide by the mean over the steps of a batch. Here all
-prompts of a training step share one window, so their mean would be the weight itself; the mean over all steps equals
-theirs on average. TempFlow's branches are not implemented: a window of one step gives the credit of a branch, with
-separate noise per sample.
+Departs: Flash-GRPO's authors draw a step for every prompt and divide by the mean over the steps of a batch; here all
+prompts of a training step share one window, and the mean is that over all steps. TempFlow's branches are a window of
+one step, with separate noise per sample.
 """
 
 from __future__ import annotations

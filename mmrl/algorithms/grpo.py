@@ -3,9 +3,8 @@
     A = (r - mean of its group) / (std + 1e-4)
     L = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) + kl_coef k3
 
-Departs: standard deviations are the population's, as everywhere here; TRL and verl take the sample's.
-With ``mask_truncated`` cut responses are left out of the loss's mean, too; TRL keeps them in it. The entropy bonus is
-averaged as the loss is, so by default over each response.
+Departs: standard deviations are the population's; TRL and verl take the sample's. With ``mask_truncated`` cut
+responses are left out of the loss's mean, too. The entropy bonus is averaged as the loss is.
 """
 
 from __future__ import annotations

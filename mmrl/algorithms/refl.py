@@ -2,8 +2,8 @@
 
     L = scale max(threshold - r(x0^), 0) + kl_coef |v - v_ref|^2,   x0^ = x_s - s v(x_s), a graph through this one step
 
-Departs: the step is drawn once for all samples of a training step, so that it does not depend on micro-batches; kl_coef
-(0) is not in the paper. The paper's pretraining loss on given pictures is left out, as in its code.
+Departs: the step is drawn once for all samples of a training step; kl_coef (0) is not in the paper. The paper's
+pretraining loss on given pictures is left out, as in its code.
 """
 
 from __future__ import annotations

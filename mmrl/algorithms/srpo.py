@@ -8,10 +8,9 @@ known, a whole picture is recovered even from almost pure noise, so early steps 
 reward with a wanted and an unwanted word before the prompt; what does not depend on the words has the weight ``k``.
 Without words (``wanted: []``, ``unwanted: []``): L = max(threshold - r(x0~), 0), a = b + d (Direct-Align alone).
 
-Departs: x0 comes from the ODE, the authors' from an SDE. ``b`` is drawn once for all samples of a training step, and so
-that ``a`` stays among the levels, where the authors shorten d. Words are put before the prompt only for the reward, as
-in their code, but each text is scored separately: for rewards linear in the text's embedding (CLIP) this equals their
-one score of (1 + k) text+ - text-. kl_coef (0) is not in the paper.
+Departs: x0 comes from the ODE, the authors' from an SDE. ``b`` is drawn once for all samples of a step, and so that
+``a`` stays among the levels. Each text is scored separately: for rewards linear in the text's embedding (CLIP) this
+equals the authors' one score of (1 + k) text+ - text-. kl_coef (0) is not in the paper.
 """
 
 from __future__ import annotations
