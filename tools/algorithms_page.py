@@ -85,10 +85,6 @@ The settings are the keys of the section `algorithm`, as a pydantic model. The c
 | `pathwise` | the reward's gradient | `pathwise.PathwiseObjective` | `PathwiseSettings` |
 | `offline` | pairs of texts | `pairs.PairObjective` | `PairSettings` |
 | `offline` | responses | none; `sft.SFT` shows one | `ResponseSettings` |
-
-A file of this form in `mmrl/algorithms/` is an algorithm of mmrl, called by the file's name, and this page takes its
-formula, settings and departures from it. Its name also goes into `tests/tools/test_protocols.py` and, for text, into
-`TOKEN_TYPES` of `tests/algorithms/test_token_algorithms.py`, `tests/training/test_text_loop.py` and [text.md](text.md).
 '''
 TAIL = "The page is made by `python tools/algorithms_page.py`; a test compares the two.\n"
 
