@@ -349,8 +349,12 @@ def test_in_a_browser_the_page_works_by_keyboard_and_says_what_happened(asking, 
         browser.tell("Page.navigate", url=server.url)
         said = "document.querySelector('[role=status]')?.textContent"
         browser.until(said, "Type your name to vote.")
-        browser.value("voter.value = 'ann'; voter.dispatchEvent(new Event('change'))")
         browser.until("document.querySelector('#shown img')?.naturalWidth", 8)
+        browser.press("1")
+        wrong = "Not kept: send an object with voter, a name of 1 to 40 characters. Type your name to vote."
+        browser.until(said, wrong)
+        name = "document.getElementById('voter')"
+        browser.value(f"{name}.value = 'ann'; {name}.dispatchEvent(new Event('change'))")
         assert browser.value("document.getElementById('prompt').textContent") == "a <b>circle</b>"
         browser.press("1")
         browser.until(said, "Kept: good. Training waits: 0 of 20 votes.")
@@ -360,3 +364,35 @@ def test_in_a_browser_the_page_works_by_keyboard_and_says_what_happened(asking, 
         browser.until("document.getElementById('pause').getAttribute('aria-pressed')", "true")
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")
     assert (asking.read().events, asking.read().paused) == (2, True)
+
+
+@pytest.mark.slow
+def test_votes_by_the_keyboard_of_a_browser_train_a_run(tmp_path):
+    over = threading.Event()
+
+    def press(browser):
+        while not over.is_set():
+            if name := browser.value("busy || !state.waiting || !state.ask ? '' : state.ask.samples[0]"):
+                browser.press("1" if int(name.split(".")[-1]) % 2 else "0")
+            time.sleep(0.05)
+
+    with serving(tmp_path / "run") as server, opened(tmp_path) as browser:
+        browser.tell("Page.enable")
+        browser.tell("Page.navigate", url=server.url)
+        browser.until("typeof state", "object")
+        browser.value("document.getElementById('voter').value = 'ann'")
+        presses = threading.Thread(target=press, args=(browser,))
+        presses.start()
+        try:
+            mmrl.train("shapes-full", SMALL, out=tmp_path / "run")
+        finally:
+            over.set()
+            presses.join(60)
+    log = VoteLog(tmp_path / "run")
+    given = log.read().given
+    assert len(given) >= 16
+    assert all(value == int(samples[0].split(".")[-1]) % 2 for (_, samples), value in given.items())
+    counts = [log.read(used.bytes).events for _, used in sorted(log.read().used.items())]
+    assert len(counts) == 3
+    assert 12 <= counts[0] < counts[1] < counts[2]
+    assert not same(weights(tmp_path / "run", 1), weights(tmp_path / "run", 3))
