@@ -172,8 +172,13 @@ def decoder(place: Place, recorded: str = "qwen25-0.5b", *, layers: int | None =
     return folder
 
 
+BY_PLAN = ["model.gradient_checkpointing=false", "train.micro_batch_size=1280", "train.micro_batch_tokens=16896"]
+BY_PLAN += ["sampling.batch_size=640"]
+"""What ``mmrl plan qwen25-0.5b-gsm8k --gpu h100-80g`` chooses, but for compiled steps."""
+
+
 def run_of_text(place: Place, folder: Path, *words: str) -> StepContext:
     """The run of the recipe for word problems, as ``mmrl train`` builds it, on the model in ``folder``."""
-    given = [f"device={place.device}", f"model.path={folder}", "train.steps=9", *words]
+    given = [f"device={place.device}", f"model.path={folder}", "train.steps=9", *BY_PLAN, *words]
     loaded = load_recipe(["qwen25-0.5b-gsm8k"], given)
     return build(loaded.recipe)

@@ -19,7 +19,7 @@ from mmrl.config.schema import Recipe
 from mmrl.core.durations import duration
 from mmrl.core.json_types import Json
 from mmrl.core.notices import tell
-from mmrl.planner.gpus import GPUS
+from mmrl.planner.gpus import GPUS, Gpu
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.steps_per_forward import ROWS, SHARE
 
@@ -55,7 +55,7 @@ def _best(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], P
     known = "model.gradient_checkpointing" not in keys
     checkpointed = [loaded.recipe.model.gradient_checkpointing] if known else [False, True]
     if "train.micro_batch_size" not in keys or loaded.recipe.algorithm.whole:
-        return first if known or not _over(first) else _fitting(loaded, first, planned)
+        return first if known else _fitting(loaded, first, planned)
     tell(f"the plan chooses {', '.join(keys)} for {first.where}, which can take a minute")
     found: list[_Choice] = []
     for way in checkpointed:
@@ -64,6 +64,9 @@ def _best(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], P
         if found[-1].enough:
             break
     best = min(found, key=lambda one: one.cost)
+    if best.plan.recipe.sampling.type != "text" and "sampling.batch_size" in keys:
+        rows = best.plan.recipe.train.micro_batch_size
+        best.plan.notes.append(f"sampling.batch_size: auto is {rows} as in a micro-batch, so that first ratios stay 1")
     if not known:
         best.plan.notes.append(_why_checkpointed(best, found))
     return best.plan
@@ -76,25 +79,32 @@ def _value(recipe: Recipe, key: str) -> Json:
 
 @dataclass(frozen=True)
 class _Choice:
-    """``enough``: memory does not limit the micro-batches."""
+    """``enough``: memory does not limit the micro-batches; ``on_larger``: nor those of the next larger GPU."""
 
     plan: Plan
     enough: bool
+    on_larger: bool
 
     @property
-    def cost(self) -> tuple[bool, bool, float]:
-        """Less is better: whether it does not fit, or has no margin, and the seconds of a step (its slices where they
-        are not known)."""
+    def cost(self) -> tuple[bool, float, bool, float]:
+        """Less is better: whether it does not fit, and by how much, whether it has no margin, and the seconds of a step
+        (its slices where they are not known)."""
         counts, _ = self.plan.known
         seconds = counts.slices if self.plan.time is None else self.plan.time.step
-        return _over(self.plan), _over(self.plan, SHARE), seconds
+        over = _over(self.plan)
+        needs = self.plan.peak.total if over and self.plan.peak is not None else 0
+        return over, needs, _over(self.plan, SHARE), seconds
 
 
 def _why_checkpointed(best: _Choice, found: list[_Choice]) -> str:
+    chosen = best.plan.recipe.model.gradient_checkpointing
     if len(found) == 1:
         why = "false, because memory does not limit micro-batches without it"
+    elif _over(best.plan):
+        why = f"{str(chosen).lower()}, which takes the least memory"
     elif best.plan.recipe.model.gradient_checkpointing:
         why = "true, because smaller micro-batches without it take longer, or do not fit"
+        why += _on(best.plan, "false") if found[0].on_larger else ""
     else:
         why = "false, because larger micro-batches with it take longer"
     return f"model.gradient_checkpointing: auto is {why}"
@@ -122,18 +132,33 @@ def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_s
     enough = not over and n >= _even(probe.samples, most)
     why = f"more than {most} save no time" if enough else f"{SHARE:.0%} of {made.where}'s memory"
     why = "train.micro_batch_tokens limits them" if by_tokens else "all of an update" if n == probe.samples else why
-    made.notes.append(f"train.micro_batch_size: auto is {n} ({why}){'' if enough else probe.on_larger(n, text)}")
+    more = probe.on_larger(_UPDATE if text else PHASES, most)
+    said = "" if enough or by_tokens else _on(made, str(_even(probe.samples, more)), more > n)
+    made.notes.append(f"train.micro_batch_size: auto is {n} ({why}){said}")
     if batch:
-        made.notes.append(f"sampling.batch_size: auto is {batch}, of {made.known[0].samples} samples that a step draws")
-    if n < probe.samples and not over and "micro_batch_tokens" in recipe.train.open_keys:
-        _limit_tokens(made, probe.samples)
-    return _Choice(made, enough)
+        _say_batch(made, probe, batch)
+    if "micro_batch_tokens" in recipe.train.open_keys and text:
+        _limit_tokens(made, probe.samples, n, over)
+    return _Choice(made, enough, more >= most)
 
 
-def _limit_tokens(made: Plan, samples: int) -> None:
-    """Have tokens limit a micro-batch of text in place of rows, of which short ones take less."""
+def _say_batch(made: Plan, probe: _Probe, batch: int) -> None:
+    draws = made.known[0].samples
+    all_of_them, more = batch == draws, _even(draws, probe.on_larger(_SAMPLING, draws))
+    why = "that a step draws" if all_of_them else f"that a step draws ({SHARE:.0%} of {made.where}'s memory)"
+    made.notes.append(
+        f"sampling.batch_size: auto is {batch}, of {draws} samples {why}{_on(made, str(more), more > batch)}"
+    )
+
+
+def _limit_tokens(made: Plan, samples: int, n: int, over: bool) -> None:
+    """Have tokens limit a micro-batch of text, of ``n`` rows, in place of rows, of which short ones take less."""
     counts, _ = made.known
     if not counts.row_tokens or not counts.micro_batches or made.recipe.algorithm.kind != "policy_gradient":
+        return
+    if n >= samples or over:
+        why = "one row is the least" if over else f"{n} rows of the greatest length fit"
+        made.notes.append(f"train.micro_batch_tokens: auto is no limit, since {why}")
         return
     tokens = counts.slice_rows * counts.row_tokens
     values = {"train.micro_batch_tokens": tokens, "train.micro_batch_size": samples}
@@ -162,6 +187,8 @@ def _compiled(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe]
         if made.recordable and made.known[0].micro_batches and recipe.train.backend == "replicated":
             made.recipe = compiled
             made.notes.append(f"{key}: auto is true: a step of sampling is recorded once and replayed (CUDA graphs)")
+        else:
+            made.notes.append(f"{key}: auto is false, because no steps of sampling here can be recorded")
     elif made.gpu is None and find_spec("triton") is None:
         made.notes.append(f"{key}: auto is false, because triton is not installed")
     else:
@@ -181,7 +208,10 @@ def _kept(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Pl
         return made
     key, new = "model.offload", _again(loaded, made, planned, "model.offload", value=False)
     if _over(new, SHARE) or new.problems:
-        made.notes.append(f"{key}: auto is true, because without it the plan takes more than {SHARE:.0%} of the memory")
+        larger = _next_larger(made)
+        fits = larger is not None and new.peak is not None and new.peak.total <= SHARE * larger.memory
+        why = f"without it the plan takes more than {SHARE:.0%} of the memory"
+        made.notes.append(f"{key}: auto is true, because {why}{_on(made, 'false', fits)}")
         return made
     new.notes.append(f"{key}: auto is false, because text encoders and VAE have room beside what trains")
     return new
@@ -216,12 +246,21 @@ class _Probe:
         room = [(limit - fixed) / each for name, (fixed, each) in self.phases.items() if name in phases and each > 0]
         return max(1, min(most, *map(int, room))) if room else most
 
-    def on_larger(self, n: int, text: bool) -> str:
-        """What the next GPU with more memory would change."""
-        more = [one for one in GPUS.values() if one.memory > 1.1 * (self.plan.device_memory or 0)]
-        next_one = min(more, key=lambda gpu: gpu.memory, default=None)
-        found = self.largest(_UPDATE if text else PHASES, self.most, next_one.memory) if next_one else n
-        return f"; on {next_one.name} it would be {found}" if next_one and found > n else ""
+    def on_larger(self, phases: Sequence[str], most: int) -> int:
+        """As ``largest``, with the memory of the next larger GPU; 0 where there is none."""
+        larger = _next_larger(self.plan)
+        return 0 if larger is None else self.largest(phases, most, larger.memory)
+
+
+def _next_larger(made: Plan) -> Gpu | None:
+    more = [one for one in GPUS.values() if one.memory > 1.1 * (made.device_memory or 0)]
+    return min(more, key=lambda gpu: gpu.memory, default=None)
+
+
+def _on(made: Plan, value: str, differs: bool = True) -> str:
+    """What the next larger GPU would change; nothing where it does not differ."""
+    larger = _next_larger(made)
+    return f"; on {larger.name} it would be {value}" if larger is not None and differs else ""
 
 
 def _probed(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> _Probe:
@@ -247,9 +286,14 @@ def _over(made: Plan, share: float = 1.0) -> bool:
 
 
 def _fitting(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
-    """With checkpointing, where the recipe fits with it alone."""
-    made = planned(_with(loaded, {"model.gradient_checkpointing": True}))
-    if _over(made):
+    """With checkpointing, where a recipe with its own micro-batches does not fit without it."""
+    key = "model.gradient_checkpointing"
+    if not _over(first):
+        first.notes.append(f"{key}: auto is false, because the recipe fits without it")
         return first
-    made.notes.append("model.gradient_checkpointing: auto is true, because the recipe does not fit without it")
+    made, larger = planned(_with(loaded, {key: True})), _next_larger(first)
+    if made.peak is None or first.peak is None or made.peak.total >= first.peak.total:
+        return first
+    fits = larger is not None and first.peak.total <= larger.memory
+    made.notes.append(f"{key}: auto is true, because the recipe does not fit without it{_on(made, 'false', fits)}")
     return made

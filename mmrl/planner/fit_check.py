@@ -8,6 +8,7 @@ import torch
 
 from mmrl.core.sizes import size
 from mmrl.planner.device_roles import SAMPLED, judges_beside_sampling
+from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan_data import PhaseMemory, Plan
 
 
@@ -57,6 +58,14 @@ def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:
         f"the phase {peak.name} needs {size(peak.total)} and {plan.where} has {size(memory)} "
         f"(most of it: {listed}). Try: {'; '.join(edits(plan, peak))}"
     )
+
+
+def _holding(plan: Plan, peak: PhaseMemory) -> str:
+    """The smallest GPU that the peak fits into."""
+    if plan.device == "cpu":
+        return ""
+    smallest = min((one for one in GPUS.values() if one.memory >= peak.total), key=lambda gpu: gpu.memory, default=None)
+    return "" if smallest is None else f" ({smallest.name} is the smallest of those in docs/gpus.md that holds it)"
 
 
 def _sleep_helps(plan: Plan, peak: PhaseMemory, awake: tuple[str, ...]) -> bool:
@@ -136,4 +145,4 @@ def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
         yield "model.dtype=bfloat16"
     if train.prompts_per_step > 1 and peak.parts.get("trajectories", 0) > peak.total // 10:
         yield f"train.prompts_per_step={train.prompts_per_step // 2}"
-    yield "a device with more memory, or a smaller model.path"
+    yield f"a device with more memory{_holding(plan, peak)}, or a smaller model.path"

@@ -1,15 +1,19 @@
 """What a recipe leaves to the plan: chosen by the device's memory, stored with the run, and used again."""
 
 import json
+import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from mmrl.config.left_to_plan import KEYS, left_open, with_values
-from mmrl.config.loader import RecipeError, load_recipe
+from mmrl.config.loader import RecipeError, load_recipe, shipped_recipes
 from mmrl.planner.choices import COMPILING, ROWS, SHARE
+from mmrl.planner.fit_check import edits
 from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan import plan, resolved
+from mmrl.planner.plan_data import PhaseMemory, Plan
 
 AUTO = [f"{key}=auto" for key in KEYS]
 SMALL = ["train.prompts_per_step=12", "train.group_size=4"]
@@ -32,6 +36,11 @@ def size(made):
 
 def said(made, key):
     return "\n".join(note for note in made.notes if note.startswith(f"{key}: auto is"))
+
+
+def value_of(recipe, key):
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
 
 
 @pytest.mark.parametrize("name", ["sums", "shapes-lora"])
@@ -150,11 +159,139 @@ def test_checkpointing_is_taken_where_a_recipe_does_not_fit_without_it():
     assert not plan(loaded, gpu=gpu(peaks[0] * 1.01 / 2**20)).recipe.model.gradient_checkpointing
 
 
+# -- every key and every promise ---------------------------------------------------------------------------------------
+
+TEXT = ("train.micro_batch_size", "train.micro_batch_tokens", "sampling.batch_size")
+TEXT += ("model.gradient_checkpointing", "performance.compile")
+PICTURES = tuple(key for key in KEYS if key != "train.micro_batch_tokens")
+CASES = {  # the recipe, MiB of the GPU, what it chooses for, and what it says that the next larger GPU would change
+    "text, little memory": (
+        "sums",
+        24,
+        TEXT,
+        {"train.micro_batch_size", "sampling.batch_size", "model.gradient_checkpointing"},
+    ),
+    "text, much memory": ("sums", 20000, TEXT, set()),
+    "pictures, little memory": (
+        "shapes-lora",
+        32,
+        PICTURES,
+        {"train.micro_batch_size", "model.gradient_checkpointing", "model.offload"},
+    ),
+    "pictures, much memory": ("shapes-lora", 20000, PICTURES, set()),
+    "pictures in text, much memory": ("scenes", 20000, TEXT, set()),
+}
+WHY = re.compile(r"because|greatest length|of an update|save|memory|limit|ratios|draws|recorded|compiling")
+
+
+@cache
+def case(name):
+    recipe, mib, *_ = CASES[name]
+    if recipe == "scenes":
+        pytest.importorskip("torchvision")
+    return planned(recipe, mib)
+
+
 @pytest.mark.slow
-def test_where_nothing_fits_the_smallest_is_named():
-    made = planned("sums", 2)
+@pytest.mark.parametrize("name", CASES)
+def test_every_choice_is_said_once_with_its_reason_and_fits(name):
+    made, applies = case(name), CASES[name][2]
+    assert not made.problems
+    assert made.peak.total <= SHARE * made.device_memory
+    for key in KEYS:
+        notes = [note for note in made.notes if note.startswith(f"{key}: auto is")]
+        assert len(notes) == (key in applies), (key, notes)
+        assert all(WHY.search(note) for note in notes), notes
+        value = value_of(made.recipe, key)
+        if key == "train.micro_batch_size":
+            value = size(made)  # of the greatest length, where tokens limit them
+        if key == "sampling.batch_size" and value is None:
+            value = made.recipe.train.micro_batch_size
+        if key in applies:
+            assert f"auto is {'no limit' if value is None else str(value).lower()}" in notes[0]
+    assert not left_open(made.recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_next_larger_gpu_would_change_is_said_where_it_would(name):
+    changes = {note.partition(":")[0] for note in case(name).notes if "; on t4-16g it would be " in note}
+    assert changes == CASES[name][3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_choice_is_stored_with_the_run_and_taken_up_again(name, tmp_path):
+    recipe = CASES[name][0]
+    (tmp_path / "resolved.json").write_text(json.dumps(case(name).recipe.model_dump(mode="json")))
+    again = load_recipe([recipe], [*AUTO, *SMALL, "device=cuda"]).for_resume(tmp_path).recipe
+    assert not left_open(again)
+    for key in KEYS:
+        assert value_of(again, key) == value_of(case(name).recipe, key), key
+
+
+HAND_SET = {
+    "train.micro_batch_size": 3,
+    "train.micro_batch_tokens": 4096,
+    "sampling.batch_size": 6,
+    "model.gradient_checkpointing": True,
+    "performance.compile": False,
+    "model.offload": False,
+}
+
+
+NOT_OF = {
+    ("shapes-lora", "train.micro_batch_tokens"): "pictures have no tokens to count",
+    ("sums", "model.offload"): "text has none",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", ["sums", "shapes-lora"])
+def test_what_is_set_by_hand_is_kept_beside_what_is_chosen(name, key):
+    if refused := NOT_OF.get((name, key)):
+        with pytest.raises(RecipeError, match=refused):
+            planned(name, 20000, f"{key}={str(HAND_SET[key]).lower()}")
+        return
+    steps = ["train.steps=1000"] if name == "sums" else ["train.steps=2"]
+    by_hand = [f"{key}={str(HAND_SET[key]).lower()}"]
+    by_hand += ["train.micro_batch_tokens=null"] * (key == "train.micro_batch_size")
+    made = planned(name, 20000, *steps, *by_hand)
+    assert value_of(made.recipe, key) == HAND_SET[key]
+    assert not said(made, key)
+    assert not left_open(made.recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sums", "shapes-lora"])
+def test_where_nothing_fits_the_smallest_is_taken_and_the_smallest_gpu_named(name):
+    made = planned(name, 2)
     assert size(made) == 1
-    assert [problem for problem in made.problems if "Try:" in problem]
+    assert made.recipe.model.gradient_checkpointing
+    (problem,) = [problem for problem in made.problems if "Try:" in problem]
+    assert "model.gradient_checkpointing" not in problem
+    assert "(t4-16g is the smallest of those in docs/gpus.md that holds it)" in problem
+
+
+def test_the_smallest_gpu_is_one_that_holds_the_peak():
+    for need, name in ((1, "t4-16g"), (20, "l4-24g"), (70, "a100-80g"), (150, "b200-180g")):
+        made = Plan(load_recipe(["sums"]).recipe, "cuda", H100.memory, gpu=H100)
+        made.phases = [PhaseMemory("train", {"working memory": need * 2**30})]
+        problem = list(edits(made, made.phases[0]))[-1]
+        assert problem.startswith(f"a device with more memory ({name} is the smallest")
+    made.phases = [PhaseMemory("train", {"working memory": 2**40})]
+    assert list(edits(made, made.phases[0]))[-1] == "a device with more memory, or a smaller model.path"
+
+
+BY_HAND = ("qwen25-0.5b-long", "qwen25-vl-3b")
+"""Whose rows are so long that plans of several sizes take minutes."""
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if load_recipe([name]).recipe.device == "cuda"])
+def test_recipes_for_a_gpu_leave_the_choice_to_the_plan(name):
+    left = left_open(load_recipe([name]).recipe)
+    assert left == ([*KEYS] if name not in BY_HAND else ["model.offload", "performance.compile"])
 
 
 def test_a_resumed_run_has_what_it_chose(tmp_path):
