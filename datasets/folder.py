@@ -42,13 +42,15 @@ def prompts(
     prompt: str | None = None,
     answer: str | None = None,
     meta: list[str] | None = None,
+    caption: str | None = None,
 ) -> Records:
     """The prompts of ``split``, in the order of ``metadata.jsonl``, or of the files' names.
 
     ``heldout``: how many records (an integer), or what share of them (a fraction below 1, rounded up), are held out;
     it has no meaning where there are folders named after the splits. ``verify`` is how the media are looked at, once:
-    the results are kept in the folder. ``prompt``, ``answer`` and ``meta`` name keys other than the usual. ``.bad``
-    names what was left out. Raises ``UserError`` for a folder with nothing in it.
+    the results are kept in the folder. ``prompt``, ``answer`` and ``meta`` name keys other than the usual. ``caption``:
+    the text of every picture or clip that has no file beside it. ``.bad`` names what was left out. Raises ``UserError``
+    for a folder with nothing in it.
     """
     root = Path(path)
     if not root.is_dir():
@@ -65,7 +67,7 @@ def prompts(
     keys: dict[str, None] = {}
     for where, record in _records(root):
         try:
-            made = _prompt(where, record, root, columns, keys)
+            made = _prompt(where, record, root, columns, keys, caption)
             for medium in made.media:
                 why = checks.fault(medium, str(Path(medium.path or "").relative_to(root.resolve())))
                 if why is not None:
@@ -81,7 +83,7 @@ def prompts(
     if not found:
         raise UserError(
             f"path: {root} has no record that can be used ({'; '.join(map(str, bad[:5])) or 'it has no media'}); put "
-            "metadata.jsonl there, or a .txt beside each picture"
+            "metadata.jsonl there, or a .txt beside each picture, or give all one text (caption: a drawing of mine)"
         )
     chosen = [found[i] for i in in_split(digests, split, 0 if named else heldout, path)]
     return Records(len(chosen), chosen.__getitem__, bad, len(found) + len(bad))
@@ -104,14 +106,19 @@ def _records(root: Path) -> Iterator[tuple[str, Callable[[], Cell] | Path]]:
 
 
 def _prompt(
-    where: str, source: Callable[[], Cell] | Path, root: Path, columns: Columns, keys: dict[str, None]
+    where: str,
+    source: Callable[[], Cell] | Path,
+    root: Path,
+    columns: Columns,
+    keys: dict[str, None],
+    caption: str | None,
 ) -> Prompt:
     """Notes the record's ``keys``. Raises ``ValueError``."""
     if not isinstance(source, Path):
         record = source()
         names = _names(record)
     else:
-        record, names = _beside(source, root), [str(source.relative_to(root))]
+        record, names = _beside(source, root, caption), [str(source.relative_to(root))]
     fields = read_fields(record, columns)
     if len(keys) < LIMITS.columns:
         keys.update(dict.fromkeys(fields.keys))
@@ -135,7 +142,7 @@ def _names(record: Json) -> list[str]:
     return names
 
 
-def _beside(file: Path, root: Path) -> Json:
+def _beside(file: Path, root: Path, caption: str | None) -> Json:
     """The record that stands in the text file of the same name. Raises ``ValueError``, ``OSError``."""
     for suffix in (*_BESIDE, *map(str.upper, _BESIDE)):
         text = file.with_suffix(suffix)
@@ -147,6 +154,8 @@ def _beside(file: Path, root: Path) -> Json:
                 raise ValueError(f"{text.name} is not read: {error.strerror}") from None
             except UnicodeDecodeError:
                 raise ValueError(f"{text.name} is not UTF-8") from None
+    if caption is not None:
+        return {"prompt": caption}
     raise ValueError(f"has no {file.stem}.txt, {file.stem}.caption or {file.stem}.json beside it")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from mmrl.logging.rundir import Ended, RunDir
 from mmrl.logging.trackers import open_trackers
 from mmrl.placement import device_tasks
 from mmrl.planner.oom_message import explained
+from mmrl.planner.unread import few, unread
 from mmrl.rewards.judging.usage import PREFIX, Spending
 from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure
@@ -152,8 +153,17 @@ class Trainer:
         bad = dict.fromkeys(found)  # the splits of one source name the same records
         for record in bad if not self.directory.failures.exists() else ():
             self.directory.failure(0, "record", record.where, record.why)
+        for note in self._notes_on_data() if self.controller.leads else ():
+            print(f"note: {note}", file=sys.stderr)
         if bad:
             print(f"{len(bad)} records cannot be used and are left out (failures.jsonl names them)", file=sys.stderr)
+
+    def _notes_on_data(self) -> Iterator[str]:
+        """What ``mmrl plan`` says of pictures that nothing reads, or that are few."""
+        prompts, pipeline = self.run.prompts, self.run.pipeline
+        first = [prompts[n] for n in range(min(len(prompts), 100))]
+        yield from unread(self.recipe, first, reads_media=getattr(pipeline, "reads_media", False))
+        yield from few(self.recipe, len(prompts))
 
     def begin(self, stop: Stop, found: Saved | None = None, *, resume: bool) -> Outcome:
         """Train, after the newest checkpoint where ``resume``, which is ``found`` where it is known; what the user must

@@ -25,6 +25,10 @@ from mmrl.data.sampler import Chosen
 _TABLE = "jsonl"
 """What reads a data set on the hub."""
 PAIR = ("chosen", "rejected")
+_GIVEN = {"given_pictures": 1, "picture_pairs": 2}
+"""How many media a record has, by what an algorithm trains on."""
+_LOOKED_AT = 100
+"""Records of which one at least must have its media."""
 
 
 def load_prompts(recipe: Recipe, split: str) -> Sequence[Prompt]:
@@ -32,7 +36,24 @@ def load_prompts(recipe: Recipe, split: str) -> Sequence[Prompt]:
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    return load_data(recipe.data, split, recipe)
+    prompts = load_data(recipe.data, split, recipe)
+    looked_at = [prompts[n] for n in range(min(len(prompts), _LOOKED_AT))]
+    lacking = [lacks_media(recipe, prompt) for prompt in looked_at]
+    if lacking and all(lacking):
+        raise UserError(f"data.{split}: none of {len(looked_at)} records looked at can train: {lacking[0]}")
+    return prompts
+
+
+def lacks_media(recipe: Recipe, prompt: Prompt) -> str | None:
+    """Why ``prompt`` has not the pictures that the recipe's algorithm trains on; None where it has."""
+    wanted = _GIVEN.get(recipe.algorithm.trains_on, 0)
+    if not wanted or len(prompt.media) == wanted:
+        return None
+    edit = "with NAME.txt beside NAME.png (data: {name: folder, train: {path: FOLDER}, heldout: {path: FOLDER}})"
+    what = f"give every caption one {'clip' if recipe.makes == 'video' else 'picture'} to learn, {edit}"
+    if wanted == 2:
+        what = "a pair is the better picture and the worse one (data: images: [chosen, rejected])"
+    return f"it has {len(prompt.media)} media; {what}"
 
 
 def load_data(data: Data, split: str, recipe: Recipe | None = None) -> Sequence[Prompt]:

@@ -19,13 +19,13 @@ from mmrl.core.media import BadMediaError, Media, describe
 from mmrl.core.trajectory import Prompt
 from mmrl.data.buckets import bucket_of
 from mmrl.data.checks import look
-from mmrl.data.loading import load_data
+from mmrl.data.loading import lacks_media, load_data
 from mmrl.data.mixture import Interleaved, Mixture, by_source
 from mmrl.data.records import BadRecord
 from mmrl.data.tables import has_file, is_table
 from mmrl.families.text.pipeline import LanguagePipeline
 from mmrl.planner.prompt_check import unread_messages
-from mmrl.planner.unread import unread
+from mmrl.planner.unread import few, unread
 
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")
 """The parts of a reason that differ from record to record."""
@@ -156,10 +156,13 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
 
 def _splits(data: Data, model: _Model, shown: int, looked_at: int, recipe: Recipe | None = None) -> dict[str, Split]:
     lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # every bad record is reported
-    return {
+    found = {
         split: _split(lenient, load_data(lenient, split, recipe), model, shown, looked_at, recipe)
         for split in ("train", "heldout")
     }
+    if recipe is not None:
+        found["train"].notes += few(recipe, found["train"].prompts)
+    return found
 
 
 def _split(
@@ -292,6 +295,8 @@ def _of_picture(recipe: Recipe, lengths: _Lengths | None) -> Reader:
     def read(prompt: Prompt, record: Record) -> None:
         if size is not None:
             size(prompt, record)
+        if why := lacks_media(recipe, prompt):
+            raise BadPromptError(prompt.id, why)
         if lengths is not None and (found := lengths.of(prompt)) is not None:
             record.tokens = found[0]
             lengths.check(prompt)

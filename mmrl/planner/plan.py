@@ -59,7 +59,7 @@ from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.prompt_check import lacking_truths, unread_messages, unreadable, unscored
 from mmrl.planner.rates import Assumed, Calibrated, Rates
 from mmrl.planner.steps_per_forward import settle
-from mmrl.planner.unread import unread
+from mmrl.planner.unread import few, unread
 from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check
 from mmrl.step.objectives import load_objective
@@ -116,6 +116,7 @@ def _planned(
             shown = [_looked_at(split) if len(split) else [] for split in prompts]
             made.problems += [*lacking_truths(recipe, *shown), *unscored(recipe, *shown)]
             made.notes += unread_messages(recipe, [prompt for split in shown for prompt in split])
+            made.notes += few(recipe, len(prompts[0]))
         architecture = Path(recipe.architecture) if recipe.architecture else None
         check_files(recipe.model.path)
         description = module.describe(recipe, recipe.model.path, architecture)

@@ -7,6 +7,18 @@ from collections.abc import Iterator, Sequence
 from mmrl.config.schema import Recipe
 from mmrl.core.trajectory import Prompt
 
+FEW = 10
+"""Given pictures fewer than this are learned by heart."""
+
+
+def few(recipe: Recipe, count: int) -> Iterator[str]:
+    """A note where the given pictures or clips that train, ``count`` of them, are few."""
+    if recipe.algorithm.trains_on == "given_pictures" and count < FEW:
+        yield (
+            f"data.train: {count} picture{'s' * (count != 1)} to learn from: the model soon has them by heart, and not "
+            "their style; give it 20 or more, or train few steps and look at samples of other prompts"
+        )
+
 
 def unread(recipe: Recipe, prompts: Sequence[Prompt], *, reads_media: bool) -> Iterator[str]:
     """Notes on ``prompts``, those looked at; none for recipes of text, whose models read all of them.

@@ -15,11 +15,13 @@ from torch import Tensor
 from mmrl.algorithms.picture_sft import PictureSFTSettings
 from mmrl.algorithms.sde import squared_distance
 from mmrl.config.sampling import Size
+from mmrl.config.schema import Recipe
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.core.randomness import generator, noise
 from mmrl.core.trajectory import Prompt, Rows, Slot
 from mmrl.core.transfer import to_device
+from mmrl.data.loading import lacks_media
 from mmrl.models.protocol import Weights
 
 from . import pictures
@@ -142,7 +144,7 @@ class GivenPictures(Given):
         self.levels = adapter.levels()
 
     def media_of(self, prompt: Prompt) -> tuple[Media]:
-        return (shown_by(prompt, clips=self.pipeline.adapter.makes == "video"),)
+        return (shown_by(self.pipeline.recipe, prompt, clips=self.pipeline.adapter.makes == "video"),)
 
     def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """picture_error, the squared error of what the model itself predicts, mean over dimensions, and sigma, the
@@ -177,16 +179,14 @@ def given_of(pipeline: Predictor) -> PicturePairs | GivenPictures | None:
     return PicturePairs(pipeline) if algorithm.trains_on == "picture_pairs" else None
 
 
-def shown_by(prompt: Prompt, *, clips: bool) -> Media:
+def shown_by(recipe: Recipe, prompt: Prompt, *, clips: bool) -> Media:
     """The picture that ``prompt`` describes, or with ``clips`` the clip. Raises ``BadPromptError``."""
-    if len(prompt.media) != 1 or (prompt.media[0].kind == "video" and not clips):
-        found = f"{len(prompt.media)} media" if len(prompt.media) != 1 else "a clip, which this model does not make"
-        raise BadPromptError(
-            prompt.id,
-            f"it has {found}; give every caption one {'clip' if clips else 'picture'} to learn (data: {{name: folder, "
-            "train: {path: FOLDER}, ...}, with NAME.txt beside NAME.png)",
-        )
-    return prompt.media[0]
+    if why := lacks_media(recipe, prompt):
+        raise BadPromptError(prompt.id, why)
+    medium = prompt.media[0]
+    if medium.kind == "video" and not clips:
+        raise BadPromptError(prompt.id, "it has a clip, which this model does not make; give it a picture")
+    return medium
 
 
 def pair_of(prompt: Prompt) -> tuple[Media, Media]:

@@ -1,6 +1,7 @@
 """SFT on given pictures and clips: the loss of each prediction, its noise levels, data, resumption, refusals."""
 
 import math
+import re
 from io import BytesIO
 
 import pytest
@@ -21,6 +22,7 @@ from mmrl.core.signals import Stop
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt, Rows, SampleId, Slot
 from mmrl.logging.rundir import RunDir
+from mmrl.planner.data_check import check_recipe
 from mmrl.planner.plan import plan
 from mmrl.training.loop import train_step
 from tests.support.sft import flat, gradient_of, lines
@@ -254,6 +256,51 @@ def test_latents_are_encoded_once():
     for step in range(2):
         train_step(run, step, Clock(torch.device("cpu")))
     assert len(calls) == 30
+
+
+def told(folder, **options):
+    given = ", ".join(["path: " + str(folder), *(f"{key}: {value}" for key, value in options.items())])
+    return f"data={{name: folder, train: {{{given}}}, heldout: {{{given}}}}}"
+
+
+def test_pictures_without_captions_are_refused_with_what_to_do(tmp_path):
+    folder = folder_of(tmp_path / "mine")
+    for text in folder.glob("*.txt"):
+        text.unlink()
+    said = plan(loaded(told(folder, heldout=3))).problems
+    assert any("put metadata.jsonl there, or a .txt beside each picture, or give all one text" in one for one in said)
+    made = loaded(told(folder, heldout=3, caption="a drawing of mine"))
+    assert plan(made).problems == []
+    assert {prompt.text for prompt in build(made.recipe).prompts} == {"a drawing of mine"}
+
+
+def test_three_pictures_are_no_style(tmp_path):
+    made = loaded(told(folder_of(tmp_path / "mine", 4), heldout=1))
+    note = "data.train: 3 pictures to learn from: the model soon has them by heart"
+    assert any(note in one for one in plan(made).notes)
+    checked = check_recipe(made.recipe, 1, 10).splits
+    assert [sum(note in one for one in checked[split].notes) for split in ("train", "heldout")] == [1, 0]
+
+
+def test_an_algorithm_that_learns_from_pictures_is_refused_without_any(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\na green cross\n")
+    data = f"{{path: {tmp_path / 'prompts.txt'}, heldout: 1}}"
+    made = loaded(f"data={{name: prompts, train: {data}, heldout: {data}}}")
+    why = r"data\.train: none of 2 records looked at can train: it has 0 media; give every caption one picture to learn"
+    with pytest.raises(UserError, match=why):
+        build(made.recipe)
+    assert any(re.search(why, one) for one in plan(made).problems)
+    assert check_recipe(made.recipe, 1, 10).faults == 3
+
+
+def test_a_run_says_that_nothing_reads_its_pictures(tmp_path, capsys):
+    small = ["train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2", "sampling.steps=3"]
+    made = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *small, told(folder_of(tmp_path / "mine"))])
+    with RunDir.create(tmp_path / "run") as directory:
+        Trainer(made, directory)
+    assert "note: data: 10 of 10 prompts looked at carry pictures, and only their captions are used" in (
+        capsys.readouterr().err
+    )
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

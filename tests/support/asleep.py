@@ -16,6 +16,7 @@ TESTED = {
     "hpsv2:HPSv2",
     "imagereward:ImageReward",
     "judge:Judge",
+    "likeness:Likeness",
     "ocr:OCR",
     "pickscore:PickScore",
     "relevance:Relevance",
