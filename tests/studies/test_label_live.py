@@ -1,5 +1,6 @@
 """Votes while a run trains: the log, the page's server, and runs whose reward the votes are."""
 
+import asyncio
 import http.client
 import importlib
 import json
@@ -22,10 +23,12 @@ import mmrl
 from mmrl.app.verify import verify
 from mmrl.cli import app
 from mmrl.core.errors import UserError
+from mmrl.core.reward_contract import Context, Failed
+from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.learned.labels.embeddings import Encoders
 from mmrl.rewards.learned.labels.live import Batch, Shown, asks, fitted
 from mmrl.rewards.learned.labels.spreading import HEAD
-from mmrl.rewards.learned.labels.votes import Used, VoteLog, named, place_of, wrong_value
+from mmrl.rewards.learned.labels.votes import Used, VoteLog, asked_in, named, place_of, wrong_value
 from mmrl.studies.labels.live import VoteServer
 from mmrl.studies.labels.voting import to_train
 from tests.support.browser import opened
@@ -129,6 +132,54 @@ def test_votes_order_samples_that_nobody_voted_on_and_the_least_sure_is_asked_fi
         return
     gaps = [abs(torch.logit(scores[[int(name.split(".")[-1]) for name in row["samples"]]]).diff()) for row in asked]
     assert gaps == sorted(gaps)
+
+
+def drawn(step):
+    """Red and blue pictures of two prompts, in two batches."""
+    rows = [
+        Sample(Prompt(f"p{n % 2}", f"prompt {n % 2}"), SampleId(step, n % 2, 0, n), image=Image.new("RGB", (8, 8), c))
+        for n, c in enumerate([(200 + n, 0, n) if n % 3 else (n, 0, 200 + n) for n in range(24)])
+    ]
+    return rows[:12], rows[12:]
+
+
+def test_a_step_waits_for_the_first_votes_and_while_the_page_pauses_it_and_uses_what_it_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmrl.rewards.learned.labels.embeddings.lacking", lambda name: "not here")  # words are quick
+    reward, log = mmrl.load("rewards", "votes").Voted(first=12, by="head"), VoteLog(tmp_path)
+
+    async def scored(step):
+        context = Context(step=step, folder=tmp_path)
+        return [asyncio.ensure_future(reward.score(list(batch), context=context)) for batch in drawn(step)]
+
+    async def scenario():
+        assert isinstance((await reward.score(list(drawn(-1)[0]), context=Context(folder=tmp_path)))[0], Failed)
+        first = await scored(0)
+        while len(asked_in(log.folder).get("asks", ())) < 24 or not asked_in(log.folder)["waiting"]:
+            await asyncio.sleep(0.01)
+        for row in asked_in(log.folder)["asks"][:12]:
+            assert not any(one.done() for one in first)
+            vote(log, "ann", row["samples"][0], int(int(row["samples"][0].split(".")[-1]) % 3 > 0))
+        vote(log, "ann", "0/0.0.0.0", 0)
+        vote(log, "bob", "0/0.1.0.3", 0)
+        scores = [value for one in first for value in await one]
+        assert min(scores[n] for n in range(24) if n % 3) > max(scores[::3])
+        log.write("pause", voter="ann", time=1.0, value=True)
+        second = await scored(1)
+        while asked_in(log.folder)["waiting"] != "paused on the page":
+            await asyncio.sleep(0.01)
+        assert not any(one.done() for one in second)
+        log.write("pause", voter="ann", time=2.0, value=False)
+        return scores, [value for one in second for value in await one]
+
+    made = asyncio.run(scenario())
+    assert sorted(log.read().used) == [0, 1]
+    reward = mmrl.load("rewards", "votes").Voted(first=12, by="head")  # another process, after a kill
+
+    async def again():
+        return [[value for one in await scored(step) for value in await one] for step in (0, 1)]
+
+    assert tuple(asyncio.run(again())) == made
+    assert sorted(log.read().used) == [0, 1]
 
 
 @contextmanager
@@ -284,7 +335,9 @@ def test_a_run_that_goes_on_with_its_log_gets_the_same_weights_and_verify_asks_n
         shutil.rmtree(folder)
     for folder in (tmp_path / "run" / "votes").glob("fit-*"):
         shutil.rmtree(folder)  # they are made again, the same
-    mmrl.train("shapes-full", SMALL, out=tmp_path / "run", resume=True)  # nobody votes any more
+    done = CliRunner().invoke(app, ["label", str(tmp_path / "run"), "--train"])  # nobody votes any more
+    assert done.exit_code == 0, done.exception
+    assert "http://127.0.0.1:" in done.stdout
     assert same(weights(tmp_path / "run", 3), trained)
     assert len(log.data()) == size
 
@@ -303,6 +356,7 @@ def test_a_stop_while_a_run_waits_for_its_first_votes_ends_it(tmp_path):
     assert VoteLog(tmp_path / "run").read().used == {}
 
 
+@pytest.mark.slow
 def test_what_cannot_train_on_votes_is_refused_before_a_model_is_loaded(tmp_path):
     for words, why in (
         (["shapes-full", "--train", "controllers=2"], "votes train a run of one process"),
