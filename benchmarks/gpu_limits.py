@@ -25,6 +25,7 @@ from smoke_place import Place
 def every_check() -> list[Check]:
     import gpu_proof as proof
     import limits_device as device
+    import limits_goals as goals
     import limits_pictures as pictures
     import limits_text as text
 
@@ -93,6 +94,8 @@ def every_check() -> list[Check]:
         Check("TRL's step beside ours, 0.5B", text.trl, 120, {"TRL over ours": (0.8, 1.2)}),
         Check("proof: shapes-full, 48 x 24 samples", proof.shapes, 330, proof.PREDICTED),
         Check("whole rows in lines, 0.5B", text.packing, 100, {"lines over padded": (0.6, 0.8)}),
+        Check("SD3.5-M, shares of the ceiling", goals.pictures, 200, goals.PICTURES),
+        Check("1.5B, shares of the ceiling", goals.text, 150, goals.TEXT),
     ]
 
 

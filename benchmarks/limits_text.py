@@ -111,7 +111,7 @@ def scaled(slices: Slices, milliseconds: float) -> float:
 
 
 def update(place: Place) -> dict[str, Any]:
-    """All weights of a decoder of 0.5B: the recipe's slice, without checkpointing, and the body with Liger's fused
+    """All weights of a decoder of 0.5B: the recipe's slice, with checkpointing, and the body with Liger's fused
     loss."""
     context = run_of_text(place, decoder(place), *sizes(place))
     slices, policy = sampled(context), context.policy.module
@@ -120,9 +120,10 @@ def update(place: Place) -> dict[str, Any]:
     if place.gpu:
         figures["peak GiB"] = round(peak_gib(), 1)
     place.keep(figures)
-    policy.gradient_checkpointing_disable()  # type: ignore[operator]
-    figures["without checkpointing, ms"] = scaled(slices, slices.milliseconds(place))
+    policy.gradient_checkpointing_enable()  # type: ignore[operator]
+    figures["checkpointed, ms"] = scaled(slices, slices.milliseconds(place))
     place.keep(figures)
+    policy.gradient_checkpointing_disable()  # type: ignore[operator]
     if not find_spec("liger_kernel"):
         figures["Liger's loss"] = "liger-kernel is not installed"
     else:
@@ -132,8 +133,8 @@ def update(place: Place) -> dict[str, Any]:
     return figures
 
 
-def packing(place: Place) -> dict[str, Any]:
-    """An update of uneven responses: all its slices with whole rows in lines, and with rows padded to the longest."""
+def uneven(place: Place) -> list[str]:
+    """Words for a step whose prompts and responses are as uneven as those of GSM8K (shorter at small sizes)."""
     draw, shorter = random.Random(0), 8 if place.small else 1
     prompts, most = 16 if place.small else 64, 1024 // shorter
     data = place.folder / "uneven.jsonl"
@@ -147,9 +148,14 @@ def packing(place: Place) -> dict[str, Any]:
             }
             file.write(json.dumps(record) + "\n")
     of = [f"data.{split}={{path: {data}, heldout: 0}}" for split in ("train", "heldout")]
-    step = [f"train.prompts_per_step={prompts}", "train.group_size=4", f"sampling.max_new_tokens={most}"]
+    return [*of, f"train.prompts_per_step={prompts}", "train.group_size=4", f"sampling.max_new_tokens={most}"]
+
+
+def packing(place: Place) -> dict[str, Any]:
+    """An update of uneven responses: all its slices with whole rows in lines, and with rows padded to the longest."""
+    shorter = 8 if place.small else 1
     limits = ["train.micro_batch_size=40", f"train.micro_batch_tokens={TOKENS // shorter // (4 if place.small else 1)}"]
-    context = run_of_text(place, decoder(place), *of, *step, *limits, "train.packing=true", "eval.samples=1")
+    context = run_of_text(place, decoder(place), *uneven(place), *limits, "train.packing=true", "eval.samples=1")
     batch, pipeline = batch_of(context), cast("Any", context.pipeline)
     ways = {"in lines": pipeline.packing, "padded": None}
     figures: dict[str, Any] = {}

@@ -148,8 +148,11 @@ def tokenizer(encoder: nn.Module) -> Any:
     return t.AutoTokenizer.from_pretrained(SUMS)
 
 
-def decoder(place: Place, recorded: str = "qwen25-0.5b", *, layers: int | None = None) -> Path:
-    """A folder with a random decoder of the recorded width and a shipped tokenizer; ``layers``: instead of its own."""
+def decoder(
+    place: Place, recorded: str = "qwen25-0.5b", *, layers: int | None = None, changes: Mapping[str, int] | None = None
+) -> Path:
+    """A folder with a random decoder of the recorded width and a shipped tokenizer; ``layers`` and ``changes`` of its
+    configuration: instead of its own."""
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     (file,) = PIPELINES.glob(f"*/recipes/{recorded}.architecture.json")
@@ -157,6 +160,7 @@ def decoder(place: Place, recorded: str = "qwen25-0.5b", *, layers: int | None =
     given: dict[str, Any] = json.loads(file.read_text())["files"]["config.json"]
     known = {*Qwen2Config().to_dict()} - {"architectures", "model_type"}
     kept = {name: value for name, value in given.items() if name in known and not name.startswith("rope_")}
+    kept |= changes or {}
     if layers is not None:
         kept["num_hidden_layers"] = layers
     if place.small:
