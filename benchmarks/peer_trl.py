@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ class Peer:
         self._thread = threading.Thread(target=self._train, name="GRPOTrainer", daemon=True)
 
     def _make(self, size: Size, path: Path, out: Path, gpu: bool) -> Any:
+        sys.modules.setdefault("torchcodec", None)  # type: ignore[arg-type]  # TRL imports it, and it may not load
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
@@ -164,6 +166,7 @@ def train(context: StepContext, evaluated: Callable[[Any, int], bool], out: Path
     ``evaluated(model, step)`` is called before the first step and after each. The recipe gives the sizes, the learning
     rate, the range of the clip and Adam's numbers; the loss and all else are TRL's defaults.
     """
+    sys.modules.setdefault("torchcodec", None)  # type: ignore[arg-type]  # TRL imports it, and it may not load
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
