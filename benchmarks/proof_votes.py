@@ -3,8 +3,8 @@
     python benchmarks/proof_votes.py --folder /tmp/votes --json benchmarks/results/proof_votes.json --seeds 0 1 2
 
 Each seed is one ``mmrl label shapes-full --train``. The voter asks the server what to vote on, as the page does, looks
-at the picture that it serves, and says what the verifier says, wrongly in ``--errors`` of all votes. It votes while the
-run waits: ``--first`` before the first step, ``--wait`` before each later one. After ``--votes`` it says that these are
+at the picture that it serves, and says what the verifier says, wrongly in ``--errors`` of all votes. It gives
+``--first`` votes before the first step, and ``--wait`` before each later one. After ``--votes`` it says that these are
 enough. The verifier trains nothing. Held-out success by it is measured before and after on
 the same prompts and noise. The figure to beat is 0.528, what 200 labels without errors reach with pairs for DPO after
 they were spread (proof_labels.py).
@@ -68,13 +68,14 @@ class Voter:
         if status != 200:
             raise RuntimeError(f"the server refused {said}: {reply!r}")
 
-    def until(self, votes: int, over: Callable[[], bool]) -> None:
-        """Vote while the run waits, until there are ``votes``, then say so; ``over``: whether the run has ended."""
+    def until(self, votes: int, first: int, wait: int, over: Callable[[], bool]) -> None:
+        """Give ``first`` votes before the first step and ``wait`` before each later one, until there are ``votes``;
+        then say so. ``over``: whether the run has ended."""
         while not over():
             state = self.state()
             if self.given >= votes:
                 return self.tell(state, kind="enough", value=True)
-            if state["ask"] is None or not state["waiting"]:
+            if state["ask"] is None or self.given >= first + wait * state["step"]:
                 time.sleep(0.1)
             else:
                 self.vote(state)
@@ -119,7 +120,7 @@ def trained(
         url = next((line.strip() for line in run.stdout if line.startswith("http://")), "")
         voter = Voter(url, judge, given.errors, seed)
         try:
-            voter.until(given.votes, lambda: run.poll() is not None)
+            voter.until(given.votes, given.first, given.wait, lambda: run.poll() is not None)
         except (OSError, RuntimeError):
             if run.wait() != 0:
                 raise

@@ -189,6 +189,7 @@ class Live:
                     notices.tell(f"step {step + 1} waits for votes: {why}")
                 self._publish(why)
                 await asyncio.sleep(_LOOK_S)
+        self._publish()  # a fit takes seconds, and nothing waits meanwhile
         tally, used = self.tally, replace(self.fit, bytes=self.tally.size)
         if self.known is None or tally.events - self._events_of_fit >= self.reward.refit:
             alone = all(at == step for at, _ in self.pool.batches)  # else earlier steps have what was voted on
