@@ -202,9 +202,8 @@ def decode(place: Place) -> dict[str, Any]:
         figures[label] = round(1000 * timed(place, work, 1 if place.small else 5), 1)
         place.keep(figures)
 
-    if place.gpu:
-        measured("the product's, ms", lambda: decoded(latents))
-        figures["the product's in bfloat16"] = bool(decoded.half)
+    measured("the product's, ms", lambda: decoded(latents))
+    figures["the product's in bfloat16"] = bool(decoded.half)
     vae.to(memory_format=torch.contiguous_format)
     measured("float32, ms", lambda: decoded.shown(latents))
     measured("under autocast, ms", lambda: decoded.shown(latents, half=True))
