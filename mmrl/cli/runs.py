@@ -218,9 +218,27 @@ def evaluate(
         write(measure(run, samples, checkpoint))
 
 
-def report(run: RunArgument) -> None:
+def report(
+    run: RunArgument,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw samples of the same prompts over the steps into FILE in its place: .gif, .webp or .png.",
+        ),
+    ] = None,
+    sample: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="With --pictures: a sample of the grid, from 0; again for another."),
+    ] = None,
+) -> None:
     """Write a run's report, one HTML file; prints its path."""
     use_threads_of(run)
+    if pictures is not None:
+        from mmrl.report.over_steps import write_over_steps
+
+        print(write_over_steps(run, pictures, sample or ()))
+        return
     from mmrl.report.html import write_report
 
     print(write_report(run))

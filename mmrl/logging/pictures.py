@@ -90,7 +90,7 @@ def pairs(evaluations: list[Evaluation]) -> dict[str, Any] | None:
     """The same prompts and seeds at the first evaluation and, by slider, at later ones. None before the first."""
     if not evaluations:
         return None
-    chosen = _evenly(evaluations, SLIDER_STEPS)
+    chosen = evenly(evaluations, SLIDER_STEPS)
     last = chosen[-1]
     keys = [key for key in chosen[0].samples if key in last.samples] or list(last.samples)
     cells = []
@@ -221,7 +221,8 @@ def _beside(shown: Shown | None) -> dict[str, Any]:
     }
 
 
-def _evenly(evaluations: list[Evaluation], most: int) -> list[Evaluation]:
+def evenly(evaluations: list[Evaluation], most: int) -> list[Evaluation]:
+    """At most ``most`` evaluations: the first, the last and others at even distances."""
     if len(evaluations) <= most:
         return evaluations
     return [evaluations[round(i * (len(evaluations) - 1) / (most - 1))] for i in range(most)]

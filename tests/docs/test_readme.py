@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.core.trajectory import Prompt, Sample, SampleId
@@ -72,18 +74,20 @@ def test_the_first_command_is_on_the_first_screen():
     assert before.count("![") == 1
 
 
-def test_every_word_about_another_tool_has_its_source():
-    rows = README.split("<!-- peers -->\n")[1].split("\n\n")[0].splitlines()
+@pytest.mark.parametrize(("name", "least"), [("README.md", 7), ("docs/beside_others.md", 15)])
+def test_every_word_about_another_tool_has_its_source(name, least):
+    page = (ROOT / name).read_text()
+    rows = page.split("<!-- peers -->\n")[1].split("\n\n")[0].splitlines()
     tools = [cell.strip() for cell in rows[0].strip("|").split("|")][2:]
-    sources = dict(re.findall(r"^\[([\w-]+)\]: (https://github\.com/\S+)$", README, re.MULTILINE))
-    assert len(rows) > 12
+    sources = dict(re.findall(r"^\[([\w-]+)\]: (https://github\.com/\S+)$", page, re.MULTILINE))
+    assert len(rows) >= least
     for row in rows[2:]:
         name, ours, *cells = [cell.strip() for cell in row.strip().removeprefix("|").removesuffix("|").split("|")]
         assert len(cells) == len(tools), name
-        assert ours == "no" or re.search(r"\]\(docs/", ours), name
+        assert ours == "no" or re.search(r"\]\((docs/)?\w+\.md", ours), name
         for tool, cell in zip(tools, cells, strict=True):
             assert re.search(r"\]\[", cell), f"{name}, {tool}: {cell}"
-    used = set(re.findall(r"\]\[([\w-]+)\]", README))
+    used = set(re.findall(r"\]\[([\w-]+)\]", page))
     assert used == set(sources)
     assert all(re.search(r"/(?:blob|tree)/[0-9a-f]{40}/", source) for source in sources.values())
 
