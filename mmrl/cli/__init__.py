@@ -33,6 +33,7 @@ from mmrl.cli import (
     sample,
     simulate,
 )
+from mmrl.cli.grouped import Grouped
 from mmrl.core.errors import UserError
 from mmrl.core.installing import DISTRIBUTION, version_of
 from mmrl.core.quiet import be_quiet, warn_plainly
@@ -41,9 +42,9 @@ from mmrl.rewards.last_words import end_without_threads
 
 app = typer.Typer(
     name="mmrl",
+    cls=Grouped,
     help="Reinforcement learning from feedback on text, vision-language and diffusion models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -17,11 +17,22 @@ _SHELVES: tuple[Shelf, ...] = get_args(Shelf)
 _CAPTIONS = {"algorithms": "formulas and settings: docs/algorithms.md"}
 
 
-def ls(what: Annotated[Shelf | None, typer.Argument(help="List only this kind.", show_default="all")] = None) -> None:
+def ls(
+    what: Annotated[
+        Shelf | None, typer.Argument(help="List only this kind, with a line about each.", show_default="all")
+    ] = None,
+) -> None:
     """List recipes, pipelines, rewards, data sets, environments and algorithms by name."""
+    from rich.columns import Columns
     from rich.table import Table
 
-    for shelf in (what,) if what else _SHELVES:
+    if what is None:
+        for shelf in _SHELVES:
+            console().print(shelf, style="bold", highlight=False)
+            console().print(Columns([name for name, _ in _rows(shelf)], padding=(0, 2, 0, 1)), highlight=False)
+        console().print(f"\nmmrl ls {'|'.join(_SHELVES)} says what each is", markup=False, highlight=False)
+        return
+    for shelf in (what,):
         table = Table(title=shelf, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(no_wrap=True)
         table.add_column()

@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from mmrl.planner.gpus import Gpu
     from mmrl.runtime.launchers import Launched
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
+
+def _shipped(incomplete: str) -> list[str]:
+    """Names of shipped recipes, for a shell that completes a word."""
+    from mmrl.config.loader import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.", autocompletion=_shipped),
+]
 ChangesArgument = Annotated[
     list[str] | None,
     typer.Argument(

@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from mmrl.cli import app
+from mmrl.cli.grouped import GROUPS
 from mmrl.commands.arguments import read_recipe, reward_options
 from mmrl.config.algorithms import algorithm_names
 from mmrl.config.loader import find_recipe, load_recipe, shipped_recipes
@@ -33,6 +37,24 @@ def test_help_answers_at_once() -> None:
     loaded = set(done.stderr.split())
     assert "mmrl.cli.simulate" in loaded
     assert not [name for name in SLOW_TO_LOAD if name in loaded]
+
+
+def test_help_has_every_command_in_a_group_on_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = typer.main.get_command(app)
+    lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
+    assert {*GROUPS} < {line.removesuffix(":") for line in lines}
+    assert "Others:" not in lines
+    listed = [line.split()[0] for line in lines[lines.index("Train:") :] if line.startswith("  ")]
+    assert sorted(listed) == sorted(found.commands)
+    assert all(len(line) <= 80 and "..." not in line for line in lines)
+
+
+def test_a_shell_completes_the_names_of_recipes(monkeypatch):
+    words = {"_MMRL_COMPLETE": "complete_bash", "COMP_WORDS": "mmrl train shapes-f", "COMP_CWORD": "2"}
+    code = [sys.executable, "-m", "mmrl"]
+    done = subprocess.run(code, env={**os.environ, **words}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["shapes-full"]
 
 
 @pytest.mark.slow
@@ -117,8 +139,8 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mmrl("ls") == 0
     everything = capsys.readouterr().out
     titles = ("recipes", "pipelines", "rewards", "datasets", "environments", "algorithms")
-    assert [title for title in titles if f"\n{title} " in f"\n{everything}"] == [*titles]
-    assert all(f" {name} " in everything for name in (*shipped_recipes(), *algorithm_names()))
+    assert [line for line in everything.splitlines() if line in titles] == [*titles]
+    assert {*shipped_recipes(), *algorithm_names()} <= {*everything.split()}
     assert mmrl("ls", "algorithms") == 0
     listed = capsys.readouterr().out
     assert " grpo           GRPO: group advantages and a clipped ratio per token" in listed
