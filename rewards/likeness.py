@@ -65,8 +65,8 @@ class Likeness(Sleeping):
         self.model = self.frozen(model, lambda: load_vision(path)[0])
         self._references: Tensor | None = None
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, Tensor]:
-        """Four parts ``[B]``."""
+    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[float]]:
+        """Four parts, a number of each for every sample."""
         self.wake(context.device)
         if self._references is None:
             batches = [self.given[n : n + _BATCH] for n in range(0, len(self.given), _BATCH)]
@@ -79,7 +79,8 @@ class Likeness(Sleeping):
         over = torch.zeros_like(nearest)
         if self.copy_above is not None:
             over = ((nearest - self.copy_above) / (1 - self.copy_above)).clamp(min=0)
-        return {"score": likeness - over, "likeness": likeness, "nearest": nearest, "copied": (over > 0).float()}
+        parts = {"score": likeness - over, "likeness": likeness, "nearest": nearest, "copied": (over > 0).float()}
+        return {name: part.tolist() for name, part in parts.items()}
 
     @torch.no_grad()
     def _embedded(self, pictures: Sequence[Image.Image], context: Context) -> Tensor:

@@ -44,7 +44,8 @@ def dino(folder):
 
 
 def scored(reward, pictures):
-    return reward.score([SimpleNamespace(image=one) for one in pictures], context=Context())
+    parts = reward.score([SimpleNamespace(image=one) for one in pictures], context=Context())
+    return {name: torch.tensor(part) for name, part in parts.items()}
 
 
 def of_clip(folder, pictures):
@@ -52,21 +53,21 @@ def of_clip(folder, pictures):
 
     processor = CLIPProcessor.from_pretrained(folder)
     inputs = processor(text=["a"] * len(pictures), images=pictures, return_tensors="pt")
-    return CLIPModel.from_pretrained(folder)(**inputs).image_embeds
+    return CLIPModel.from_pretrained(folder, dtype=torch.float32)(**inputs).image_embeds
 
 
 def of_dino(folder, pictures):
     from transformers import AutoImageProcessor, AutoModel
 
     inputs = AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")
-    return AutoModel.from_pretrained(folder)(**inputs).pooler_output
+    return AutoModel.from_pretrained(folder, dtype=torch.float32)(**inputs).pooler_output
 
 
 def of_scenes(folder, pictures):
     """Each picture by itself."""
     from transformers import AutoImageProcessor, Qwen2_5_VLForConditionalGeneration
 
-    tower = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).model.visual
+    tower = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).model.visual
     made = [AutoImageProcessor.from_pretrained(folder)([one], return_tensors="pt") for one in pictures]
     found = [tower(one["pixel_values"], grid_thw=one["image_grid_thw"]) for one in made]
     return torch.stack([getattr(one, "pooler_output", one).mean(0) for one in found])
@@ -87,8 +88,8 @@ def test_it_is_the_mean_cosine_with_the_nearest(tmp_path, make, embed, nearest):
     cosines = torch.nn.functional.cosine_similarity(a[:, None], b[None], dim=-1)
     best = cosines.sort(dim=1, descending=True).values[:, :nearest]
     found = scored(reward, shown)
-    torch.testing.assert_close(found["score"].double(), best.mean(1), rtol=0, atol=2e-4)  # other batch shapes
-    torch.testing.assert_close(found["nearest"].double(), best[:, 0], rtol=0, atol=2e-4)  # other batch shapes
+    torch.testing.assert_close(found["score"].double(), best.mean(1), rtol=0, atol=2e-5)  # other batch shapes
+    torch.testing.assert_close(found["nearest"].double(), best[:, 0], rtol=0, atol=2e-5)  # other batch shapes
     assert not found["copied"].any()
 
 
