@@ -81,6 +81,9 @@ class Reward(Section):
     """How often a call that failed is made again."""
     on_failure: Literal["fail", "drop"] = "fail"
     """Stop the run, or leave the sample out of the update (counted, named in failures.jsonl)."""
+    process: bool = False
+    """Compute it in a process of its own: Python that takes long does not hold up what the device is given to do. For
+    rewards without a model on the device and without a gradient."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments of the reward."""
 

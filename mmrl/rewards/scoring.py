@@ -23,6 +23,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.plugins.user_code import describe, place_of
 from mmrl.core.reward_contract import Context, Input
 from mmrl.core.trajectory import Sample
+from mmrl.rewards.apart import apart_problems, build_apart
 from mmrl.rewards.async_scoring import (
     Entry,
     Failure,
@@ -59,6 +60,8 @@ def check(rewards: Sequence[schema.Reward], makes: schema.Makes | None = None, k
             one = replace(one, name=called(one.name))
             found.append(one)
             wrong = problems(one, reward.options)
+            if reward.process:
+                wrong += apart_problems(one, reward.name)
             if makes is not None and not wrong:
                 wrong = unmade(one.reads(reward.options), makes, one)
             wrong = wrong or refused(one, reward.options)
@@ -121,7 +124,8 @@ class RewardSet:
         self._here: dict[str, Caller] = {}
         self._entries: list[Entry] = []
         for found, config in zip(check(rewards), rewards, strict=True):
-            loaded = build(found, config.options)
+            there = config.process
+            loaded = build_apart(found, config.name, config.options) if there else build(found, config.options)
             label = label_of(config.name, config.label)
             self._here[label] = Caller(loaded, config.timeout, config.retries)
             self._entries.append(Entry(label, config, loaded, self._here[label]))
