@@ -179,7 +179,7 @@ def test_what_a_run_keeps_beside_its_weights_is_taken_up(folder, tmp_path, capsy
 
 
 def test_responses_in_flight_are_taken_up(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: partial_rollouts.Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling.engine_class", lambda name: partial_rollouts.Sampler)
     loaded = partial_rollouts.load(
         partial_rollouts.write(tmp_path), "train.steps=4", "checkpoint.every=3", "eval.every=null"
     )

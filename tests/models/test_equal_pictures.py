@@ -15,7 +15,7 @@ from mmrl.core.media import Media
 from mmrl.core.trajectory import Prompt
 from tests.support.sweeps import Sweep
 
-pair_of = mmrl.load("pipelines", "diffusion/flow:pair_of")
+pair_of = mmrl.load("pipelines", "diffusion/given:pair_of")
 
 
 def _saved(image: Image.Image, form: str, **options: object) -> Media:

@@ -89,7 +89,7 @@ def test_the_members_of_a_replica_get_no_work_but_training(placement, asked):
     trains."""
     led = {0: 2, 2: 2, 4: 2, 6: 2} if placement.type == "colocate" else {0: 2, 2: 2, 4: 4}
     devices = SleepingDevices(8, placement, 0.01, led)
-    devices.context.recipe.rollout.engine = "vllm_server"
+    devices.context.recipe.rollout.in_process = False
     try:
         devices.run_step(0, [[MicroBatch(0.01, 0.01 * (placement.type == "partial"))] * 12])
         events = [event for event in devices._board.events if event.role in ("rollout", "judge")]

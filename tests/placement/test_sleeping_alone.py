@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
-    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling.engine_class", lambda name: Sampler)
 
 
 def awake(run):

@@ -77,7 +77,7 @@ def test_no_constructor_loads_or_connects_in_plan(monkeypatch):
         "http": {"url": "http://localhost:1"},
         "frames": {"name": "clip"},
     }
-    needs_a_folder = {"distilled", "knowledge", "labels", "aesthetic"}
+    needs_a_folder = {"distilled", "knowledge", "labels", "likeness", "aesthetic"}
     for name in sorted(name for name in classes if name.partition(":")[0] not in needs_a_folder):
         found = find(name)
         wants = [p for p in inspect.signature(found.target).parameters.values() if p.default is p.empty]

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
-    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling.engine_class", lambda name: Sampler)
 
 
 class Lagging(SingleDevice):
@@ -102,7 +102,7 @@ def steps(run, first=0, last=STEPS):
 def whole(folder):
     """By staleness, the steps of a run that was not interrupted."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
+        patch.setattr("mmrl.families.text.engine_sampling.engine_class", lambda name: Sampler)
         return {n: steps(opened(folder, n)) for n in (1, 2)}
 
 

@@ -137,7 +137,7 @@ def test_rewards_of_pieces_count_midway(folder, run):
 
 
 def test_an_engine_finishes_the_same_beginnings(folder, monkeypatch):
-    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling.engine_class", lambda name: Sampler)
     made = make(folder, "rollout.engine=vllm")
     whole = rounds(made)
     assert [call[0] for call in made.pipeline.engine.calls] == [AT, LONGEST - AT]

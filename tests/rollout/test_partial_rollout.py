@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
-    monkeypatch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.families.text.engine_sampling.engine_class", lambda name: Sampler)
 
 
 def positions(slots):
@@ -207,7 +207,7 @@ def same_end(one, other):
 @pytest.fixture(scope="module")
 def uninterrupted(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.families.text.engine_sampling._engine", lambda name: Sampler)
+        patch.setattr("mmrl.families.text.engine_sampling.engine_class", lambda name: Sampler)
         return train(load(folder), tmp_path_factory.mktemp("whole") / "run")
 
 

@@ -110,7 +110,7 @@ def test_the_page_starts_again_after_labels_of_odd_names(tmp_path: Path) -> None
     assert {item.name for item in items} == {*odd}
     with LabelServer(items, tmp_path, tmp_path / table.NAME) as server:
         for number in range(len(items)):
-            assert server.give({"number": number, "label": "1"}) is None
+            assert server.give({"number": number, "label": "1"}) == ""
     with LabelServer(items_of(tmp_path), tmp_path, tmp_path / table.NAME) as server:
         assert server.labels == dict.fromkeys(odd, "1")
 

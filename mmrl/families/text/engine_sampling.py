@@ -148,10 +148,15 @@ def engine_context(recipe: Recipe, context: int | None) -> int | None:
 
 def _start(name: str, path: str, options: dict[str, Json], given: Arguments) -> RolloutEngine:
     try:
-        module, _, made = _SHIPPED[name].partition(":")  # imported here: each needs its own library
-        return getattr(import_module(module), made)(path, **given, options=options)
+        return engine_class(name)(path, **given, options=options)
     except TypeError as error:
         raise UserError(f"rollout.options: {name} does not take them: {error}") from error
+
+
+def engine_class(name: str) -> Callable[..., RolloutEngine]:
+    """The class of the shipped engine ``name``. Imported when it is asked for, since each needs its own library."""
+    module, _, made = _SHIPPED[name].partition(":")
+    return getattr(import_module(module), made)
 
 
 class Given:
