@@ -43,7 +43,7 @@ def value_of(recipe, key):
     return getattr(getattr(recipe, section), name)
 
 
-@pytest.mark.parametrize("name", ["sums", "shapes-lora"])
+@pytest.mark.parametrize("name", ["sums", pytest.param("shapes-lora", marks=pytest.mark.long)])
 def test_auto_is_no_value_and_on_a_cpu_today_s(name):
     auto, none = load_recipe([name], AUTO).recipe, load_recipe([name]).recipe
     assert left_open(auto) == [*KEYS]
@@ -192,8 +192,12 @@ def case(name):
     return planned(recipe, mib)
 
 
+IN_SHORT = [pytest.param(name, marks=[] if name.startswith("text") else pytest.mark.long) for name in CASES]
+"""A case of pictures takes minutes to plan."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_SHORT)
 def test_every_choice_is_said_once_with_its_reason_and_fits(name):
     made, applies = case(name), CASES[name][2]
     assert not made.problems
@@ -213,14 +217,14 @@ def test_every_choice_is_said_once_with_its_reason_and_fits(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_SHORT)
 def test_what_the_next_larger_gpu_would_change_is_said_where_it_would(name):
     changes = {note.partition(":")[0] for note in case(name).notes if "; on t4-16g it would be " in note}
     assert changes == CASES[name][3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_SHORT)
 def test_every_choice_is_stored_with_the_run_and_taken_up_again(name, tmp_path):
     recipe = CASES[name][0]
     (tmp_path / "resolved.json").write_text(json.dumps(case(name).recipe.model_dump(mode="json")))
@@ -248,7 +252,7 @@ NOT_OF = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("name", ["sums", "shapes-lora"])
+@pytest.mark.parametrize("name", ["sums", pytest.param("shapes-lora", marks=pytest.mark.long)])
 def test_what_is_set_by_hand_is_kept_beside_what_is_chosen(name, key):
     if refused := NOT_OF.get((name, key)):
         with pytest.raises(RecipeError, match=refused):
@@ -264,7 +268,7 @@ def test_what_is_set_by_hand_is_kept_beside_what_is_chosen(name, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sums", "shapes-lora"])
+@pytest.mark.parametrize("name", ["sums", pytest.param("shapes-lora", marks=pytest.mark.long)])
 def test_where_nothing_fits_the_smallest_is_taken_and_the_smallest_gpu_named(name):
     made = planned(name, 2)
     assert size(made) == 1
