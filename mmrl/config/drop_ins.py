@@ -231,8 +231,13 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
 
 
 def _environments(module: str, file: Path, tree: ast.Module) -> Iterator[Entry]:
-    """The class ``Environment`` of a module, which its name alone means, and the functions that a model can call."""
-    if DEFAULT["environments"] in (_defined(tree.body) or ()):
+    """The class ``Environment`` of a module, which its name alone means, and the functions that a model can call. A
+    module that makes what it is asked for, by ``__getattr__``, is one of ``NAME:ID``."""
+    defined = _defined(tree.body)
+    if defined is None:
+        yield Entry(f"{module}:ID", file, _first_line(tree))
+        return
+    if DEFAULT["environments"] in defined:
         yield Entry(module, file, _first_line(tree))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):

@@ -11,7 +11,8 @@ from mmrl.config.section import Count, Duration, Few, Options, OwnClass, Section
 
 class Environment(Section):
     name: str
-    """``tools``, a file of environments/, or path/to/file.py:NAME: a class, or a function that the model can call."""
+    """``tools``, a file of environments/, a world of others (``gymnasium:ID``), or path/to/file.py:NAME: a class, or a
+    function that the model can call."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments of the class; of ``tools`` the list ``tools``, of functions as path/to/file.py:NAME."""
     role: Literal["auto", "tool", "user"] = "auto"

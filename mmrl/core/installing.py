@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
+
+from mmrl.core.errors import UserError
 
 DISTRIBUTION = "mmrl-toolkit"
 """The name that pip knows. The import is ``mmrl``; the package index has another project of that name."""
@@ -49,6 +54,13 @@ def install(*extras: str) -> str:
     torch = version_of("torch")
     kept = [f"torch=={torch.partition('+')[0]}"] if torch else []
     return " ".join(["pip install", *map(_quoted, [*kept, *packages])])
+
+
+def optional(package: str, extra: str, what: str) -> Any:
+    """The module ``package``, which ``what`` needs. Raises ``UserError`` where it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{what} needs {package}, which is not installed: {install(extra)}")
+    return importlib.import_module(package)
 
 
 def _quoted(text: str) -> str:

@@ -104,6 +104,8 @@ def _returns_picture(tool: Callable[..., Any]) -> bool:
 def _of_class(found: Callable[..., Any], settings: environment.Environment) -> Environment:
     try:
         made = found(**settings.options)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"environment.options: {settings.name} cannot be made with them: {describe(error)}; correct them, or the "
