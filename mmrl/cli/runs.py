@@ -231,17 +231,32 @@ def report(
         list[int] | None,
         typer.Option(metavar="N", help="With --pictures: a sample of the grid, from 0; again for another."),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Serve it on a local page that refreshes itself until the run ends.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --follow: of the page; 0 takes a free one.")] = 0,
 ) -> None:
-    """Write a run's report, one HTML file; prints its path."""
+    """Write a run's report, one HTML file; prints its path.
+
+    With --follow nothing is written while the run trains: the report is a page of this machine, and Ctrl-C ends it.
+    """
     use_threads_of(run)
-    if pictures is not None:
+    if port and not follow:
+        raise UserError("--port is of the page of --follow; add --follow, or leave it out")
+    if follow:
+        from mmrl.report.follow import follow as serve
+
+        if pictures is not None:
+            raise UserError("--follow serves a page and --pictures writes a file; give one of them")
+        serve(run, port)
+    elif pictures is not None:
         from mmrl.report.over_steps import write_over_steps
 
         print(write_over_steps(run, pictures, sample or ()))
-        return
-    from mmrl.report.html import write_report
+    else:
+        from mmrl.report.html import write_report
 
-    print(write_report(run))
+        print(write_report(run))
 
 
 def export(

@@ -46,7 +46,15 @@ def write_report(run: Path | str, judged: Judgement | None = None) -> Path:
 
     Raises ``UserError`` where the directory is no run or a file in it cannot be read.
     """
-    found = read_run(Path(run))
+    target = RunDir(run).report
+    write_atomic(target, page_of(Path(run), judged))
+    return target
+
+
+def page_of(run: Path, judged: Judgement | None = None, follows: str | None = None) -> str:
+    """The report as HTML, without secrets. ``follows``: the version of what it shows, of a page that asks its server
+    for later ones. Raises ``UserError`` as ``write_report``."""
+    found = read_run(run)
     before_after, samples = pairs(found.evaluations), read_samples(found.path)
     html = template("template.html").render(
         name=found.resolved.get("name") or found.path.resolve().name,
@@ -66,10 +74,9 @@ def write_report(run: Path | str, judged: Judgement | None = None) -> Path:
         overrides=found.overrides,
         env=flat(found.env),
         metrics=_last_values(found),
+        follows=follows,
     )
-    target = RunDir(run).report
-    write_atomic(target, hidden(html))
-    return target
+    return hidden(html)
 
 
 def template(name: str) -> Template:

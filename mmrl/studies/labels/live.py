@@ -1,7 +1,7 @@
 """The page on which people vote while a run trains (``mmrl label --train``). Imports no torch.
 
 The server reads what the run asks for (``votes/asks.json``) and appends to the log of votes; the run reads the log
-between its steps. Both may be one process or two. The rules of ``mmrl.studies.labels.server`` hold here too.
+between its steps. Both may be one process or two. The rules of ``mmrl.core.local_page`` hold here too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.local_page import Page, PageHandler
 from mmrl.core.untrusted import inside
 from mmrl.rewards.learned.labels import votes
 from mmrl.rewards.learned.labels.votes import SAMPLE, Tally, VoteLog
-from mmrl.studies.labels.server import Page, PageHandler
 
 PAGE = Path(__file__).with_name("live.html")
 _HELD_S = 30.0

@@ -1,42 +1,28 @@
 """The page on which a person gives labels (``mmrl label``), with the standard library's server. Imports no torch.
 
-It listens on the loopback interface alone. Every request needs the random token that stands in the address, and names
-the server's own address as its host, so that no other page and no other user of the machine can read or label
-anything. Files are asked for by their number in the list that was read at the start, never by a name. All text reaches
-the page as JSON and is put there as text. An answer is on the disk before it is confirmed.
+The rules of ``mmrl.core.local_page`` hold: the loopback interface alone, and a token. Files are asked for by their
+number in the list that was read at the start, never by a name. All text reaches the page as JSON and is put there as
+text. An answer is on the disk before it is confirmed.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
-import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from mmrl.core.errors import UserError
-from mmrl.core.http_server import HttpHandler, HttpServer
 from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.local_page import Page, PageHandler, is_number
 from mmrl.core.media import KINDS, BadMediaError, Media, read_bytes
-from mmrl.core.untrusted import inside, parse_json
+from mmrl.core.untrusted import inside
 from mmrl.rewards.learned.labels.items import Item
 from mmrl.studies.labels import table
 
-HOST = "127.0.0.1"
-_MOST_BODY = 4096
-_PATIENCE_S = 30.0
 _PAGE = Path(__file__).with_name("page.html")
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src 'self'; media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 _TYPES = {
     **{"jpg": "image/jpeg", "tif": "image/tiff", "m4v": "video/mp4"},
     **{"mov": "video/quicktime", "mkv": "video/x-matroska", "avi": "video/x-msvideo"},
@@ -55,18 +41,6 @@ class Answer:
 
 YES_NO = (Answer("0", "bad", "0"), Answer("1", "good", "1"))
 STARS = tuple(Answer(str(n), f"{n} of 5", f"{(n - 1) / 4:g}") for n in range(1, 6))
-
-
-class Page(HttpServer):
-    """A server on the loopback interface with a random token. Raises ``UserError`` where it cannot listen."""
-
-    def __init__(self, port: int, handler: type[PageHandler]) -> None:
-        self.token = secrets.token_urlsafe(24)
-        super().__init__(HOST, port, handler, "choose another --port")
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/?token={self.token}"
 
 
 class LabelServer(Page):
@@ -127,61 +101,6 @@ def _listed(number: int, item: Item) -> JsonObject:
     }
 
 
-class PageHandler(HttpHandler):
-    """Base class: what every page here asks of a request, and how it refuses one."""
-
-    server: Page  # type: ignore[assignment]
-    timeout = _PATIENCE_S
-    always = _HEADERS
-
-    def given(self, name: str) -> str:
-        """A value of the address; empty where it has none."""
-        return next(iter(parse_qs(urlsplit(self.path).query).get(name, [])), "")
-
-    def welcome(self, token: str) -> bool:
-        """Whether the request has the token, and this server's address as its host (a page of another site that has
-        its name point here does not)."""
-        if self.headers.get("Host") != f"{HOST}:{self.server.server_port}":
-            self.refuse(403, "wrong host")
-        elif not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
-            self.refuse(403, "wrong or missing token; open the address that mmrl label printed")
-        else:
-            return True
-        return False
-
-    def take(self, path: str, give: Callable[[Json], str]) -> None:
-        """Answer a POST to ``path``: ``give`` gets its JSON and returns what is wrong with it."""
-        length = self.headers.get("Content-Length", "")
-        if not _number(length) or int(length) > _MOST_BODY:
-            self.close_connection = True
-            return self.refuse(413, "send a body of at most 4096 bytes with its Content-Length")
-        body = self.rfile.read(int(length))
-        # the token only as a header of a request that other sites may not send
-        if not self.welcome(self.headers.get("X-Token", "")):
-            return None
-        if self.path != path or self.headers.get_content_type() != "application/json":
-            return self.refuse(404, "there is nothing here")
-        try:
-            said = parse_json(body, strict=True)
-        except ValueError as error:
-            return self.refuse(400, f"the body {error}")
-        try:
-            wrong = give(said)
-        except (OSError, UserError) as error:
-            return self.refuse(500, f"it cannot be written: {getattr(error, 'strerror', None) or error}")
-        return self.refuse(400, wrong) if wrong else self.reply(200, b"{}", "application/json")
-
-    def answer(self, made: Callable[[], JsonObject]) -> None:
-        """Reply with what ``made`` returns, as JSON."""
-        try:
-            self.reply(200, json.dumps(made()).encode(), "application/json")
-        except UserError as error:
-            self.refuse(500, str(error))
-
-    def refuse(self, status: int, why: str) -> None:
-        self.reply(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
-
-
 class _Handler(PageHandler):
     server: LabelServer  # type: ignore[assignment]
 
@@ -194,7 +113,7 @@ class _Handler(PageHandler):
             self.reply(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
         elif address.path == "/samples":
             self.answer(self.server.listed)
-        elif kind == "file" and _number(rest) and int(rest) < len(self.server.items):
+        elif kind == "file" and is_number(rest) and int(rest) < len(self.server.items):
             item = self.server.items[int(rest)]
             self._file(None if item.path is None else item.name)
         elif kind == "picture" and (name := self._picture(rest)) is not None:
@@ -208,7 +127,7 @@ class _Handler(PageHandler):
     def _picture(self, rest: str) -> str | None:
         """The name of a prompt's picture: ``NUMBER OF THE SAMPLE/NUMBER OF THE PICTURE``; None where there is none."""
         numbers = rest.split("/")
-        if len(numbers) != 2 or not all(map(_number, numbers)):
+        if len(numbers) != 2 or not all(map(is_number, numbers)):
             return None
         sample, at = map(int, numbers)
         if sample >= len(self.server.items) or at >= len(self.server.items[sample].pictures):
@@ -227,11 +146,6 @@ class _Handler(PageHandler):
         except BadMediaError as error:
             return self.refuse(404, str(error))
         return self.reply(200, data, _TYPES.get(suffix, f"{KINDS[suffix]}/{suffix}"))
-
-
-def _number(text: str) -> bool:
-    """Whether ``text`` is a whole number of a size that there may be."""
-    return len(text) < 10 and text.isascii() and text.isdigit()
 
 
 def _suffix(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,11 +80,5 @@ class Voting(VoteServer):
 @contextmanager
 def served(folder: Path, port: int) -> Generator[Voting]:
     """The page of the run in ``folder``, served by a thread inside the block. Raises ``UserError``."""
-    with Voting(folder, port) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with Voting(folder, port) as server, server.in_thread():
+        yield server
