@@ -84,10 +84,12 @@ class Series:
     spread: Sequence[float | None] | None = None
 
 
-def line_chart(title: str, series: Sequence[Series], note: str = "", *, log: bool = False) -> Markup | None:
+def line_chart(
+    title: str, series: Sequence[Series], note: str = "", *, log: bool = False, over: str = "step"
+) -> Markup | None:
     """A figure with one line per series, or None where no series has a value.
 
-    ``log`` draws a logarithmic axis (values of 0 at its foot) where any value is above 0.
+    ``log`` draws a logarithmic axis (values of 0 at its foot) where any value is above 0. ``over``: what is across.
     """
     series = [s for s in series if any(_known(y) for _, y in s.points)]
     if not series:
@@ -100,7 +102,7 @@ def line_chart(title: str, series: Sequence[Series], note: str = "", *, log: boo
         if s.spread is not None:
             drawn.append(frame.band(s, n))
         drawn.append(frame.line(s, n))
-    return _figure(title, note, [(s.name, s.points) for s in series], frame, drawn)
+    return _figure(title, note, [(s.name, s.points) for s in series], frame, drawn, over)
 
 
 def stacked_chart(title: str, series: Sequence[Series], note: str = "") -> Markup | None:
@@ -119,7 +121,7 @@ def stacked_chart(title: str, series: Sequence[Series], note: str = "") -> Marku
     for n in range(len(series)):
         drawn.append(frame.area(xs, floors[n], floors[n + 1], n))
     named = [(s.name, list(zip(xs, layer, strict=True))) for s, layer in zip(series, layers, strict=True)]
-    return _figure(title, note, named, frame, drawn)
+    return _figure(title, note, named, frame, drawn, stacked=True)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -218,20 +220,36 @@ class _Frame:
 
 
 def _figure(
-    title: str, note: str, named: Sequence[tuple[str, Sequence[Point]]], frame: _Frame, drawn: list[str]
+    title: str,
+    note: str,
+    named: Sequence[tuple[str, Sequence[Point]]],
+    frame: _Frame,
+    drawn: list[str],
+    over: str = "step",
+    *,
+    stacked: bool = False,
 ) -> Markup:
+    """The drawing with what ``chart_script.html`` shows of it: values under the pointer or by arrow keys, and a table.
+    To a screen reader it is a slider over the steps, whose text is the values."""
     legend = Markup("").join(
         Markup('<span class="key"><i class="k{}"></i>{}</span>').format(n, name) for n, (name, _) in enumerate(named)
     )
+    thin = [(name, _thin(points)) for name, points in named]
     data = {
         "from": frame.x0,
         "to": frame.x1,
-        "series": [[name, *map(list, zip(*_thin(points), strict=True))] for name, points in named],
+        "over": over,
+        "y": [frame.y0, frame.y1],
+        "log": frame.log,
+        "stacked": stacked,
+        "series": [[name, *map(list, zip(*points, strict=True))] for name, points in thin],
     }
     return Markup(
         '<figure class="chart" data-chart="{}"><figcaption><b>{}</b>{}<span class="keys">{}</span></figcaption>'
-        '<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}<path class="cursor" d=""/></svg>'
-        "<output>&nbsp;</output></figure>"
+        '<svg viewBox="0 0 {} {}" tabindex="0" role="slider" aria-readonly="true" aria-label="{}" aria-valuemin="{}" '
+        'aria-valuemax="{}" aria-valuenow="{}" aria-valuetext="{}">{}<path class="cursor" d=""/><g></g></svg>'
+        '<output aria-hidden="true" hidden></output><details class="values"><summary>values</summary></details>'
+        "</figure>"
     ).format(
         json.dumps(data),
         title,
@@ -239,9 +257,19 @@ def _figure(
         legend if len(named) > 1 else "",
         WIDTH,
         HEIGHT,
-        f"{title} over training steps",
+        f"{title} by {over}",
+        f"{frame.x0:g}",
+        f"{frame.x1:g}",
+        f"{frame.x1:g}",
+        _last_values(thin, over),
         Markup("".join(drawn)),  # numbers and class names of this module only
     )
+
+
+def _last_values(named: Sequence[tuple[str, Sequence[Point]]], over: str) -> str:
+    """The last value of each series, in words."""
+    last = [(name, [(x, y) for x, y in points if _known(y)][-1:]) for name, points in named]
+    return ", ".join(f"{name} {short(y)} at {over} {x:g}" for name, found in last for x, y in found)
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:

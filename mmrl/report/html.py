@@ -325,4 +325,4 @@ def read_sweep(run: Path, labels: Sequence[str], trained: Collection[str]) -> di
 
 
 def _curve(name: str, points: list[tuple[float, float | None]]) -> Any:
-    return line_chart(name, [Series("held-out", points, "dots")], note="by strength")
+    return line_chart(name, [Series("held-out", points, "dots")], note="by strength", over="strength")

@@ -148,7 +148,7 @@ def test_a_browser_shows_the_new_steps_and_keeps_what_its_reader_did(run, tmp_pa
         tab.until("document.querySelector('.tile b').textContent", "21/40")
         assert tab.value("document.querySelectorAll('details')[1].open")
         assert tab.value("step.textContent") == "10"
-        assert tab.value("document.querySelector('[data-chart] output').textContent").startswith("step 10")
+        assert tab.value("document.querySelector('[data-chart] output small').textContent").startswith("step 10")
         waiting = threading.Thread(target=server.until_end)
         waiting.start()
         training.close()

@@ -63,8 +63,23 @@ class Browser:
             time.sleep(0.05)
 
     def press(self, key):
+        more = {"text": key} if len(key) == 1 else {"windowsVirtualKeyCode": 9} if key == "Tab" else {}
         for kind in ("keyDown", "keyUp"):
-            self.tell("Input.dispatchKeyEvent", type=kind, key=key, **({"text": key} if len(key) == 1 else {}))
+            self.tell("Input.dispatchKeyEvent", type=kind, key=key, **more)
+
+    def point(self, x, y):
+        """Move the pointer there."""
+        self.tell("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def shown_at(self, width, scheme="light"):
+        """Make the window so many pixels wide, of a person who prefers ``light`` or ``dark``."""
+        self.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        preferred = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.tell("Emulation.setEmulatedMedia", features=preferred)
+
+    def picture(self, path):
+        """Write what is seen to ``path``, a PNG."""
+        path.write_bytes(base64.b64decode(self.tell("Page.captureScreenshot", format="png")["data"]))
 
 
 @contextlib.contextmanager
