@@ -37,11 +37,14 @@ def _with(loaded: LoadedRecipe, values: Mapping[str, Json]) -> LoadedRecipe:
 def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
     """The plan of the recipe with what it leaves open chosen, and a note on each choice. As the recipe stands where
     nothing is open, the device is no GPU, or its memory or that of a step is not known."""
-    first = planned(loaded)
+    planned = _each_once(planned)
     text = loaded.recipe.sampling.type == "text"
     keys = [key for key in left_open(loaded.recipe) if key != ("model.offload" if text else "train.micro_batch_tokens")]
+    sizes = "train.micro_batch_size" in keys and not loaded.recipe.algorithm.whole
+    probes = sizes and loaded.recipe.device.startswith("cuda")
+    first = planned(_alike(loaded, _probed_sizes(loaded.recipe)[0]) if probes else loaded)  # what probing needs, too
     if not keys or not first.device.startswith("cuda") or first.device_memory is None or first.measured is None:
-        return first
+        return planned(loaded) if probes else first
     made = _best(loaded, first, planned, keys)
     if not made.problems:
         made = _compiled(loaded, made, planned) if "performance.compile" in keys else made
@@ -49,6 +52,20 @@ def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Pla
     open_values = {key: _value(made.recipe, key) for key in left_open(made.recipe)}
     made.recipe = with_values(made.recipe, open_values)  # else the start of the run would choose once more
     return made
+
+
+def _each_once(planned: Callable[[LoadedRecipe], Plan]) -> Callable[[LoadedRecipe], Plan]:
+    """``planned``, which computes nothing twice for equal recipes: a plan of large models takes many seconds."""
+    known: list[tuple[Recipe, Plan]] = []
+
+    def plan(loaded: LoadedRecipe) -> Plan:
+        made = next((plan for recipe, plan in known if recipe == loaded.recipe), None)
+        if made is None:
+            made = planned(loaded)
+            known.append((loaded.recipe, made))
+        return replace(made, notes=[*made.notes], problems=[*made.problems])
+
+    return plan
 
 
 def _best(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], Plan], keys: list[str]) -> Plan:
@@ -264,20 +281,26 @@ def _on(made: Plan, value: str, differs: bool = True) -> str:
 
 
 def _probed(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> _Probe:
-    made = [planned(_with(loaded, _alike(loaded.recipe, n))) for n in (8, 4)]
+    more, fewer = _probed_sizes(loaded.recipe)
+    made = [planned(_alike(loaded, n)) for n in (more, fewer)]
     counts, _ = made[0].known
-    sizes = [min(n, counts.samples // counts.optimizer_steps) for n in (8, 4)]
+    sizes = [min(n, counts.samples // counts.optimizer_steps) for n in (more, fewer)]
     large, small = ({phase.name: phase.total for phase in one.phases} for one in made)
     each = {name: (large[name] - small[name]) / max(1, sizes[0] - sizes[1]) for name in large}
     phases = {name: (large[name] - sizes[0] * each[name], each[name]) for name in large}
     return _Probe(made[0], counts.samples // counts.optimizer_steps, phases)
 
 
-def _alike(recipe: Recipe, n: int) -> Mapping[str, Json]:
+def _probed_sizes(recipe: Recipe) -> tuple[int, int]:
+    """The two numbers of samples that tell the memory of all: few where rows are long, which takes long to plan."""
+    long = recipe.sampling.type == "text" and 8 * recipe.decoding.max_new_tokens > 2 * TOKENS
+    return (2, 1) if long else (8, 4)
+
+
+def _alike(loaded: LoadedRecipe, n: int) -> LoadedRecipe:
     """``n`` samples in every batch."""
-    return {"train.micro_batch_size": n} | (
-        {"sampling.batch_size": n} if "batch_size" in recipe.sampling.open_keys else {}
-    )
+    drawn = {"sampling.batch_size": n} if "batch_size" in loaded.recipe.sampling.open_keys else {}
+    return _with(loaded, {"train.micro_batch_size": n} | drawn)
 
 
 def _over(made: Plan, share: float = 1.0) -> bool:

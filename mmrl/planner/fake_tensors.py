@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mmrl.planner.fake_shapes import DEVICE, Operator, Shapes, leaves
 from mmrl.planner.operations import Work, call_of, tensors_of
@@ -85,17 +86,20 @@ def _run(func: Operator, types: Sequence[type], args: Sequence[object], kwargs: 
 
 
 class KnownMasks(TorchDispatchMode):
-    """Inside the block, a mask picks as many entries of a fake tensor as of a real one, and experts take tokens in
-    every precision.
+    """Inside the block, a mask picks as many entries of a fake tensor as of a real one, experts take tokens in every
+    precision, and large masks have no data.
 
     A vision-language model puts its pictures at their placeholders. The placeholders are real, but torch does not count
     the entries of a mask on a fake tensor; so masks are replaced with their indices. The kernel that multiplies the
     tokens of each expert supports float32 too, but torch's shape rule only bfloat16; ``live`` counts its operations.
+    What is made of real tokens is real: the mask of attention for two rows of 32,000 tokens would take 4 GB of the
+    host's memory in each layer.
     """
 
     def __init__(self, live: LiveBytes | None = None) -> None:
         super().__init__()
         self._live = live
+        self._mode: FakeTensorMode | None = None
 
     def __torch_dispatch__(
         self,
@@ -114,7 +118,32 @@ class KnownMasks(TorchDispatchMode):
             if self._live is not None:
                 self._live.work[call_of(func, args, kwargs, made)] += 1
             return made
+        if func not in _INDEXED:
+            args, kwargs = self._without_data(args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _without_data(
+        self, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[Sequence[object], Mapping[str, object]]:
+        """The arguments with large real tensors replaced by fake ones."""
+        given = list(leaves(args, kwargs))
+        self._mode = next((x.fake_mode for x in given if isinstance(x, FakeTensor)), self._mode)
+        if self._mode is None or not any(_is_large(x) for x in given):
+            return args, kwargs
+        mode = self._mode
+        return tree_map(lambda x: _faked(mode, x) if _is_large(x) else x, (args, dict(kwargs)))
+
+
+_LARGE = 2**24
+
+
+def _is_large(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta and x.numel() >= _LARGE
+
+
+def _faked(mode: FakeTensorMode, x: Tensor) -> FakeTensor:
+    shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return FakeTensor(mode, shape, torch.device("cpu"))
 
 
 _INDEXED = frozenset(

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mmrl.planner import fake_shapes, fake_tensors
 from mmrl.planner.fake_shapes import Shapes
-from mmrl.planner.fake_tensors import LiveBytes, fake
+from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake
 
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "a new tensor": lambda x: x @ x.mT,
@@ -91,3 +91,21 @@ def test_another_plan_is_made_from_the_same_memory_which_has_an_end(monkeypatch:
     assert [product(3), product(3), product(4), product(5)] == [
         ((n, n), k) for n, k in ((3, 1), (3, 1), (4, 2), (5, 1))
     ]
+
+
+def test_a_large_mask_has_no_data_and_counts_as_if_it_had(monkeypatch):
+    monkeypatch.setattr(fake_tensors, "_LARGE", 64)
+    layer = nn.Linear(8, 8, device="meta")
+    fake([layer])
+    ids = torch.arange(16)
+    with LiveBytes() as live, KnownMasks(live):
+        hidden = layer(torch.ones(1, 16, 8))
+        causal = (ids[:, None] >= ids)[None].expand(1, 16, 16)
+        began = live.now
+        bias = causal.to(torch.float64) + 0.0
+        assert isinstance(bias, FakeTensor)
+        assert live.now - began == 256 * 8
+        attended = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=causal)
+        assert isinstance(attended, FakeTensor)
+        assert not isinstance(ids + 1, FakeTensor), "tokens have theirs"
+        assert hidden[:, ids > 3].shape == (1, 12, 8)
