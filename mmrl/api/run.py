@@ -17,6 +17,7 @@ from mmrl.app.export import export
 from mmrl.app.trainer import Trainer
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
+from mmrl.core.notices import silenced
 from mmrl.core.quiet import as_before
 from mmrl.core.stored import blamed, read_as
 from mmrl.core.untrusted import inside, printable
@@ -242,11 +243,13 @@ def start(
     *,
     resume: bool,
     overwrite: bool,
+    quiet: bool,
 ) -> Run:
     """Open a run to train it step by step: see ``mmrl.start``."""
     directory = placed(out, resume=resume, overwrite=overwrite)
     with ExitStack() as held:
         held.enter_context(as_before())  # until the run is closed
+        held.enter_context(silenced(quiet))
         loaded = held.enter_context(read(recipe, changes, objects, named=directory))
         if loaded.recipe.controllers * loaded.recipe.devices_per_controller > 1:
             raise UserError(

@@ -19,6 +19,7 @@ from mmrl.api.run import Run
 from mmrl.config.loader import LoadedRecipe
 from mmrl.core.errors import UserError
 from mmrl.core.garbage import rarely_collected
+from mmrl.core.notices import silenced, silent
 from mmrl.planner.gpus import gpu_of
 from mmrl.planner.plan import plan as make_plan
 from mmrl.planner.plan_data import Plan
@@ -43,6 +44,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    quiet: bool = False,
 ) -> Run:
     """Train a recipe to its end, and return the run.
 
@@ -59,14 +61,14 @@ def train(
     model can call, a list of such functions, a name, or a mapping ``{"name": ..., "max_turns": 4}``.
     ``callbacks``: ``mmrl.Callback`` objects, or functions that are called after each step.
     ``out``: the directory of the run, ``runs/<name>`` by default. ``resume`` continues the run there, ``overwrite``
-    removes it.
+    removes it. ``quiet``: print warnings and errors alone, neither the plan nor progress, which go to stderr.
 
-    Progress goes to stderr. Raises ``mmrl.UserError`` with what to change, and ``SystemExit`` after SIGTERM.
+    Raises ``mmrl.UserError`` with what to change, and ``SystemExit`` after SIGTERM.
     """
     _refuse_launcher()
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     directory = runs.placed(out, resume=resume, overwrite=overwrite)
-    with rarely_collected(), read(recipe, changes, objects, named=directory) as loaded:
+    with silenced(quiet), rarely_collected(), read(recipe, changes, objects, named=directory) as loaded:
         return _trained(loaded, directory(loaded.recipe.name), callbacks, resume=resume, overwrite=overwrite)
 
 
@@ -84,6 +86,7 @@ def continue_run(
     algorithm: AnyAlgorithm | None = None,
     environment: AnyEnvironment | None = None,
     callbacks: Sequence[AnyCallback] = (),
+    quiet: bool = False,
 ) -> Run:
     """Go on with a run from its directory alone, to its end, as ``mmrl continue`` does: after Ctrl-C, a kill, early
     stopping, a callback's stop, or its last step.
@@ -101,7 +104,7 @@ def continue_run(
     path = run.path if isinstance(run, Run) else Path(run)
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     choice = "extend" if extend else "hold" if hold else None
-    with rarely_collected(), stored(path, changes, objects, choice) as loaded:
+    with silenced(quiet), rarely_collected(), stored(path, changes, objects, choice) as loaded:
         return _trained(loaded, path, callbacks, resume=True)
 
 
@@ -110,7 +113,8 @@ def _trained(
 ) -> Run:
     """Plan the recipe and train it to its end. Raises ``UserError``."""
     planned = make_plan(loaded.for_resume(path) if resume else loaded)
-    render(planned, Console(file=sys.stderr, highlight=False), short=True)
+    if not silent():
+        render(planned, Console(file=sys.stderr, highlight=False), short=True)
     if planned.problems:
         raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
     loaded = replace(loaded, recipe=planned.recipe, planned=planned.of_a_step)
@@ -133,6 +137,7 @@ def start(
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    quiet: bool = False,
 ) -> Run:
     """Load a recipe and return its run before the first step, for a loop of your own. Arguments as of ``mmrl.train``.
 
@@ -145,7 +150,7 @@ def start(
     _refuse_launcher()
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     path = None if out is None else Path(out)
-    return runs.start(recipe, changes, objects, path, callbacks, resume=resume, overwrite=overwrite)
+    return runs.start(recipe, changes, objects, path, callbacks, resume=resume, overwrite=overwrite, quiet=quiet)
 
 
 def _refuse_launcher() -> None:

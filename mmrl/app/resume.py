@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 
 from mmrl.app.divergence import CHANGEABLE, diverged
 from mmrl.config.loader import LoadedRecipe
@@ -12,6 +11,7 @@ from mmrl.config.schema import Recipe
 from mmrl.config.shipped_paths import moved
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, as_object
+from mmrl.core.notices import note
 from mmrl.core.secrets import masked
 from mmrl.core.stored import blamed
 from mmrl.logging.rundir import RunDir
@@ -67,7 +67,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
         began = "".join(f"; it started with {k}={json.dumps(new[k])}" for k in changed if k in new)
         raise UserError(_refusal(directory, loaded, changed, began))
     if kept := [f"{key}={json.dumps(value)}" for key, value in new.items() if value not in (None, [])]:
-        print(f"the run is older than these settings and continues with {', '.join(kept)}", file=sys.stderr)
+        note(f"the run is older than these settings and continues with {', '.join(kept)}")
 
 
 def _refusal(directory: RunDir, loaded: LoadedRecipe, changed: list[str], began: str) -> str:

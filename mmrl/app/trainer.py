@@ -3,7 +3,6 @@ in ``mmrl.training.loop``; ``mmrl.runtime`` starts the controllers of a run."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.core import checkpoint_reader as reader
+from mmrl.core import notices
 from mmrl.core.checkpoint_manifest import directory_of
 from mmrl.core.checkpoint_reader import BEST, PartState, Saved, Stateful
 from mmrl.core.clock import Clock, memory
@@ -154,9 +154,9 @@ class Trainer:
         for record in bad if not self.directory.failures.exists() else ():
             self.directory.failure(0, "record", record.where, record.why)
         for note in self._notes_on_data() if self.controller.leads else ():
-            print(f"note: {note}", file=sys.stderr)
+            notices.note(f"note: {note}")
         if bad:
-            print(f"{len(bad)} records cannot be used and are left out (failures.jsonl names them)", file=sys.stderr)
+            notices.note(f"{len(bad)} records cannot be used and are left out (failures.jsonl names them)")
 
     def _notes_on_data(self) -> Iterator[str]:
         """What ``mmrl plan`` says of pictures that nothing reads, or that are few."""
@@ -231,9 +231,7 @@ class Trainer:
                 self.run.compute.devices.run_on_other_trainers(self.run, load_checkpoint, self.checkpoints, found.step)
             self.done, self.cpu_seconds = found.step, found.cpu_seconds
             self.saver.saved, self.updates = self.done, self.run.policy.updates
-        print(
-            f"resuming after step {self.done}" if found else "no checkpoint yet: starting from step 0", file=sys.stderr
-        )
+        notices.note(f"resuming after step {self.done}" if found else "no checkpoint yet: starting from step 0")
         gone = self.directory.of_others(self.controller.size) if self.controller.leads else []
         for directory in (self.directory, *gone):
             directory.truncate_after(self.done if found else -1)

@@ -26,6 +26,7 @@ from mmrl.commands.arguments import (
 )
 from mmrl.core.errors import UserError
 from mmrl.core.garbage import rarely_collected
+from mmrl.core.notices import silenced, silent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from mmrl.planner.gpus import Gpu
     from mmrl.planner.plan_data import Plan
     from mmrl.runtime.launchers import Launched
+
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", help="Print warnings and errors alone, neither the plan nor progress.")
+]
 
 
 def train(
@@ -44,6 +49,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in DIR.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Plan a recipe, then train it.
 
@@ -69,10 +75,11 @@ def train(
 
     if out is not None:
         directory("")  # before anything is planned
-    with rarely_collected():
-        loaded = read_recipe(recipe, changes or (), directory if resume else None, found=found)
-        out = directory(loaded.recipe.name)
-    _train(loaded, out, found, resume=resume, overwrite=overwrite)
+    with silenced(quiet):
+        with rarely_collected():
+            loaded = read_recipe(recipe, changes or (), directory if resume else None, found=found)
+            out = directory(loaded.recipe.name)
+        _train(loaded, out, found, resume=resume, overwrite=overwrite)
 
 
 def _refuse_without_recipe(recipe: str, out: Path | None, *, resume: bool) -> None:
@@ -102,6 +109,7 @@ def continue_(
         bool, typer.Option("--extend", help="Stretch the schedule of the learning rate over the new length.")
     ] = False,
     hold: Annotated[bool, typer.Option("--hold", help="Keep the learning rate of the last step to the end.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Go on with a run from its directory alone: after Ctrl-C, kill -9, early stopping, or its last step.
 
@@ -114,13 +122,14 @@ def continue_(
         raise UserError("--extend and --hold exclude each other; give one of them")
     found = launched(os.environ)
     use_threads_of(run)
-    with rarely_collected():
-        from mmrl.app.continuing import continued
+    with silenced(quiet):
+        with rarely_collected():
+            from mmrl.app.continuing import continued
 
-        overlays, overrides = layers_of(changes or ())
-        choice = "extend" if extend else "hold" if hold else None
-        loaded = continued(run, overlays, overrides, choice, preparing(found=found))
-    _train(loaded, run, found, resume=True)
+            overlays, overrides = layers_of(changes or ())
+            choice = "extend" if extend else "hold" if hold else None
+            loaded = continued(run, overlays, overrides, choice, preparing(found=found))
+        _train(loaded, run, found, resume=True)
 
 
 def _train(loaded: LoadedRecipe, out: Path, found: Launched | None, *, resume: bool, overwrite: bool = False) -> None:
@@ -134,7 +143,7 @@ def _train(loaded: LoadedRecipe, out: Path, found: Launched | None, *, resume: b
 
         loaded = loaded if found is None else with_processes(loaded, found)
         planned = plan(loaded.for_resume(out) if resume else loaded)
-        if found is None or found.leads:
+        if (found is None or found.leads) and not silent():
             render(planned, console(), short=True)
         if planned.problems:
             raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))

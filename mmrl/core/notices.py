@@ -94,6 +94,8 @@ class Pulse:
 
 
 _tell: Callable[[str], object] | None = None
+_silent = 0
+"""How many blocks are quiet now."""
 _pulse: Pulse | None = None
 
 
@@ -104,10 +106,32 @@ def listen(tell: Callable[[str], object] | None, pulse: Pulse | None = None) -> 
     _tell, _pulse = tell, pulse
 
 
+@contextmanager
+def silenced(quiet: bool = True) -> Generator[None]:
+    """Print warnings and errors alone inside the block: no notes and no progress. Without ``quiet`` all is printed."""
+    global _silent
+    _silent += quiet
+    try:
+        yield
+    finally:
+        _silent -= quiet
+
+
+def silent(line: str = "") -> bool:
+    """Whether ``line`` is not printed now (``silenced``); without one, whether notes are not."""
+    return _silent > 0 and not line.startswith(("warning: ", "error: "))
+
+
+def note(line: str) -> None:
+    """Print ``line`` on stderr, unless this process is to be quiet."""
+    if not silent(line):
+        print(hidden(line), file=sys.stderr, flush=True)
+
+
 def tell(line: str) -> None:
-    """Print ``line`` on stderr, and pass it on (``listen``)."""
+    """``note``, of which other processes of the run hear (``listen``)."""
     line = hidden(line)
-    print(line, file=sys.stderr, flush=True)
+    note(line)
     if _tell is not None:
         _tell(line)
 

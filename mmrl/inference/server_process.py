@@ -42,7 +42,7 @@ from PIL.Image import Image
 
 from mmrl.core.errors import LostServerError, UserError
 from mmrl.core.json_types import Json, JsonObject
-from mmrl.core.notices import tell
+from mmrl.core.notices import note, tell
 from mmrl.inference import process_guard, server_devices
 
 CONCURRENT = 256
@@ -140,7 +140,7 @@ class Process:
                     raise UserError(f"{self.name} did not start: it {why}. The end of {self.log}:\n{self.last_lines()}")
                 if now - said > PROGRESS_EVERY_S:
                     last = self.last_lines(1).strip()[:100] or "..."
-                    print(f"{self.name} is starting, {now - start:.0f} s: {last}", file=sys.stderr, flush=True)
+                    note(f"{self.name} is starting, {now - start:.0f} s: {last}")
                     said = now
                 time.sleep(0.2)
         except BaseException:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub_files import json_of
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import Clip
+from mmrl.core.notices import note
 from mmrl.core.rollout_engine import Completion, Request, Settings
 from mmrl.inference.engine_weights import (
     Allowance,
@@ -367,11 +367,10 @@ def _note_clips(folder: Path, clips: int) -> None:
     """Warn of models whose text after a clip has other positions in vLLM than in transformers."""
     kind = json_of(str(folder), "config.json").get("model_type")
     if clips and kind in ("qwen2_vl", "qwen2_5_vl"):
-        print(
+        note(
             f"note: for {kind}, transformers 5 lets text after a clip start where the clip's height or width ends, and "
             "vLLM where its time ends. If a clip's time is longer than its height and width, the log-probs "
-            "differ much: see mismatch/*, or sample with transformers",
-            file=sys.stderr,
+            "differ much: see mismatch/*, or sample with transformers"
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from mmrl.core.files import remove
+from mmrl.core.notices import note
 
 FIRST, LAST = 2, 3
 """Which steps of a process are traced: the first one also pays for what is done once."""
@@ -50,7 +51,7 @@ class Traces:
                 remove(partial)
             print(f"warning: profile: {path} cannot be written ({error}); training goes on", file=sys.stderr)
             return
-        print(f"profile: {path}", file=sys.stderr)
+        note(f"profile: {path}")
 
 
 def named(pulse: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], AbstractContextManager[None]]:

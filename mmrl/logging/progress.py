@@ -1,4 +1,5 @@
-"""Progress on stderr: a live bar with the time left on a terminal, plain lines elsewhere (a log file, CI)."""
+"""Progress on stderr: a live bar with the time left on a terminal, plain lines elsewhere (a log file, CI), and nothing
+where the process is to be quiet (``mmrl.core.notices.silenced``)."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Progress:
         self._from = self._now = self._mark()
         self._advances = 0
         self._printed = -1
-        if self._file.isatty():
+        if self._file.isatty() and not notices.silent():
             self._open_bar()
         return self
 
@@ -96,6 +97,8 @@ class Progress:
         if not paced:
             self._from = self._now = self._mark()
         text = hidden(text)
+        if notices.silent(text):
+            return
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -138,6 +141,8 @@ class Progress:
 
     def _print(self, prefix: str = "") -> None:
         self._shown, self._printed = time.monotonic(), self.done
+        if notices.silent():
+            return
         over = self.done >= self.total or self.spent >= 1
         parts = [f"{self.label}: {prefix}{self.count}", self.elapsed if over else self.left]
         print("  ".join(p for p in [*parts, self.text] if p), file=self._file, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.nn.functional import linear
 from mmrl.config.adapters import SavedAdapter, Settings, read_adapter
 from mmrl.config.schema import Lora
 from mmrl.core.errors import UserError
+from mmrl.core.notices import note
 
 _SMALL = 256
 """A rank that costs next to nothing, whatever the layers are."""
@@ -134,7 +134,7 @@ def adapted(
     assert isinstance(policy, PeftModel)
     if not next(policy.parameters()).is_meta:
         for line in _said(saved, base):
-            print(line, file=sys.stderr)
+            note(line)
     _load(policy, saved, state)
     if saved.scaled:
         _unscale(policy)

@@ -24,6 +24,7 @@ import mmrl
 import mmrl.rewards
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
+from mmrl.core.notices import note
 
 TOKEN = "MMRL_SERVE_TOKEN"
 READY = "mmrl-serving "
@@ -167,7 +168,7 @@ def _environment(python: Path, requirements: Path) -> Path:
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second server waits for the first to have made it
         if not complete.exists():
-            print(f"making an environment for {requirements} in {folder} (once)", file=sys.stderr, flush=True)
+            note(f"making an environment for {requirements} in {folder} (once)")
             install = [str(interpreter), "-m", "pip", "install", "--disable-pip-version-check", "pillow>=10"]
             for command in (
                 [str(python), "-m", "venv", "--clear", str(folder)],

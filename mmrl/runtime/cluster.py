@@ -21,6 +21,7 @@ from mmrl.config.schema import Recipe
 from mmrl.core.durations import duration
 from mmrl.core.errors import UserError, plain
 from mmrl.core.installing import install
+from mmrl.core.notices import note
 from mmrl.runtime.process_probe import STOPPED
 
 START_S = 180.0
@@ -217,7 +218,7 @@ def _check_room(there: Cluster, recipe: Recipe) -> None:
             patience = duration(recipe.runtime.patience)
             raise UserError(f"{waiting} after {patience} (runtime.patience); wait for the other jobs there, {edit}")
         if not told:
-            print(f"{waiting}: waiting for them", file=sys.stderr)
+            note(f"{waiting}: waiting for them")
         told = True
         time.sleep(1)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmrl.core.errors import UserError
+from mmrl.core.notices import note
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PORTS = range(20000, 32000)
@@ -179,7 +179,7 @@ def use_own_device(found: Launched, device: object) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = own_device(found, visible)
     if found.leads and (said := hidden_from_each_other(found, visible)):
-        print(said, file=sys.stderr)
+        note(said)
 
 
 def hidden_from_each_other(found: Launched, visible: str | None) -> str:

@@ -19,6 +19,7 @@ from mmrl.config.replicas import devices_of_workers, in_workers
 from mmrl.core.checkpoint_manifest import entries
 from mmrl.core.errors import LostProcessError, UserError
 from mmrl.core.json_types import as_integer
+from mmrl.core.notices import silent
 from mmrl.core.signals import Stop
 from mmrl.logging.rundir import RunDir
 from mmrl.rewards.last_words import in_a_call
@@ -297,5 +298,6 @@ class RayStart:
             return
         whole = new[: new.rfind(b"\n") + 1]
         self._shown += len(whole)
-        sys.stderr.write(whole.decode(errors="replace"))
+        lines = whole.decode(errors="replace").splitlines(keepends=True)
+        sys.stderr.writelines(line for line in lines if not silent(line))
         sys.stderr.flush()

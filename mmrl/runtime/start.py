@@ -16,6 +16,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.config.schema import Recipe
 from mmrl.core import checkpoint_reader as reader
+from mmrl.core import notices
 from mmrl.core.checkpoint_reader import Saved
 from mmrl.core.errors import UserError
 from mmrl.core.files import remove
@@ -127,7 +128,7 @@ class OpenRun:
         why = f" ({self.stop.reason})" if self.stop.reason else ""
         print(f"stopped after step {outcome.done}{why}; continue with: {resumed(self.loaded, again)}", file=sys.stderr)
         try:
-            print(f"report: {short_path(str(write_report(self.directory.path)))}", file=sys.stderr)
+            notices.note(f"report: {short_path(str(write_report(self.directory.path)))}")
         except (UserError, OSError) as error:  # the run is saved, and its exit code says how it was stopped
             print(f"warning: no report was written: {error}", file=sys.stderr)
 
@@ -155,7 +156,7 @@ def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) ->
             directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         else:
             for note in loaded.continues.notes:
-                print(note, file=sys.stderr)
+                notices.note(note)
             directory.write_continued(loaded.continues, loaded.resolved())
         directory.write_environment()
         yield OpenRun(loaded, directory, stop, found)
@@ -192,10 +193,7 @@ def finish(directory: RunDir, outcome: Outcome) -> None:
     saved."""
     judged = judge_run(directory.path)
     report = short_path(str(write_report(directory.path, judged)))
-    print("\n".join(judged.lines()), file=sys.stderr)
-    print(
-        f"done: {outcome.done} steps, {outcome.cpu_seconds:.0f} CPU-seconds of training; report: {report}",
-        file=sys.stderr,
-    )
+    notices.note("\n".join(judged.lines()))
+    notices.note(f"done: {outcome.done} steps, {outcome.cpu_seconds:.0f} CPU-seconds of training; report: {report}")
     if outcome.save_failed:
         raise UserError(outcome.save_failed)

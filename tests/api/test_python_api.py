@@ -116,7 +116,7 @@ def test_a_run_is_read_again_and_its_objects_are_found(trained):
         run.step()
 
 
-def test_steps_of_ones_own_equal_those_of_train_and_resume(trained, small, tmp_path):
+def test_steps_of_ones_own_equal_those_of_train_and_resume_and_say_nothing_if_quiet(trained, small, tmp_path, capsys):
     arguments = {
         "rewards": [red, {"name": Bright(2.0), "weight": 0.5, "label": "bright"}],
         "eval_rewards": [lambda samples, *, context: [1.0 for _ in samples]],
@@ -129,10 +129,14 @@ def test_steps_of_ones_own_equal_those_of_train_and_resume(trained, small, tmp_p
         "heldout": ["a blue circle"],
         "out": tmp_path / "run",
     }
-    with mmrl.start("shapes-lora", small, **arguments) as run:
+    with mmrl.start("shapes-lora", small, **arguments, quiet=True) as run:
         first = run.step()
         assert not run.finished
-    with mmrl.start("shapes-lora", small, **arguments, resume=True) as run:
+    assert capsys.readouterr() == (
+        "",
+        "stopped after step 1; continue with: the same call of mmrl.train with resume=True\n",
+    )
+    with mmrl.start("shapes-lora", small, **arguments, resume=True, quiet=True) as run:
         second = run.step()
         assert run.finished
         with pytest.raises(mmrl.UserError, match="has ended after step 2"):
@@ -140,6 +144,7 @@ def test_steps_of_ones_own_equal_those_of_train_and_resume(trained, small, tmp_p
     wanted = trained[0].metrics["reward/mean"]
     assert [first["reward/mean"], second["reward/mean"]] == wanted
     assert (tmp_path / "run" / "report.html").is_file()
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow
@@ -169,7 +174,8 @@ def test_a_callback_stops_the_run_and_it_resumes(small, tmp_path, capsys):
     page = (tmp_path / "run" / "report.html").read_text()
     assert "stopped at step 1: enough" in page
     assert "is short" not in page
-    assert mmrl.continue_run(run, rewards=[red]).status == "finished"
+    assert mmrl.continue_run(run, rewards=[red], quiet=True).status == "finished"
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_run_in_another_thread_leaves_the_signals_alone(small, tmp_path):
