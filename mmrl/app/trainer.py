@@ -71,6 +71,8 @@ class Outcome:
     exit_code: int = UserError.exit_code
     """The exit code of the process, if there is an error."""
     end: Ended | None = None
+    asked: str | None = None
+    """Why a callback stopped it."""
 
 
 class _DataBefore:
@@ -182,7 +184,8 @@ class Trainer:
     def outcome(self) -> Outcome:
         """How training ended, without an error."""
         failed, saved = self.saver.failed, self.saver.saved
-        return Outcome(self.finished, self.done, saved, self.cpu_seconds, None, failed, end=self._end())
+        asked = None if self.callbacks is None else self.callbacks.asked
+        return Outcome(self.finished, self.done, saved, self.cpu_seconds, None, failed, end=self._end(), asked=asked)
 
     def _end(self) -> Ended | None:
         """How training has finished; None where it has not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import platform
 import socket
 import time
@@ -11,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 from mmrl.app.trainer import Outcome
 from mmrl.config.loader import LoadedRecipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
+from mmrl.core.plugins.user_code import describe
 from mmrl.core.quiet import be_quiet, warn_plainly
 from mmrl.core.secrets import remember
 from mmrl.core.signals import Stop
@@ -26,10 +29,42 @@ from mmrl.runtime.process import RunProcess
 from mmrl.runtime.program import log_to, versions
 from mmrl.runtime.rendezvous import meet
 from mmrl.runtime.shipped import Bundle, moved, removed
+from mmrl.training.callbacks import AnyCallback
 
 NO_VARIABLES: Mapping[str, str] = {}
 _SEEN = 5.0
 """Seconds for a file written on one node to become visible on the others."""
+
+
+class Pickler(Protocol):
+    """What packs functions with what they hold: ``ray.cloudpickle``."""
+
+    def dumps(self, obj: object) -> bytes: ...
+
+
+def packed(callbacks: Sequence[AnyCallback], pickler: Pickler) -> bytes:
+    """``callbacks`` for another process. Raises ``UserError`` for one that holds what cannot leave this one."""
+    for one in callbacks:
+        try:
+            pickler.dumps(one)
+        except Exception as error:  # whatever an object of the user's raises
+            name = getattr(one, "__qualname__", type(one).__qualname__)
+            raise UserError(
+                f"callbacks: {name} cannot be copied to the process that leads the run ({describe(error)}); open files "
+                "and connections in its first call, or set controllers=1 devices_per_controller=1"
+            ) from error
+    return pickler.dumps(list(callbacks)) if callbacks else b""
+
+
+def unpacked(callbacks: bytes) -> Sequence[AnyCallback]:
+    """What ``packed`` packed. Raises ``UserError`` where this process lacks a module."""
+    try:
+        return pickle.loads(callbacks) if callbacks else ()
+    except Exception as error:
+        raise UserError(
+            f"callbacks: the process that leads the run cannot load them ({describe(error)}); put their modules where "
+            "its host finds them, or define them in the script that calls mmrl.train"
+        ) from error
 
 
 class Actor:
@@ -78,9 +113,18 @@ class Actor:
         self._given = given
 
     def run(
-        self, loaded: LoadedRecipe, path: str, processes: Processes, host: str, port: int, *, resume: bool
+        self,
+        loaded: LoadedRecipe,
+        path: str,
+        processes: Processes,
+        host: str,
+        port: int,
+        *,
+        resume: bool,
+        callbacks: bytes = b"",
     ) -> Outcome:
-        """Do this process's part of the run in ``path``; what it prints goes into ``controllers/`` there."""
+        """Do this process's part of the run in ``path``; what it prints goes into ``controllers/`` there.
+        ``callbacks``: ``packed``, for it to call."""
         if self._given is not None:
             loaded = moved(loaded, self._given)
             atexit.register(removed, loaded)
@@ -88,10 +132,11 @@ class Actor:
         log_to(whole.path / "controllers" / processes.log(self._number), keep=resume)
         found = Launched("ray", self._number, len(processes.where), 0, host, port)
         try:
+            called = unpacked(callbacks)
             store = meet(found, loaded.recipe.runtime.patience, self._socket)
         except UserError as error:
             return Outcome(False, 0, 0, 0.0, str(error))
-        self._process = RunProcess(loaded, whole, found, store, processes, self._left.put)
+        self._process = RunProcess(loaded, whole, found, store, processes, self._left.put, called)
         return self._process.run(self._stop, resume=resume)
 
     def left(self) -> Outcome:

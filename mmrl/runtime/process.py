@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -31,6 +31,7 @@ from mmrl.runtime.program import PATIENCE, join, train_part, watchdog
 from mmrl.runtime.rendezvous import GoneError, RendezvousStore
 from mmrl.runtime.stall_watchdog import BETWEEN
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, connect, serve
+from mmrl.training.callbacks import AnyCallback
 
 _SETTLE = 5.0
 """Seconds at most for a save that has begun, when the run ends."""
@@ -41,7 +42,7 @@ class RunProcess:
     """Final class: process ``found.rank`` of a run, while a thread watches the others.
 
     ``loaded``: with workers in place of devices (``in_workers``). ``leave``: ends this process, whose main thread waits
-    for one that is lost; it gets how the run ended.
+    for one that is lost; it gets how the run ended. ``callbacks``: of the user's, which the leader calls.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class RunProcess:
         store: RendezvousStore,
         processes: Processes,
         leave: Callable[[Outcome], None],
+        callbacks: Sequence[AnyCallback] = (),
     ) -> None:
         recipe, number = loaded.recipe, found.rank
+        self._callbacks = callbacks
         self._loaded, self._whole = loaded, whole
         self._found, self._store, self._processes = found, store, processes
         self._rank, device = divmod(number, processes.devices)
@@ -126,7 +129,7 @@ class RunProcess:
             controller = self._join(0)
             devices = None if listener is None else self._devices(listener, workers)
             arguments = self._loaded, self._whole, controller, devices, self._pulse, stop, self._begun
-            outcome = train_part(*arguments, resume=resume)
+            outcome = train_part(*arguments, resume=resume, callbacks=self._callbacks)
             self._store.write(f"done/{self._rank}", outcome.finished)
             if self._found.leads and not outcome.error and not self.monitor.all_ended():
                 outcome = self._lost(self.monitor.lost)

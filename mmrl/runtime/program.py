@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from mmrl.logging.rundir import RunDir
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.runtime.process_probe import Work
 from mmrl.runtime.stall_watchdog import StallWatchdog
+from mmrl.training.callbacks import AnyCallback, Callbacks
 
 PATIENCE = 10.0
 """Seconds without an answer after which a stopped process counts as lost, and the least time after which a phase counts
@@ -83,11 +84,13 @@ def train_part(
     begun: Callable[[Trainer], None],
     *,
     resume: bool,
+    callbacks: Sequence[AnyCallback] = (),
 ) -> Outcome:
     """Train the controller's part of the run in ``whole``. ``begun`` gets the trainer once everything is loaded."""
     directory = whole.of_controller(controller.rank)
+    called = Callbacks(callbacks, loaded.recipe, directory.path, stop) if callbacks else None
     try:
-        trainer = Trainer(loaded, directory, controller, whole.checkpoints, devices, pulse)
+        trainer = Trainer(loaded, directory, controller, whole.checkpoints, devices, pulse, called)
         begun(trainer)
         if devices is not None:
             devices.open(trainer.run)

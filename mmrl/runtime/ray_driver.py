@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from mmrl.core.notices import silent
 from mmrl.core.signals import Stop
 from mmrl.logging.rundir import RunDir
 from mmrl.rewards.last_words import in_a_call
-from mmrl.runtime.actor import Actor
+from mmrl.runtime.actor import Actor, packed
 from mmrl.runtime.cluster import (
     START_S,
     Cluster,
@@ -37,6 +38,7 @@ from mmrl.runtime.cluster import (
 from mmrl.runtime.heartbeat import Processes
 from mmrl.runtime.program import versions
 from mmrl.runtime.shipped import settings_and_secrets, ship, variables
+from mmrl.training.callbacks import AnyCallback, as_callback
 
 _EVERY = 0.5
 _GRACE = 5.0
@@ -65,24 +67,36 @@ class Losses:
         print(f"{error}; {new}all controllers start again after step {self._saved}", file=sys.stderr)
 
 
-def launch(loaded: LoadedRecipe, directory: RunDir, stop: Stop, *, resume: bool) -> Outcome:
-    """Run the recipe's controllers to the end of training, or to a stop. Raises ``UserError``."""
+def launch(
+    loaded: LoadedRecipe, directory: RunDir, stop: Stop, *, resume: bool, callbacks: Sequence[AnyCallback] = ()
+) -> Outcome:
+    """Run the recipe's controllers to the end of training, or to a stop. The leader calls copies of ``callbacks``.
+    Raises ``UserError``."""
+    for one in callbacks:
+        as_callback(one)
     losses = Losses(directory)
     outcome = None
     while outcome is None:
         with cluster(loaded.recipe) as there:
-            outcome = _train(there, loaded, directory, resume, stop, losses)
+            given = packed(callbacks, there.ray.cloudpickle)
+            outcome = _train(there, loaded, directory, resume, stop, losses, given)
         resume = True
     return outcome
 
 
 def _train(
-    there: Cluster, loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop, losses: Losses
+    there: Cluster,
+    loaded: LoadedRecipe,
+    directory: RunDir,
+    resume: bool,
+    stop: Stop,
+    losses: Losses,
+    callbacks: bytes,
 ) -> Outcome | None:
     """All starts of the controllers in one cluster. None if it was lost, and a new one can be started."""
     while True:
         try:
-            return RayStart(there, loaded, directory, resume=resume).run(stop)
+            return RayStart(there, loaded, directory, resume=resume, callbacks=callbacks).run(stop)
         except LostError as error:
             if there.usable():
                 losses.add(error)
@@ -134,7 +148,9 @@ class RayStart:
     """Final class: one start of all processes, until they finish or one is lost. They watch each other; this process
     watches Ray, and hears of their ends."""
 
-    def __init__(self, there: Cluster, loaded: LoadedRecipe, directory: RunDir, *, resume: bool) -> None:
+    def __init__(
+        self, there: Cluster, loaded: LoadedRecipe, directory: RunDir, *, resume: bool, callbacks: bytes = b""
+    ) -> None:
         recipe, taken = in_workers(loaded.recipe), devices_of_workers(loaded.recipe)
         self._loaded = replace(loaded, recipe=recipe)
         self.cluster, self.ray, self.directory = there, there.ray, directory
@@ -157,7 +173,7 @@ class RayStart:
                 runtime_env={"env_vars": shown} if shown else None,
             )
             self.actors.append(made.remote(number, str(Path.cwd()), hidden))
-        self._resume = resume
+        self._resume, self._callbacks = resume, callbacks
         log = self._log
         self._shown = log.stat().st_size if resume and log.exists() else 0  # older lines were printed before
 
@@ -193,7 +209,10 @@ class RayStart:
             logs = self.directory.path / "controllers"
             raise UserError(f"controllers: one could not start ({_last_line(error)}); see {logs}") from error
         given = self._loaded, str(self.directory.path.absolute()), self._processes, *address
-        ends = {actor.run.remote(*given, resume=self._resume): n for n, actor in enumerate(self.actors)}
+        called = [self._callbacks, *[b""] * (len(self.actors) - 1)]  # by the leader alone
+        ends = {
+            actor.run.remote(*given, resume=self._resume, callbacks=called[n]): n for n, actor in enumerate(self.actors)
+        }
         return ends | {actor.left.remote(): n for n, actor in enumerate(self.actors)}
 
     def _get(self, ref: Any) -> Any:

@@ -45,7 +45,7 @@ def train(
 ) -> Path:
     """Run the recipe into the directory ``out`` (or continue it there) and return ``out``.
 
-    ``callbacks`` are called in this process, so they need a run with one device.
+    ``callbacks`` are called in this process, or, of a run with several devices, in that of its leader, as copies.
 
     Raises ``UserError``, and ``SystemExit`` if SIGTERM or SIGHUP has stopped the run, after it is saved.
     """
@@ -64,12 +64,8 @@ def train_to_end(
     """``train``; returns whether the run came to its end (True), or Ctrl-C has stopped it (False)."""
     with opened(loaded, out, resume=resume, overwrite=overwrite) as run:
         if run.recipe.controllers * run.recipe.devices_per_controller > 1:
-            if callbacks:
-                raise UserError(
-                    "callbacks are called in this process, and a run with controllers or devices_per_controller above "
-                    "1 trains in other processes; set both to 1, or read the run's metrics.jsonl while it trains"
-                )
-            outcome = launch(run.loaded, run.directory, resume=resume, stop=run.stop)
+            outcome = launch(run.loaded, run.directory, resume=resume, stop=run.stop, callbacks=callbacks)
+            run.stop.reason = outcome.asked or run.stop.reason
         else:
             outcome = run.trainer(callbacks).begin(run.stop, run.found, resume=resume)
         run.conclude(outcome)

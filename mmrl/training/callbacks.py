@@ -44,7 +44,8 @@ class Training:
 
 
 class Callback:
-    """Base class of callbacks: override what you need. All methods are called in the process that trains.
+    """Base class of callbacks: override what you need. All methods are called in the process that trains; of a
+    run with several controllers or devices, in that of its leader, on a copy of the object, with figures of all.
 
     A method that raises ends the run with an error that names it. Finished steps are saved, and the run can be resumed.
     """
@@ -82,6 +83,11 @@ class Callbacks:
         self._callbacks = [as_callback(one) for one in callbacks]
         self._training, self._stop = Training(recipe, directory), stop
         self._saved = 0
+
+    @property
+    def asked(self) -> str | None:
+        """Why one of them stopped the run."""
+        return self._training.reason
 
     def step(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Tell of a finished step; returns the metrics that callbacks add to its row."""

@@ -50,6 +50,7 @@ BY_HAND: dict[str, str] = {
     "mmrl/controller/features.py: warning: features past features.budget (… bytes) cannot be written to ": "tests/config/test_edits_by_hand.py::test_features_that_have_room_are_kept",
     "mmrl/controller/features.py: features written to … cannot be read back (…): something removed or ch": "tests/config/test_edits_by_hand.py::test_features_that_have_room_are_kept",
     "mmrl/models/context_parallel.py: train.context_parallel: a … whose rows are cut comes to other log-prob": "tests/models/test_context.py::test_a_model_that_nobody_knows_is_refused_and_trains_with_whole_rows",
+    "mmrl/runtime/actor.py: callbacks: … cannot be copied to the process that leads the run (…); o": "tests/runtime/test_callbacks.py::test_a_callback_that_cannot_be_copied_is_named",
     "mmrl/studies/labels/voting.py: votes train a run of one process; set controllers=1 devices_per_contro": "tests/studies/test_label_live.py::test_what_cannot_train_on_votes_is_refused_before_a_model_is_loaded",
     "mmrl/studies/labels/voting.py: a step has … samples, and the first votes need …; raise train.prompts_": "tests/studies/test_label_live.py::test_what_cannot_train_on_votes_is_refused_before_a_model_is_loaded",
     "mmrl/inference/engine_weights.py: … gave sample … a log-prob that is not a number: the weights it was se": "tests/config/test_edits_by_hand.py::test_a_log_prob_that_is_no_number_comes_of_weights",
