@@ -249,7 +249,7 @@ def start(
     directory = placed(out, resume=resume, overwrite=overwrite)
     with ExitStack() as held:
         held.enter_context(as_before())  # until the run is closed
-        held.enter_context(silenced(quiet))
+        held.enter_context(silenced(quiet=quiet))
         loaded = held.enter_context(read(recipe, changes, objects, named=directory))
         if loaded.recipe.controllers * loaded.recipe.devices_per_controller > 1:
             raise UserError(

@@ -68,7 +68,7 @@ def train(
     _refuse_launcher()
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     directory = runs.placed(out, resume=resume, overwrite=overwrite)
-    with silenced(quiet), rarely_collected(), read(recipe, changes, objects, named=directory) as loaded:
+    with silenced(quiet=quiet), rarely_collected(), read(recipe, changes, objects, named=directory) as loaded:
         return _trained(loaded, directory(loaded.recipe.name), callbacks, resume=resume, overwrite=overwrite)
 
 
@@ -104,7 +104,7 @@ def continue_run(
     path = run.path if isinstance(run, Run) else Path(run)
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm, environment)
     choice = "extend" if extend else "hold" if hold else None
-    with silenced(quiet), rarely_collected(), stored(path, changes, objects, choice) as loaded:
+    with silenced(quiet=quiet), rarely_collected(), stored(path, changes, objects, choice) as loaded:
         return _trained(loaded, path, callbacks, resume=True)
 
 

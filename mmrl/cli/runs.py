@@ -75,7 +75,7 @@ def train(
 
     if out is not None:
         directory("")  # before anything is planned
-    with silenced(quiet):
+    with silenced(quiet=quiet):
         with rarely_collected():
             loaded = read_recipe(recipe, changes or (), directory if resume else None, found=found)
             out = directory(loaded.recipe.name)
@@ -122,7 +122,7 @@ def continue_(
         raise UserError("--extend and --hold exclude each other; give one of them")
     found = launched(os.environ)
     use_threads_of(run)
-    with silenced(quiet):
+    with silenced(quiet=quiet):
         with rarely_collected():
             from mmrl.app.continuing import continued
 

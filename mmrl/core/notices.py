@@ -107,7 +107,7 @@ def listen(tell: Callable[[str], object] | None, pulse: Pulse | None = None) -> 
 
 
 @contextmanager
-def silenced(quiet: bool = True) -> Generator[None]:
+def silenced(*, quiet: bool = True) -> Generator[None]:
     """Print warnings and errors alone inside the block: no notes and no progress. Without ``quiet`` all is printed."""
     global _silent
     _silent += quiet

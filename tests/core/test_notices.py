@@ -29,5 +29,5 @@ def test_quiet_lasts_as_long_as_one_block_that_asks_for_it():
     assert silent()
     inner.__exit__(None, None, None)
     assert not silent()
-    with silenced(False):
+    with silenced(quiet=False):
         assert not silent()
