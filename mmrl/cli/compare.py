@@ -12,9 +12,12 @@ from mmrl.commands.arguments import JsonOption, console, json_alone
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from mmrl.report.compare import Comparison
 
+_FIGURES = ("before", "after")
+"""Columns whose digits are compared with those of the first row."""
 _SETTINGS = 20
 """Settings that differ which the terminal shows; the page has all."""
 
@@ -64,8 +67,10 @@ def _show(found: Comparison) -> None:
     for name in ("", "run", "seeds", "steps", "before", "after", "95 % interval"):
         right = name not in ("", "run", "seeds")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows(found):
-        table.add_row(*list(row.values())[:-1])  # the sentences say the last, in words
+    listed = rows(found)
+    for row in listed:
+        cells = {name: _digits(text, listed[0][name]) if name in _FIGURES else text for name, text in row.items()}
+        table.add_row(*list(cells.values())[:-1])  # the sentences say the last, in words
     console().print(table)
     for sentence in sentences(found):
         print("\n".join(textwrap.wrap(sentence, 80, break_on_hyphens=False)))
@@ -85,10 +90,20 @@ def _show_settings(found: Comparison) -> None:
     for name in ("setting", *(group.label for group in found.groups)):
         table.add_column(name, overflow="fold")
     for key, values in list(found.settings.items())[:_SETTINGS]:
-        table.add_row(key, *map(shown, values))
+        table.add_row(key, *(_digits(shown(value), shown(values[0])) for value in values))
     console().print(table)
     if len(found.settings) > _SETTINGS:
         print(f"and {len(found.settings) - _SETTINGS} more settings that differ, in the page")
+
+
+def _digits(text: str, first: str) -> Text:
+    """``text`` with the digits in bold that differ from those of ``first``."""
+    from rich.text import Text
+
+    from mmrl.report.compare_page import apart
+
+    same, other = apart(text, first)
+    return Text.assemble(same, (other, "bold underline"))
 
 
 def _table() -> Table:

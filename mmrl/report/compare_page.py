@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from mmrl.report.verdict import name_of
 
 PROMPTS = 12
 """Held-out prompts that are shown side by side."""
+_NUMBER = re.compile(r"(-?\d+)(?:\.\d+)?")
 _WORDS = {"higher": "is higher than", "lower": "is lower than"}
 
 
@@ -36,6 +38,7 @@ def write_comparison(found: Comparison, out: Path, *, flag: str = "--out") -> Pa
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         sentences=list(sentences(found)),
         rows=rows(found),
+        apart=apart,
         charts=_charts(found),
         settings={key: [shown(value) for value in values] for key, values in found.settings.items()},
         labels=[group.label for group in found.groups],
@@ -52,6 +55,20 @@ def write_comparison(found: Comparison, out: Path, *, flag: str = "--out") -> Pa
 def rows(found: Comparison) -> list[dict[str, str]]:
     """The cells of a line per group: label, run, seeds, steps, before, after, interval, against the first."""
     return [_row(found, group) for group in found.groups]
+
+
+def apart(text: str, first: str) -> tuple[str, str]:
+    """The number ``text`` in two parts, of which the second begins where its digits differ from those of ``first``:
+    ``0.43`` and ``81`` beside ``0.4375``. That part is empty where what both show is the same, and of other words."""
+    mine, others = _NUMBER.fullmatch(text), _NUMBER.fullmatch(first)
+    if mine is None or others is None:
+        return text, ""
+    if len(mine[1]) != len(others[1]):  # digits of one place stand below each other no more
+        return "", text
+    for n, (here, there) in enumerate(zip(text, first, strict=False)):
+        if here != there:
+            return text[:n], text[n:]
+    return text, ""
 
 
 def sentences(found: Comparison) -> Iterator[str]:

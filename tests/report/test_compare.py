@@ -18,7 +18,7 @@ from mmrl.logging.metrics import MetricsLog
 from mmrl.logging.rundir import RunDir
 from mmrl.report.charts import WIDTH
 from mmrl.report.compare import compare_runs
-from mmrl.report.compare_page import sentences, write_comparison
+from mmrl.report.compare_page import apart, sentences, write_comparison
 from tests.support.verdict import accuracy, made
 
 
@@ -94,6 +94,37 @@ def test_the_terminal_has_a_table_in_80_columns(runs, tmp_path, monkeypatch):
     assert page.count("<figure") == 2
     assert "train.group_size" in page
     assert str(WIDTH) in page
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "same", "other"),
+    [
+        ("0.4381", "0.4375", "0.43", "81"),
+        ("0.44", "0.437", "0.4", "4"),
+        ("0.440", "0.44", "0.440", ""),
+        ("0.44", "0.440", "0.44", ""),
+        ("0.5", "0.5", "0.5", ""),
+        ("10.2", "9.2", "", "10.2"),
+        ("-0.5", "0.5", "", "-0.5"),
+        ("12", "10", "1", "2"),
+        ("flow_grpo", "flow_dppo", "flow_grpo", ""),
+        ("[1, 2]", "0.1", "[1, 2]", ""),
+        ("-", "1", "-", ""),
+    ],
+)
+def test_digits_that_differ_are_told_apart(text, first, same, other):
+    assert apart(text, first) == (same, other)
+
+
+def test_the_page_and_the_terminal_mark_the_digits_that_differ(runs, tmp_path, monkeypatch):
+    found = compare_runs(named(runs, "a0", "b0", "b1"))
+    html = write_comparison(found, tmp_path / "page.html").read_text()
+    assert '<td class="n">0.25</td><td class="n">0.50</td>' in html, "the first row has no marks"
+    assert '<td class="n">0.25</td><td class="n">0.<mark>77</mark></td>' in html
+    assert "<td><code>0.0003</code></td><td><code>0.00<mark>1</mark></code></td>" in html
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    said = CliRunner().invoke(app, ["compare", *map(str, named(runs, "a0", "b0")), "--out", str(tmp_path / "x.html")])
+    assert "0.\x1b[1;4m75\x1b[0m" in said.output
 
 
 def test_json_has_the_same_and_nothing_else(runs, capfd):
