@@ -24,7 +24,9 @@ def launch(
     ] = None,
     cpus_per_task: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Slurm: CPU cores of a process.", show_default="8 on GPUs, else threads"),
+        typer.Option(
+            min=1, metavar="N", help="Slurm: CPU cores of a process.", show_default="what the recipe computes with"
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/NAME")

@@ -15,6 +15,8 @@ _PER_NODE = 8
 """Devices of a host, if nobody says how many there are."""
 _PER_GPU = 8
 """CPU cores of a process on a GPU, if nobody says how many: rewards, readers of media and engines run beside it."""
+_EPISODES = 8
+"""Cores at most for episodes in processes of their own, which mostly wait for the model."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,23 @@ class Job:
 
     @property
     def cores(self) -> int:
-        """CPU cores of a device: at least the recipe's threads, and on a GPU more."""
-        threads = self.recipe.threads or 1
-        return self.cpus or (max(threads, _PER_GPU) if self.gpus else threads)
+        """CPU cores of a device: the recipe's threads, and one for each process that computes beside them; on a GPU at
+        least 8."""
+        least = _PER_GPU if self.gpus else 1
+        return self.cpus or max(least, sum(self.cores_of().values()))
+
+    def cores_of(self) -> dict[str, int]:
+        """The cores of a device by what needs them, as the recipe says it."""
+        recipe = self.recipe
+        apart = sum(reward.process for reward in (*recipe.rewards, *recipe.eval.rewards))
+        environment = recipe.environment
+        episodes = environment.workers if environment is not None and environment.isolate else 0
+        found = {
+            "threads": recipe.threads or 1,
+            "rewards.process": apart,
+            "environment.isolate": min(episodes, _EPISODES),
+        }
+        return {key: n for key, n in found.items() if n}
 
     @property
     def shown(self) -> str:
@@ -73,7 +89,7 @@ def slurm(job: Job) -> str:
         f"#SBATCH --job-name={job.recipe.name}",
         f"#SBATCH --nodes={nodes}",
         f"#SBATCH --ntasks-per-node={tasks}",
-        f"#SBATCH --cpus-per-task={job.cores}",
+        f"#SBATCH --cpus-per-task={job.cores}{_why(job)}",
         *([f"#SBATCH --gpus-per-node={tasks}"] if job.gpus else []),
         f"#SBATCH --output={job.recipe.name}-%j.log",
         "#SBATCH --signal=TERM@120  # two minutes before the end of its time the run saves and stops",
@@ -95,6 +111,14 @@ def slurm(job: Job) -> str:
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _why(job: Job) -> str:
+    """What needs the cores, as a comment; nothing where they are given or are those that a GPU has at least."""
+    found = job.cores_of()
+    if job.cpus or len(found) == 1 or job.cores > sum(found.values()):
+        return ""
+    return "  # " + ", ".join(f"{key}: {n}" for key, n in found.items())
 
 
 def torchrun(job: Job) -> str:

@@ -48,6 +48,23 @@ def test_a_batch_script_asks_for_cores(capsys, words, cores):
     assert printed(capsys, "sums", "controllers=2", "--print", "torchrun", "--cpus-per-task", "4")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["threads=3", "rewards.0.process=true"], "4  # threads: 3, rewards.process: 1"),
+        (["environment.isolate=true", "environment.workers=3"], "4  # threads: 1, environment.isolate: 3"),
+        (["environment.isolate=true", "environment.workers=64"], "9  # threads: 1, environment.isolate: 8"),
+        (["device=cuda", "rewards.0.process=true"], "8"),
+        (["device=cuda", "threads=8", "rewards.0.process=true"], "9  # threads: 8, rewards.process: 1"),
+        (["rewards.0.process=true", "--cpus-per-task", "2"], "2"),
+    ],
+)
+def test_a_batch_script_asks_for_the_cores_of_processes_beside_the_run(capsys, words, asked):
+    code, script = printed(capsys, "sums-tool", "controllers=2", "device=cpu", *words)
+    assert code == 0, script
+    assert f"#SBATCH --cpus-per-task={asked}\n" in script
+
+
 def test_commands_of_torchrun_and_ray(capsys):
     code, said = printed(capsys, "sums", "controllers=8", "--print", "torchrun", "--per-node", "4")
     assert code == 0
