@@ -255,6 +255,8 @@ def start(
             raise UserError(
                 "mmrl.start trains in this process; set controllers and devices_per_controller to 1, or use mmrl.train"
             )
+        if loaded.recipe.warm_start is not None:
+            raise UserError("mmrl.start opens one run, and warm_start asks for another before it; use mmrl.train")
         path = directory(loaded.recipe.name)
         run = held.enter_context(opened(loaded, path, resume=resume, overwrite=overwrite))
         trainer = run.trainer(callbacks)

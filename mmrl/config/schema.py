@@ -7,7 +7,7 @@ The defaults of an algorithm's section are the settings of its paper, so a recip
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -322,6 +322,26 @@ class Checkpoint(Section):
     """Newest checkpoints to keep. With 1 the previous one stays until the newest has given a finite result."""
 
 
+class WarmStart(Section):
+    """A run of its own that comes first. Its recipe is this one with these sections layered over it, as files are.
+
+    Then this run begins with its weights: with its adapter, or without ``model.lora`` with the whole model. The first
+    run lies in ``OUT-warm``; where it has ended, its weights are used again.
+    """
+
+    algorithm: dict[str, Any]
+    """What trains first, such as ``{type: sft}``."""
+    data: dict[str, Any] | None = None
+    """``name``, ``train`` and ``heldout`` of its prompts; without it those of this recipe."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    rewards: list[Any] = Field(default_factory=list)
+    """None for what trains on given answers or pictures; ``eval.rewards`` are measured."""
+    train: dict[str, Any] = Field(default_factory=dict)
+    optim: dict[str, Any] = Field(default_factory=dict)
+    eval: dict[str, Any] = Field(default_factory=dict)
+    checkpoint: dict[str, Any] = Field(default_factory=dict)
+
+
 class Recipe(Section):
     """Checks each section by itself; ``mmrl.config.checks`` finds contradictions between sections."""
 
@@ -346,6 +366,8 @@ class Recipe(Section):
     """What the policy acts in over several turns: tools, or a world. None: a response is one turn."""
     algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(as_settings)]
     """``type`` names the algorithm, a file of mmrl/algorithms or path/to/file.py:Class; other keys are its settings."""
+    warm_start: WarmStart | None = None
+    """A run that comes first, such as SFT on given pictures; this one begins with its weights."""
     train: Train
     optim: Optim = Optim()
     performance: Performance = Performance()

@@ -27,6 +27,7 @@ from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.replicas import has_replicas
 from mmrl.config.sampling import Sampling, TextSampling, shares_steps
 from mmrl.config.schema import Recipe
+from mmrl.config.warm_start import problems_of_first_stage
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files, check_weights
 from mmrl.core.media import Media
@@ -80,7 +81,11 @@ def plan(
     """
     if gpu is not None:
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
-    return chosen(loaded, lambda one: _planned(one, device_memory, gpu, gpus, episodes))
+    made = chosen(loaded, lambda one: _planned(one, device_memory, gpu, gpus, episodes))
+    made.problems += problems_of_first_stage(loaded)
+    if loaded.recipe.warm_start is not None:
+        made.notes.append("warm_start: a run of its own comes first, which this plan does not count")
+    return made
 
 
 def _planned(

@@ -78,6 +78,11 @@ def with_processes(loaded: LoadedRecipe, found: Launched) -> LoadedRecipe:
 
 def train(loaded: LoadedRecipe, found: Launched, out: Path, *, resume: bool, overwrite: bool) -> bool:
     """Train this process's part. Returns whether the run came to its end; raises as ``mmrl.runtime.start.train``."""
+    if loaded.recipe.warm_start is not None:
+        raise UserError(
+            f"warm_start: {found.launcher} has started the processes of one run, and this recipe asks for two; train "
+            "the first with mmrl train, then begin with its weights: model.lora.path (mmrl export), without warm_start"
+        )
     remember(variables(loaded.recipe))
     before_cuda(loaded.recipe)
     store = meet(found, loaded.recipe.runtime.patience)

@@ -32,6 +32,7 @@ from mmrl.report.verdict import judge_run
 from mmrl.rewards.last_words import left_by_last
 from mmrl.runtime.ray_driver import launch
 from mmrl.runtime.shipped import variables
+from mmrl.runtime.warm_start import warmed
 from mmrl.training.callbacks import AnyCallback, Callbacks
 
 
@@ -62,6 +63,10 @@ def train_to_end(
     callbacks: Sequence[AnyCallback] = (),
 ) -> bool:
     """``train``; returns whether the run came to its end (True), or Ctrl-C has stopped it (False)."""
+    begun = warmed(loaded, out, lambda stage, to, on: train_to_end(stage, to, resume=on), overwrite=overwrite)
+    if begun is None:
+        return False
+    loaded = begun
     with opened(loaded, out, resume=resume, overwrite=overwrite) as run:
         if run.recipe.controllers * run.recipe.devices_per_controller > 1:
             outcome = launch(run.loaded, run.directory, resume=resume, stop=run.stop, callbacks=callbacks)
