@@ -26,6 +26,7 @@ from mmrl.logging.pictures import Listing
 from mmrl.logging.rundir import read_ended, refuse_directory
 from mmrl.report.curve import curve_picture
 from mmrl.report.html import write_report
+from mmrl.report.plots import Plot, plot_of
 from mmrl.report.recorded import read_run
 from mmrl.runtime.start import OpenRun, opened
 from mmrl.training.callbacks import AnyCallback
@@ -144,6 +145,19 @@ class Run:
         Raises ``UserError`` where no evaluation has measured it.
         """
         return curve_picture(self.path, reward)
+
+    @entry_point
+    def plot(self, *metrics: str) -> Plot:
+        """Charts of ``metrics`` over the steps, in training and on held-out prompts, which a notebook shows by itself.
+
+        ``"policy/kl"`` is one metric, ``"policy"`` all that begin so; none: the mean reward and what evaluations
+        measure. ``.save(path)`` writes the charts as an HTML file. Raises ``UserError`` for a metric that is not there.
+        """
+        return plot_of(self.path, metrics)
+
+    def _repr_html_(self) -> str:
+        """The main figures and charts, for a notebook."""
+        return plot_of(self.path, tiles=True).frame
 
     @entry_point
     def report(self) -> Path:

@@ -58,7 +58,7 @@ def page_of(run: Path, judged: Judgement | None = None, follows: str | None = No
     before_after, samples = pairs(found.evaluations), read_samples(found.path)
     html = template("template.html").render(
         name=found.resolved.get("name") or found.path.resolve().name,
-        head=_head(found),
+        head=head_of(found),
         judged=judged or judgement(found, samples),
         remarks=_remarks(found),
         heldout_charts=_heldout_charts(found),
@@ -92,8 +92,8 @@ def template(name: str) -> Template:
     return page.get_template(name)
 
 
-def _head(run: RecordedRun) -> dict[str, Any]:
-    """The status and the main numbers at the top of the report."""
+def head_of(run: RecordedRun) -> dict[str, Any]:
+    """The status and the main numbers (``tiles``) at the top of the report."""
     train = run.resolved.get("train")
     train = train if isinstance(train, dict) else {}
     total, budget = train.get("steps"), train.get("max_cpu_seconds")
