@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ GROUP = {"shapes": 12, "scenes": 8}
 """Samples of a prompt that were drawn together, one after another."""
 Drawn = dict[str, Any]
 Alone = tuple[torch.Tensor, torch.Tensor]
+THESE = Encoders("image", MODEL, "", {})
+"""Of pictures that a model reads, as far as a space asks."""
 
 
 def drawn(cache: Path, count: int) -> Drawn:
@@ -131,22 +133,32 @@ def order(scores: torch.Tensor, truth: torch.Tensor, told: torch.Tensor, group: 
     return right / pairs
 
 
+class Embedded(NamedTuple):
+    """Embeddings ``[N, D]``, samples and prompts apart, and the numbers ``[N, S]`` that count as they are."""
+
+    of: torch.Tensor
+    alone: Alone | None
+    numbers: torch.Tensor | None = None
+
+
 def arms(
-    embedded: torch.Tensor, alone: Alone | None, truth: torch.Tensor, labels: int, settings: Settings, group: int
+    given_to: Embedded, truth: torch.Tensor, labels: int, settings: Settings, group: int
 ) -> dict[str, list[float]]:
     """Of each method AUC, accuracy and order on the samples without a label, and CPU-seconds."""
+    embedded = given_to.of
     draw = torch.Generator().manual_seed(settings.seed)
     given = torch.zeros(len(truth), dtype=torch.bool)
     given[torch.randperm(len(truth), generator=draw)[:labels]] = True
     known = torch.where(given, truth, 0.0)
     graph = symmetric(embedded, settings.neighbours)
     began = time.process_time()
-    inputs = Inputs.of(embedded, alone)
-    trained = train(inputs.kept(embedded), graph, known, given, settings)
+    inputs = Inputs.of(*given_to)
+    count = inputs.numbers.shape[1]
+    trained = train(inputs.kept(embedded), graph, known, given, settings, count)
     spent = {GRAPH: time.process_time() - began}
     began = time.process_time()
     folds = parted(known, given, settings.folds, settings.seed)
-    by_head = head(inputs.projection(embedded), known, given, folds)[1]
+    by_head = head(inputs.of_head(embedded), known, given, folds, count)[1]
     others = baselines_of(embedded, graph, known, given, folds)
     of_each = (time.process_time() - began) / 3
     scores = methods(trained, by_head, others, known, given).scores
@@ -178,11 +190,12 @@ def main() -> None:
         truth = torch.from_numpy(found["success"]).float()
         alone = alone_of(parts_of(given.cache, PIXELS, found))
         parts = {kind: parts_of(given.cache, kind, found) for kind in given.embeddings or (PIXELS, MODEL)}
-        embedded_by = {kind: (Space.of(of)(of), alone) for kind, of in parts.items()}
+        spaces = {kind: Space.of(of, THESE if kind == MODEL else None) for kind, of in parts.items()}
+        embedded_by = {kind: Embedded(spaces[kind](of), alone, spaces[kind].numbers(of)) for kind, of in parts.items()}
     else:
         made = {kind: answers(given.cache, given.samples, kind) for kind in given.embeddings or (WORDS, MODEL)}
         truth = next(iter(made.values()))[2]
-        embedded_by = {kind: (embedded, alone) for kind, (embedded, alone, _) in made.items()}
+        embedded_by = {kind: Embedded(of, alone) for kind, (of, alone, _) in made.items()}
     print(f"{len(truth)} samples, {float(truth.mean()):.1%} of them right\n")
     print(
         "| embedding | labels | method | AUC | accuracy | order within a prompt | "
@@ -190,10 +203,10 @@ def main() -> None:
         flush=True,
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for kind, (embedded, alone) in embedded_by.items():
+    for kind, embedded in embedded_by.items():
         for labels in given.labels:
             runs = [
-                arms(embedded, alone, truth, labels, Settings(seed=s, layers=given.layers), GROUP[given.job])
+                arms(embedded, truth, labels, Settings(seed=s, layers=given.layers), GROUP[given.job])
                 for s in given.seeds
             ]
             for name in runs[0]:

@@ -104,10 +104,10 @@ def spread_answers(given: argparse.Namespace, out: Path, seed: int) -> dict[str,
     from mmrl.rewards.learned.labels.training import Settings
 
     parts, truth, encoders = answer_parts(given.cache, given.samples, MODEL)
-    space, settings = Space.of(parts), Settings()
+    space, settings = Space.of(parts, encoders), Settings()
     told = torch.zeros(len(truth), dtype=torch.bool)
     told[torch.randperm(len(truth), generator=torch.Generator().manual_seed(seed))[: given.labels]] = True
-    made = spread(space(parts), truth, told, settings)
+    made = spread(space(parts), truth, told, settings, numbers=space.numbers(parts))
     out.mkdir()
     write(out, made, space(parts), space, encoders, settings)
     return {"by": made.by, "held out": list(made.quality[made.by].area)}

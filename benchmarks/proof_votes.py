@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -31,6 +32,8 @@ from PIL import Image
 from proof_labels import interval
 
 RECIPE, FIGURE, BEFORE = "shapes-full", "reward/shapes/success", 0.528
+SHOWN = 5
+"""Each so many steps the agreement is measured."""
 
 
 class Voter:
@@ -127,8 +130,46 @@ def trained(
     if run.returncode:
         raise SystemExit(run.returncode)
     rows = [json.loads(line) for line in (out / "heldout.jsonl").read_text().splitlines()]
+    spent = os.times().children_user - before
     found = {"before": rows[0][FIGURE], "after": rows[-1][FIGURE], "steps": rows[-1]["step"], "votes": voter.given}
-    return {**found, "cpu_seconds": os.times().children_user - before}
+    found["heldout"] = {row["step"]: row[FIGURE] for row in rows}
+    said = {} if given.pairs else {"agreement": agreement(out, given.by, judge)}
+    return {**found, **said, "cpu_seconds": spent}
+
+
+def agreement(
+    out: Path, by: str, judge: Callable[[str, Sequence[Image.Image]], float]
+) -> dict[str, tuple[float, float, float]]:
+    """How the reward of some steps agrees with ``judge`` on the samples of that step, which it scored: the area under
+    the ROC curve, the share of pairs of a right and a wrong sample of a prompt that it orders so, and the votes that it
+    had. The fits are made again of the log."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.rewards.judging.statistics import auc
+    from mmrl.rewards.learned.labels.embeddings import Encoders, model_of
+    from mmrl.rewards.learned.labels.items import Item
+    from mmrl.rewards.learned.labels.live import Pool, fitted
+    from mmrl.rewards.learned.labels.spreading import AUTO, GRAPH, HEAD
+    from mmrl.rewards.learned.labels.votes import FOLDER, VoteLog, place_of
+
+    pool, log, found = Pool(out / FOLDER, out / FOLDER), VoteLog(out), dict[str, tuple[float, float, float]]()
+    methods, model = {"auto": AUTO, "graph": GRAPH, "head": HEAD}, model_of(load_recipe([RECIPE], []).recipe)
+    encoders = Encoders.for_items([Item("", "image", prompt) for prompt in ("a", "b")], None, model)
+    for step, used in sorted(log.read().used.items())[::SHOWN]:
+        at, size = used.fit
+        tally = log.read(size)
+        voted = {name for samples in tally.means for name in samples}
+        with TemporaryDirectory() as kept:
+            known = fitted(pool.before(at, used.batches, voted, 2000), tally, encoders, methods[by], Path(kept) / "fit")
+        batches = [batch for (own, _), batch in pool.batches.items() if own == step]
+        scores = [score for batch in batches for score in known.scores(batch.parts).tolist()]
+        shown = [sample for batch in batches for sample in batch.samples]
+        files = [place_of(pool.into, one.name).with_name(one.name.partition("/")[2] + ".png") for one in shown]
+        right = [judge(one.prompt, [Image.open(file)]) >= 0.5 for one, file in zip(shown, files, strict=True)]
+        rows = list(zip(scores, right, [one.prompt for one in shown], strict=True))
+        pairs = [(a, b) for a, good, p in rows if good for b, bad, q in rows if p == q and not bad]
+        ordered = mean((a > b) + (a == b) / 2 for a, b in pairs)
+        found[str(step)] = auc(scores, right), ordered, float(len(tally.means))
+    return found
 
 
 def line(seed: int, run: dict[str, Any], samples: int) -> str:
@@ -149,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--errors", type=float, default=0.1, help="share of votes that are wrong")
     parser.add_argument("--first", type=int, default=40, help="votes before the first step")
     parser.add_argument("--wait", type=int, default=4, help="new votes that each later step waits for")
-    parser.add_argument("--by", default="auto", choices=["auto", "graph", "head"])
+    parser.add_argument("--by", default="head", choices=["auto", "graph", "head"])
     parser.add_argument("--pairs", action="store_true", help="vote on two pictures of a prompt")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--limit", type=float, default=660, help="CPU-seconds of training")

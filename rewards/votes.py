@@ -93,7 +93,7 @@ class Voted:
         patience: float = 60.0,
         refit: int = 10,
         keep: int = 2000,
-        by: Literal["auto", "graph", "head"] = "auto",
+        by: Literal["auto", "graph", "head"] = "head",
     ) -> None:
         _check(votes, by, first=first, wait=wait, patience=patience, refit=refit, keep=keep)
         self.kind, described = _read(model, kind)
@@ -242,7 +242,7 @@ class Live:
         there = [batch for (at, _), batch in self.pool.batches.items() if at == newest]
         parts = [torch.cat(part) for part in zip(*(batch.parts for batch in there), strict=True)]
         asked = Batch([sample for batch in there for sample in batch.samples], parts)
-        self._asks = asks(asked, self.tally, self.known)
+        self._asks = asks(asked, self.tally, self.known, self.reward.encoders)
         self._publish()
 
     def _publish(self, waiting: str = "") -> None:

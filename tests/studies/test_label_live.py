@@ -126,7 +126,7 @@ def test_votes_order_samples_that_nobody_voted_on_and_the_least_sure_is_asked_fi
     assert scores[24:][good[24:]].min() > scores[24:][~good[24:]].max()
     again = fitted(pool, tally, Encoders("image", "pixels", ""), HEAD, tmp_path / "votes" / "fit-1-1")
     assert torch.equal(again.scores(pool.parts), scores)
-    asked = asks(pool, tally, known)
+    asked = asks(pool, tally, known, Encoders("image", "pixels", ""))
     if votes == "scores":
         assert {row["samples"][0] for row in asked} == {f"0/0.0.0.{n}" for n in range(24, 40)}
         return

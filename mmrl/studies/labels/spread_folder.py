@@ -138,12 +138,12 @@ def spread_folder(
     items, parts, bad = embedded(items, encoders)
     if bad:
         print(f"warning: {len(bad)} samples cannot be read and are left out; the first: {bad[0]}", file=sys.stderr)
-    space = Space.of(parts, encoders.apart)
+    space = Space.of(parts, encoders)
     embeddings, moved = space(parts), space.moved(parts)
     alone = (moved[-2], moved[-1]) if encoders.prompts else None
     values = torch.tensor([found.labels.get(item.name, 0.0) for item in items])
     known = torch.tensor([item.name in found.labels for item in items])
-    made = spread(embeddings, values, known, settings, by, alone)
+    made = spread(embeddings, values, known, settings, by, alone, space.numbers(parts))
     proposed = made.following(embeddings, following)
     names = [item.name for item in items]
     outcome = _outcome(folders, found, names, made, proposed)

@@ -17,7 +17,9 @@ from mmrl.rewards.learned.labels.graph import Graph, nearest
 _ROUNDS = 50
 _FREE = 1e-9
 """The pull of a bias: there is a best one where all labels are alike."""
-DECAYS = (1e-3, 1e-2, 1e-1)
+_LITTLE = 1e-2
+"""The pull of a number that counts as it is: there are few of them."""
+DECAYS = (1e-1, 1.0, 10.0)
 
 
 def propagation(graph: Graph, labels: Tensor, given: Tensor, kept: float = 0.9) -> Tensor:
@@ -45,21 +47,27 @@ def neighbours(embeddings: Tensor, labels: Tensor, given: Tensor, count: int = 1
     return (weights * labels[place][indices]).sum(1) / weights.sum(1).clamp(min=1e-9)
 
 
-def head(features: Tensor, labels: Tensor, given: Tensor, folds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Logistic regression on the embeddings, with the decay that has the smallest squared error on the labels of
-    ``folds``, each without its own: its weights ``[D + 1]``, and the logits ``[N]``, of a labelled sample those without
-    the labels of its fold."""
-    least, decay, held = math.inf, DECAYS[0], torch.zeros(len(labels), dtype=torch.float64)
-    for one in DECAYS:
-        logits = torch.zeros_like(held)
+def head(
+    features: Tensor, labels: Tensor, given: Tensor, folds: Sequence[Tensor], numbers: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Logistic regression on the embeddings: its weights ``[D + 1]``, and the logits ``[N]``, of a labelled sample
+    those without the labels of its fold. ``numbers``: as of ``head_weights``.
+
+    Of the decays is taken the largest whose squared error on the labels of ``folds``, each without its own, is at most
+    a standard error above the least one (Breiman et al. 1984): a few labels, some of them wrong, choose too small ones.
+    """
+    found: list[tuple[float, float, float, Tensor]] = []
+    for decay in DECAYS:
+        logits = torch.zeros(len(labels), dtype=torch.float64)
         for fold in folds:
             told = given.clone()
             told[fold] = False
-            logits[fold] = head_logits(features[fold], head_weights(features, labels, told, one))
-        error = float((torch.sigmoid(logits) - labels)[given].square().mean())
-        if error < least:
-            least, decay, held = error, one, logits
-    weights = head_weights(features, labels, given, decay)
+            logits[fold] = head_logits(features[fold], head_weights(features, labels, told, decay, numbers))
+        errors = (torch.sigmoid(logits) - labels)[given].square()
+        found.append((float(errors.mean()), float(errors.std()) / math.sqrt(len(errors)), decay, logits))
+    least, near, *_ = min(found, key=lambda one: one[0])
+    _, _, decay, held = next(one for one in reversed(found) if one[0] <= least + near)
+    weights = head_weights(features, labels, given, decay, numbers)
     return weights, torch.where(given, held, head_logits(features, weights))
 
 
@@ -68,10 +76,11 @@ def head_logits(features: Tensor, weights: Tensor) -> Tensor:
     return features.double() @ weights[:-1].double() + weights[-1].double()
 
 
-def head_weights(features: Tensor, labels: Tensor, given: Tensor, decay: float) -> Tensor:
-    """The weights of logistic regression, ``[D + 1]`` float64, pulled to 0 by ``decay``; the bias, the last one, is as
-    good as free."""
+def head_weights(features: Tensor, labels: Tensor, given: Tensor, decay: float, numbers: int = 0) -> Tensor:
+    """The weights of logistic regression, ``[D + 1]`` float64, pulled to 0 by ``decay``; the last ``numbers`` features
+    are pulled little, and the bias, the last weight, is as good as free."""
     x = features[given].double()
     pull = torch.full((x.shape[1] + 1,), decay, dtype=torch.float64)
+    pull[len(pull) - 1 - numbers :] = _LITTLE
     pull[-1] = _FREE
     return logistic(torch.cat([x, torch.ones_like(x[:, :1])], 1), labels[given], pull, torch.zeros_like(pull))

@@ -2,7 +2,8 @@
 
 A sample has one part or two, itself and its prompt. Each part is centred on the mean of the samples that the space was
 made of, and gets length 1, so that the cosine of two embeddings is the mean of their parts'. Where a model reads a
-picture with its prompt, the two of them alone are two more parts, which are no part of the embedding.
+picture with its prompt, the sizes of its errors are one more part, and the two of them alone are two more. These are no
+part of the embedding: a size that got length 1 would be lost.
 
 Answers are embedded by the language model that wrote them, which reads each behind its prompt and its pictures. One
 part are the model's states at the end of the prompt and at the end of the answer (``mmrl.rewards.encoders.texts``); the
@@ -65,8 +66,13 @@ class Encoders:
 
     @property
     def apart(self) -> int:
-        """How many of the last parts are no part of the embedding."""
+        """How many of the last parts are the sample alone and its prompt alone."""
         return 2 if self.prompts and self.model is not None else 0
+
+    @property
+    def sizes(self) -> int:
+        """How many parts before these are numbers that count as they are."""
+        return 1 if self.kind == "image" and self.model is not None else 0
 
     @classmethod
     def for_items(cls, items: Sequence[Item], texts: str | None = None, model: JsonObject | None = None) -> Encoders:
@@ -145,24 +151,34 @@ class Embedder:
 @dataclass(frozen=True)
 class Space:
     """``centre`` ``[D]``: the mean of the parts, one behind the other; ``widths``: the numbers of each part;
-    ``apart``: how many of the last ones are no part of the embedding."""
+    ``apart`` and ``sizes``: as of ``Encoders``."""
 
     centre: Tensor
     widths: tuple[int, ...]
     apart: int = 0
+    sizes: int = 0
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor], apart: int = 0) -> Space:
-        return cls(torch.cat(list(parts), 1).mean(0), tuple(part.shape[1] for part in parts), apart)
+    def of(cls, parts: Sequence[Tensor], encoders: Encoders | None = None) -> Space:
+        """``encoders``: what made the parts; None: all parts are of the embedding."""
+        apart, sizes = (0, 0) if encoders is None else (encoders.apart, encoders.sizes)
+        return cls(torch.cat(list(parts), 1).mean(0), tuple(part.shape[1] for part in parts), apart, sizes)
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Embeddings ``[B, D]``."""
-        return torch.cat(self.moved(parts)[: len(parts) - self.apart], 1)
+        return torch.cat(self.moved(parts)[: len(parts) - self.apart - self.sizes], 1)
 
     def moved(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The parts, centred, rows of length 1."""
-        moved = (torch.cat(list(parts), 1) - self.centre).split(self.widths, 1)
-        return [normalize(part, dim=1) for part in moved]
+        return [normalize(part, dim=1) for part in self._centred(parts)]
+
+    def numbers(self, parts: Sequence[Tensor]) -> Tensor:
+        """The numbers that count as they are, centred: ``[B, S]``."""
+        last = len(parts) - self.apart
+        return torch.cat([parts[0][:, :0], *self._centred(parts)[last - self.sizes : last]], 1)
+
+    def _centred(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (torch.cat(list(parts), 1) - self.centre).split(self.widths, 1)
 
 
 def embedded(items: Sequence[Item], encoders: Encoders) -> tuple[list[Item], list[Tensor], list[str]]:

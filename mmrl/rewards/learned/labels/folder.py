@@ -27,7 +27,7 @@ from mmrl.rewards.learned.labels.graph import Graph, directed
 from mmrl.rewards.learned.labels.inputs import HEAD, Inputs, Projection
 from mmrl.rewards.learned.labels.model import GraphTransformer, Shape
 
-NAME, FORMAT = "labels.json", 2
+NAME, FORMAT = "labels.json", 3
 SCORES, FOLLOWING = "scores.csv", "next.csv"
 
 
@@ -57,8 +57,9 @@ class Known:
 
     def __init__(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
         self.record = record
-        self.space = Space(tensors["centre"], record.widths, record.encoders.apart)
-        self.inputs = Inputs(Projection(tensors["mean"], tensors["axes"]), Agreement.from_tensors(tensors))
+        self.space = Space(tensors["centre"], record.widths, record.encoders.apart, record.encoders.sizes)
+        projection, numbers = Projection(tensors["mean"], tensors["axes"]), tensors.get("numbers", torch.empty(0, 0))
+        self.inputs = Inputs(projection, Agreement.from_tensors(tensors), numbers)
         self.models: list[GraphTransformer] = []
         self.read: list[list[Tensor]] = []
         self.head = tensors.get("head")
@@ -81,11 +82,12 @@ class Known:
     def scores(self, parts: Sequence[Tensor]) -> Tensor:
         """Calibrated scores ``[Q]`` of new samples by the parts of their embeddings."""
         embeddings = self.space(parts)
-        features = self.inputs.projection(embeddings)
+        read, numbers = [self.inputs.projection(embeddings)], self.space.numbers(parts)
         if self.head is not None:
-            return calibrated(head_logits(features, self.head), *self.record.calibration)
+            return calibrated(head_logits(torch.cat([*read, numbers], 1), self.head), *self.record.calibration)
         if (agreement := self.inputs.agreement) is not None:
-            features = torch.cat([features, agreement(*self.space.moved(parts)[-2:])], 1)
+            read.append(agreement(*self.space.moved(parts)[-2:]))
+        features = torch.cat([*read, numbers], 1)
         graph = directed(embeddings, self.embeddings, self.record.settings.neighbours)
         pairs = zip(self.models, self.read, strict=True)
         logits = torch.stack([model.added(features, graph, read) for model, read in pairs]).mean(0).double()

@@ -1,4 +1,5 @@
-"""What the models of spread labels read of a sample: the principal components of its embedding, and its agreement."""
+"""What the models of spread labels read of a sample: the principal components of its embedding, its agreement, and the
+numbers that count as they are."""
 
 from __future__ import annotations
 
@@ -34,17 +35,24 @@ class Projection:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the graph transformer reads of a sample: its features, and how well it agrees with its prompt."""
+    """What the graph transformer reads of a sample: its features, how well it agrees with its prompt, and ``numbers``
+    ``[N, S]`` of the samples that they were made of. The supervised head does not read the agreement."""
 
     projection: Projection
     agreement: Agreement | None
+    numbers: Tensor
 
     @classmethod
-    def of(cls, embeddings: Tensor, alone: tuple[Tensor, Tensor] | None) -> Inputs:
-        """``alone``: as of ``spread``."""
-        return cls(Projection.of(embeddings), None if alone is None else Agreement.of(*alone))
+    def of(cls, embeddings: Tensor, alone: tuple[Tensor, Tensor] | None, numbers: Tensor | None = None) -> Inputs:
+        """``alone`` and ``numbers``: as of ``spread``."""
+        agreement = None if alone is None else Agreement.of(*alone)
+        return cls(Projection.of(embeddings), agreement, embeddings[:, :0] if numbers is None else numbers)
 
     def kept(self, embeddings: Tensor) -> Tensor:
-        """``[N, D]`` of the samples that they were made of."""
-        features = self.projection(embeddings)
-        return features if self.agreement is None else torch.cat([features, self.agreement.kept], 1)
+        """``[N, D]`` of the samples that they were made of; the numbers come last."""
+        agreement = () if self.agreement is None else (self.agreement.kept,)
+        return torch.cat([self.projection(embeddings), *agreement, self.numbers], 1)
+
+    def of_head(self, embeddings: Tensor) -> Tensor:
+        """What the supervised head reads of them, ``[N, D]``; the numbers come last."""
+        return torch.cat([self.projection(embeddings), self.numbers], 1)

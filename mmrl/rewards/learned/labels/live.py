@@ -112,11 +112,12 @@ def fitted(pool: Batch, tally: Tally, encoders: Encoders, by: str, out: Path) ->
 
 def _fit_graph(pool: Batch, tally: Tally, encoders: Encoders, by: str, out: Path) -> None:
     """The scores of ``mmrl spread``, by the method that it chooses."""
-    space, settings = Space.of(pool.parts, encoders.apart), Settings()
+    space, settings = Space.of(pool.parts, encoders), Settings()
     embeddings, moved = space(pool.parts), space.moved(pool.parts)
     labels, given = _labels(pool, tally)
     with torch.enable_grad():
-        made = spread(embeddings, labels, given, settings, by, (moved[-2], moved[-1]) if encoders.prompts else None)
+        alone = (moved[-2], moved[-1]) if encoders.prompts else None
+        made = spread(embeddings, labels, given, settings, by, alone, space.numbers(pool.parts))
     write(out, made, embeddings, space, encoders, settings)
 
 
@@ -130,10 +131,10 @@ def _labels(pool: Batch, tally: Tally) -> tuple[Tensor, Tensor]:
 def _fit_head(pool: Batch, tally: Tally, encoders: Encoders, out: Path) -> None:
     """The supervised head of ``mmrl spread`` alone. Of pairs it is fitted to the differences of two samples (Bradley
     and Terry 1952); a sample's score is then the sigmoid of its own share, with the mean of the pool at one half."""
-    space, settings = Space.of(pool.parts, encoders.apart), Settings()
-    embeddings = space(pool.parts)
+    space, settings = Space.of(pool.parts, encoders), Settings()
+    embeddings, numbers = space(pool.parts), space.numbers(pool.parts)
     projection = Projection.of(embeddings)
-    features = projection(embeddings)
+    features = torch.cat([projection(embeddings), numbers], 1)
     if tally.votes == "scores":
         read, (labels, given) = features, _labels(pool, tally)
     else:
@@ -142,7 +143,7 @@ def _fit_head(pool: Batch, tally: Tally, encoders: Encoders, out: Path) -> None:
         read, labels = features[first] - features[second], torch.tensor(list(means.values()))
         given = torch.ones(len(means), dtype=torch.bool)
     folds = parted(labels, given, settings.folds, settings.seed)
-    weights, held = baselines.head(read, labels, given, folds)
+    weights, held = baselines.head(read, labels, given, folds, numbers.shape[1])
     slope, shift = rising(held[given], labels[given])
     if tally.votes == "pairs":  # its bias is what voters give to the first of two, and no part of a score
         weights[-1], shift = -(features.double() @ weights[:-1]).mean(), 0.0
@@ -162,7 +163,7 @@ def _fit_head(pool: Batch, tally: Tally, encoders: Encoders, out: Path) -> None:
     write_model(out / NAME, said, tensors)
 
 
-def asks(pool: Batch, tally: Tally, known: Known | None) -> list[Json]:
+def asks(pool: Batch, tally: Tally, known: Known | None, encoders: Encoders) -> list[Json]:
     """What to vote on next among the samples of ``pool``, the least sure first, as ``asks.json`` has it. ``known``: the
     reward so far; None: all are as unsure."""
     scores = torch.full((len(pool.samples),), 0.5) if known is None else known.scores(pool.parts)
@@ -171,7 +172,7 @@ def asks(pool: Batch, tally: Tally, known: Known | None) -> list[Json]:
     else:
         voted = {samples[0] for samples in tally.means}
         given = torch.tensor([one.name in voted for one in pool.samples])
-        embeddings = Space.of(pool.parts)(pool.parts)
+        embeddings = Space.of(pool.parts, encoders)(pool.parts)
         chosen = to_label_next(scores.float(), torch.zeros(len(scores)), embeddings, given, ASKED)
         found = [(pool.samples[n],) for n in chosen]
     return [

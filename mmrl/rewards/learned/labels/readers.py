@@ -1,7 +1,8 @@
 """Embeddings of pictures by the diffusion model that draws them, which reads a picture together with its prompt.
 
 They are the error of its prediction at each place, and the means and the spreads of its last states, at two levels of
-noise (``mmrl.rewards.encoders.pictures``).
+noise (``mmrl.rewards.encoders.pictures``). How large the error is stands apart: it bounds the likelihood of the picture
+under its prompt, and alone tells much of what the model draws wrongly.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from mmrl.rewards.encoders.pictures import PictureReader
 
 _PLACES = 8
 """Errors are kept for a grid of this side."""
+_LEAST = 1e-12
+"""Of an error whose log is taken."""
 
 
 def described(recipe: Recipe) -> JsonObject:
@@ -37,12 +40,14 @@ class ModelReader:
         self.reader = PictureReader(model, "embeds pictures", "mmrl spread")
 
     def parts(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> list[Tensor]:
-        """The states and the errors of pictures under their prompts, ``[B, D]`` each."""
+        """The states and the errors of pictures under their prompts, and at each level the log of the mean error: ``[B,
+        D]`` each."""
         views = self.reader.views(pictures, prompts)
         squared = [error.square().mean(1, keepdim=True) for error in views.errors]
         errors = [adaptive_avg_pool2d(one, min(_PLACES, *one.shape[-2:])).flatten(1) for one in squared]
         states = [_summary(state) for state in views.states]
-        return [torch.cat(part, 1) for part in (states, errors) if part]
+        sizes = [one.flatten(1).mean(1, keepdim=True).clamp(min=_LEAST).log() for one in squared]
+        return [torch.cat(part, 1) for part in (states, errors, sizes) if part]
 
 
 def _summary(states: Tensor) -> Tensor:

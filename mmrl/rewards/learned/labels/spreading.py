@@ -128,15 +128,18 @@ def spread(
     settings: Settings,
     by: str = AUTO,
     alone: tuple[Tensor, Tensor] | None = None,
+    numbers: Tensor | None = None,
 ) -> Spread:
     """Spread ``labels`` ``[N]`` (in [0, 1], read where ``given`` ``[N]``) over all samples. ``by``: the method, or
     ``auto``, the one of the two with the largest AUC on labels that it was not given. ``alone``: the samples without
-    their prompts, and the prompts, rows of length 1: the graph transformer reads how well the two agree."""
+    their prompts, and the prompts, rows of length 1: the graph transformer reads how well the two agree. ``numbers``
+    ``[N, S]``: what else both methods read, as it is."""
     labels = torch.where(given, labels, 0.0)
-    inputs, graph = Inputs.of(embeddings, alone), symmetric(embeddings, settings.neighbours)
-    trained = train(inputs.kept(embeddings), graph, labels, given, settings)
+    inputs, graph = Inputs.of(embeddings, alone, numbers), symmetric(embeddings, settings.neighbours)
+    count = inputs.numbers.shape[1]
+    trained = train(inputs.kept(embeddings), graph, labels, given, settings, count)
     folds = parted(labels, given, settings.folds, settings.seed)
-    weights, by_head = baselines.head(inputs.projection(embeddings), labels, given, folds)
+    weights, by_head = baselines.head(inputs.of_head(embeddings), labels, given, folds, count)
     others = baselines_of(embeddings, graph, labels, given, folds)
     found = methods(trained, by_head, others, labels, given)
     quality = {name: Quality.of(found.scores[name][given], labels[given]) for name in found.scores}
@@ -201,7 +204,7 @@ def write(folder: Path, made: Spread, embeddings: Tensor, space: Space, encoders
 
 def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
     """What the graph transformer needs: the kept samples, their edges and labels, and the models."""
-    tensors = {"embeddings": embeddings, "labels": made.labels}
+    tensors = {"embeddings": embeddings, "labels": made.labels, "numbers": made.inputs.numbers}
     if made.inputs.agreement is not None:
         tensors |= made.inputs.agreement.tensors()
     tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}

@@ -87,8 +87,11 @@ def parted(labels: Tensor, given: Tensor, folds: int, seed: int) -> list[Tensor]
     return [place[n::folds].sort().values for n in range(folds)]
 
 
-def train(features: Tensor, graph: Graph, labels: Tensor, given: Tensor, settings: Settings) -> Trained:
-    """Train the models of all repeats. ``features`` ``[N, D]``, ``labels`` ``[N]`` in [0, 1] where ``given`` ``[N]``.
+def train(
+    features: Tensor, graph: Graph, labels: Tensor, given: Tensor, settings: Settings, numbers: int = 0
+) -> Trained:
+    """Train the models of all repeats. ``features`` ``[N, D]``, ``labels`` ``[N]`` in [0, 1] where ``given`` ``[N]``;
+    ``numbers``: as of ``head_weights``.
 
     The models of a repeat take the same epoch, the one with the smallest loss over its folds (0: the heads alone): one
     for each fold would be chosen by a few labels, on which the model would then seem better than it is. The global
@@ -101,7 +104,8 @@ def train(features: Tensor, graph: Graph, labels: Tensor, given: Tensor, setting
             one = replace(settings, seed=settings.seed + _APART * n)
             torch.manual_seed(one.seed)
             folds = parted(labels, given, one.folds, one.seed)
-            pupils = [_Pupil(features, graph, labels, _start(features, labels, given, f, one), one) for f in folds]
+            starts = [_start(features, labels, given, fold, one, numbers) for fold in folds]
+            pupils = [_Pupil(features, graph, labels, start, one) for start in starts]
             _learned(pupils, settings.epochs, progress)
             found += pupils
     logits = [pupil.model(features, graph, labels, pupil.known) for pupil in found]
@@ -143,10 +147,10 @@ class _Start(NamedTuple):
     correction: Tensor
 
 
-def _start(features: Tensor, labels: Tensor, given: Tensor, fold: Tensor, settings: Settings) -> _Start:
+def _start(features: Tensor, labels: Tensor, given: Tensor, fold: Tensor, settings: Settings, numbers: int) -> _Start:
     known = given.clone()
     known[fold] = False
-    weights, held = head(features, labels, known, parted(labels, known, settings.folds, settings.seed))
+    weights, held = head(features, labels, known, parted(labels, known, settings.folds, settings.seed), numbers)
     slope, shift = rising(held[known], labels[known])
     correction = slope * (held - head_logits(features, weights))
     weights = slope * weights
