@@ -72,7 +72,11 @@ def drawn_again(given: argparse.Namespace, model: Path, folder: Path) -> tuple[P
     groups = math.ceil(given.samples / loaded.recipe.train.group_size)
     with TemporaryDirectory() as kept:
         samples = collect(context, given.again, Path(kept), groups).samples
-    written(folder, [sample.image for sample in samples], [sample.prompt.text for sample in samples])
+    written(
+        folder,
+        [sample.image for sample in samples if sample.image is not None],
+        [sample.prompt.text for sample in samples],
+    )
     return folder, mmrl.load("rewards", "shapes").score(samples)["success"]
 
 

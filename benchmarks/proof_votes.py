@@ -142,7 +142,7 @@ def agreement(
 ) -> dict[str, tuple[float, float, float]]:
     """How the reward of some steps agrees with ``judge`` on the samples of that step, which it scored: the area under
     the ROC curve, the share of pairs of a right and a wrong sample of a prompt that it orders so, and the votes that it
-    had. The fits are made again of the log."""
+    had. The fits are made again of the log. A step without such a pair has none."""
     from mmrl.config.loader import load_recipe
     from mmrl.rewards.judging.statistics import auc
     from mmrl.rewards.learned.labels.embeddings import Encoders, model_of
@@ -167,8 +167,9 @@ def agreement(
         right = [judge(one.prompt, [Image.open(file)]) >= 0.5 for one, file in zip(shown, files, strict=True)]
         rows = list(zip(scores, right, [one.prompt for one in shown], strict=True))
         pairs = [(a, b) for a, good, p in rows if good for b, bad, q in rows if p == q and not bad]
-        ordered = mean((a > b) + (a == b) / 2 for a, b in pairs)
-        found[str(step)] = auc(scores, right), ordered, float(len(tally.means))
+        if pairs:
+            ordered = mean((a > b) + (a == b) / 2 for a, b in pairs)
+            found[str(step)] = auc(scores, right), ordered, float(len(tally.means))
     return found
 
 

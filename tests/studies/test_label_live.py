@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -340,6 +341,31 @@ def test_a_run_that_goes_on_with_its_log_gets_the_same_weights_and_verify_asks_n
     assert "http://127.0.0.1:" in done.stdout
     assert same(weights(tmp_path / "run", 3), trained)
     assert len(log.data()) == size
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_within_a_step_goes_on_with_the_votes_of_that_step(tmp_path):
+    run = tmp_path / "run"
+    log = VoteLog(run)
+    command = [sys.executable, "-m", "mmrl", "train", "shapes-full", *SMALL, "--out", str(run)]
+    with voted(run):
+        with subprocess.Popen(command) as process:
+            try:
+                while not log.path.exists() or 1 not in log.read().used:  # its second step has its votes
+                    assert process.poll() is None
+                    time.sleep(0.02)
+            finally:
+                process.kill()
+        assert process.returncode == -signal.SIGKILL
+        before = log.data()
+        used = log.read().used
+        assert sorted(used) == [0, 1]
+        assert not list((run / "checkpoints").glob("step_*2"))
+        done = CliRunner().invoke(app, ["continue", str(run)])
+        assert done.exit_code == 0, done.exception
+    assert log.data().startswith(before)
+    assert {step: log.read().used[step] for step in (0, 1)} == used
+    assert all(verify(run, step).equal for step in (1, 2, 3))
 
 
 @pytest.mark.slow

@@ -858,7 +858,7 @@ def test_with_a_model_the_reward_reads_the_picture_and_the_prompt_apart_too(tmp_
     assert done.exit_code == 0, str(done.exception)
     record = read(out)
     assert record.encoders.prompts == "words"
-    assert len(record.widths) == 4
+    assert len(record.widths) == 5
     assert record.figures[GRAPH]["auc"][0] > 0.9
     reward, samples = build(find("labels"), {"path": str(out)}), []
     for n in range(8):
