@@ -1,0 +1,76 @@
+"""The proof of a world that nobody here wrote: how often a small vision-language model reaches the green square of
+MiniGrid's ``Empty-Random-5x5`` before and after RL, several seeds.
+
+    python benchmarks/proof_world.py --seeds 0 1 2
+
+The model of ``scenes-zoom`` first learns from drawn moves how a move is written (3 CPU-minutes of
+``tools/make_models/scenes_moves.py``), and nothing of where to go: that is ``before``. Each seed then trains the recipe
+``minigrid`` from there. Every run is resumable. Success is the share of held-out worlds, which RL never drew, in which
+the square is reached within 20 moves; the interval is of paired differences, the same worlds before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+
+from proof_shapes import of_seeds, train
+
+
+def warmed(out: Path) -> Path:
+    """The model that writes moves; made where it is not there yet."""
+    if not (out / "model.safetensors").exists():
+        command = [sys.executable, "-m", "tools.make_models.scenes_moves", "--out", str(out)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return out
+
+
+def reached(run: Path) -> tuple[list[float], list[float]]:
+    """For each held-out world 1 where the square was reached, before and after."""
+    rows = [json.loads(line) for line in (run / "heldout_samples.jsonl").read_text().splitlines()]
+    before, after = (
+        dict(zip(row["prompts"], row["values"]["reward/environment"], strict=True)) for row in (rows[0], rows[-1])
+    )
+    return [float(before[name] > 0) for name in before], [float(after[name] > 0) for name in before]
+
+
+def figures(run: Path) -> dict[str, float]:
+    before, after = reached(run)
+    rises = [b - a for a, b in zip(before, after, strict=True)]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    half = 1.96 * stdev(rises) / len(rises) ** 0.5
+    return {
+        "cpu_seconds": rows[-1]["perf/cpu_seconds"],
+        "steps": len(rows),
+        "before": mean(before),
+        "after": mean(after),
+        "rise": mean(rises),
+        "rise from": mean(rises) - half,
+        "rise to": mean(rises) + half,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/world"))
+    parser.add_argument("overrides", nargs="*", help="a.b=c")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    model = warmed(given.out / "moves")
+    results = dict[str, dict[str, float]]()
+    for seed in given.seeds:
+        run = given.out / f"minigrid-{seed}"
+        train("minigrid", seed, run, [f"model.path={model.resolve()}", *given.overrides])
+        results[str(seed)] = figures(run)
+        print(f"seed {seed}: trained", flush=True)
+    print("\n".join(of_seeds(results, list(next(iter(results.values()))))))
+
+
+if __name__ == "__main__":
+    main()
