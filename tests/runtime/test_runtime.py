@@ -239,10 +239,10 @@ def kill_of_ray(process, name):
 @pytest.mark.slow
 def test_a_reward_that_holds_the_lock_is_waited_for_and_a_killed_raylet_is_replaced(one, tmp_path):
     out = tmp_path / "run"
-    process = holding(out, 15)
+    process = holding(out, 25)  # said after 10 seconds, or later on a busy machine
     wait_for(process, out, 2)
     said = process.stdout.read()
-    assert re.search(r"controller \d of 2 .* has given no sign of life for 1\d s; it waits for something", said), said
+    assert re.search(r"\d of 2 .* has given no sign of life for [12]\d s; it waits for something", said), said
     assert "start again" not in said
     said, before = kill_of_ray(process, "raylet")
     assert "Ray's raylet on this machine" in said
