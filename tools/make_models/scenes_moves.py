@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ def walks(recipe: str, count: int, seed: int) -> list[Example]:
     words: list[str] = list(loaded.environment.options["actions"])
     text: str = loaded.data.train["text"]
     while len(found) < count:
-        world, turns, pictures = factory.make(), list[tuple[str, str]](), []
+        world: Any = factory.make()
+        turns, pictures = list[tuple[str, str]](), list[Any]()
         told = world.reset(Prompt("p", text), rng.randrange(2**31))
         for _ in range(rng.randint(1, _SHORT if rng.random() < 0.8 else loaded.environment.max_turns)):
             pictures += told.content
