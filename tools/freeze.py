@@ -85,9 +85,17 @@ def cases(tree: Path, old: Callable[[str], str]) -> tuple[list[Case], dict[str, 
             left_out[path.stem] = "needs a GPU"
         elif not (path.parent / str(model)).is_dir():
             left_out[path.stem] = f"its model {model} is not shipped"
+        elif lacks := _lacking(recipe):
+            left_out[path.stem] = f"{lacks} is not installed"
         else:
             found += [Case(name, str(path), w, ":" in name) for name, w in variants(path.stem, recipe, old)]
     return found, left_out
+
+
+def _lacking(recipe: dict[str, Any]) -> str | None:
+    """The package of others whose worlds or questions ``recipe`` needs, where it is not installed."""
+    world = str(value(recipe, "environment.name")).partition(":")[0]
+    return world if world in ("gymnasium", "reasoning_gym", "textarena") and find_spec(world) is None else None
 
 
 def variants(name: str, recipe: dict[str, Any], old: Callable[[str], str]) -> Iterator[tuple[str, list[str]]]:

@@ -334,12 +334,17 @@ class WarmStart(Section):
     data: dict[str, Any] | None = None
     """``name``, ``train`` and ``heldout`` of its prompts; without it those of this recipe."""
     sampling: dict[str, Any] = Field(default_factory=dict)
+    """Keys of ``sampling`` that differ; the window of this recipe is left out."""
     rewards: list[Any] = Field(default_factory=list)
     """None for what trains on given answers or pictures; ``eval.rewards`` are measured."""
     train: dict[str, Any] = Field(default_factory=dict)
+    """Keys of ``train`` that differ: its steps, and for SFT of pictures ``group_size: 1``."""
     optim: dict[str, Any] = Field(default_factory=dict)
+    """Keys of ``optim`` that differ, such as ``lr``."""
     eval: dict[str, Any] = Field(default_factory=dict)
+    """Keys of ``eval`` that differ."""
     checkpoint: dict[str, Any] = Field(default_factory=dict)
+    """Keys of ``checkpoint`` that differ."""
 
 
 class Recipe(Section):
