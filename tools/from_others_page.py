@@ -1,4 +1,4 @@
-"""Make the page of other tools' names: ``python tools/from_others_page.py > docs/from_others.md``."""
+"""Make the page of other tools' names: ``python tools/from_others_page.py > docs/reference/from_others.md``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def page() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "# Coming from TRL, verl or diffusers"
+    yield "# Coming from TRL, verl, diffusers, kohya or ai-toolkit"
     yield ""
     yield "The names of these tools' settings in a recipe of mmrl. The message about an unknown key names them, too."
     yield "Values keep their meaning unless the note says otherwise. `python tools/from_others_page.py` makes the page;"
     yield "a test compares the two. A reward function of TRL or verl"
-    yield "[runs as it is](rewards.md#a-reward-of-trl-or-verl)."
+    yield "[runs as it is](../rewards.md#a-reward-of-trl-or-verl)."
     for tool, names in tools().items():
         yield from ("", f"## {tool}")
         for before, after in zip(*(_code(tool, when) for when in ("before", "after")), strict=True):

@@ -1,7 +1,7 @@
-"""Names of settings in TRL, verl, diffusers' training scripts and kohya's sd-scripts, and their equivalents here.
+"""Names of settings in TRL, verl, diffusers' training scripts, sd-scripts and ai-toolkit, and their equivalents here.
 
 They stand in ``peer_names.yaml``. An error about an unknown key uses them, and ``tools/from_others_page.py`` makes
-docs/from_others.md from them.
+docs/reference/from_others.md from them.
 """
 
 from __future__ import annotations

@@ -28,6 +28,10 @@ def test_every_name_leads_to_a_key_that_exists(tool):
         ("learning_rate=1e-4", "TRL's learning_rate is optim.lr here"),
         ("train.gradient_accumulation_steps=4", "is train.prompts_per_step and train.micro_batch_size (a step accumul"),
         ("report_to=wandb", "TRL's report_to is log here"),
+        ("network_dim=16", "kohya's network_dim is model.lora.rank here"),
+        ("train.min_snr_gamma=5", "kohya's min_snr_gamma: Min-SNR weights are not offered; remove it"),
+        ("network.linear=16", "ai-toolkit's network.linear is model.lora.rank here"),
+        ("model.name_or_path=x/y", "ai-toolkit's model.name_or_path is model.path here"),
         ("num_generations=8", "TRL's num_generations is train.group_size here"),
         ("algorithm.epsilon=0.2", "TRL's epsilon is algorithm.clip_low here"),
         ("max_completion_length=64", "is sampling.max_new_tokens here"),
@@ -51,6 +55,6 @@ def test_the_page_is_what_the_tables_say():
     root = Path(__file__).parents[2]
     tool = "tools/from_others_page.py"
     page = runpy.run_path(str(root / tool))["page"]()
-    assert (root / "docs" / "from_others.md").read_text() == page, (
-        "python tools/from_others_page.py > docs/from_others.md"
+    assert (root / "docs" / "reference" / "from_others.md").read_text() == page, (
+        "python tools/from_others_page.py > docs/reference/from_others.md"
     )
