@@ -271,7 +271,8 @@ def launched_with(monkeypatch):
 
     calls = []
 
-    def launch(loaded, directory, stop, *, resume):
+    def launch(loaded, directory, stop, *, resume, callbacks):
+        assert not callbacks
         calls.append((loaded, directory.path, resume))
         return Outcome(False, 4, 4, 0.0)
 
