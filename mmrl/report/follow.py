@@ -114,9 +114,9 @@ def follow(run: Path, port: int = 0) -> None:
     """Serve the report of ``run`` until the run ends or Ctrl-C; prints the address and how it ended. Raises
     ``UserError``."""
     with FollowServer(run, port) as server, server.in_thread():
-        print(f"the report of {run}, which refreshes itself while the run trains; open in a browser of this machine:")
-        print(server.url, flush=True)
         try:
+            print(f"the report of {run}, which refreshes itself while the run trains; open in a browser here:")
+            print(server.url, flush=True)
             server.until_end()
         except KeyboardInterrupt:
             print(f"\nthe page has ended, and the run goes on; its report: mmrl report {run}")
