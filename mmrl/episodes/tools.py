@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, validate_call
@@ -57,18 +57,18 @@ class Toolbox:
 
     async def _made(self, call: Call) -> Observation:
         if call.error:
-            return _error(call, call.error)
+            return refused(call, call.error)
         tool = self._by_name.get(call.name)
         if tool is None:
-            return _error(call, f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}")
+            return refused(call, f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}")
         try:
             checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
             result = await _awaited(checked(**call.arguments))
         except ValidationError as error:
             first = error.errors()[0]
-            return _error(call, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            return refused(call, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
         except Exception as error:
-            return _error(call, describe(error))
+            return refused(call, describe(error))
         return Observation(
             shown(result), call_id=call.id
         )  # what it raises ends the episode: the model cannot mend a picture
@@ -81,14 +81,15 @@ def of_class(made: Any) -> Toolbox:
     return Toolbox([getattr(made, name) for name in methods], made)
 
 
-def schemas_of(tools: Sequence[Tool]) -> list[JsonObject]:
-    """The JSON schema of each tool. Raises ``UserError`` for a tool that has none."""
-    if not tools:
-        return []
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    found = []
+def schemas_of(tools: Sequence[Tool | JsonObject]) -> list[JsonObject]:
+    """The JSON schema of each tool, which may be one itself. Raises ``UserError`` for a tool that has none."""
+    found: list[JsonObject] = []
     for tool in tools:
+        if isinstance(tool, Mapping):
+            found.append(tool)
+            continue
+        from transformers.utils.chat_template_utils import get_json_schema
+
         name = getattr(tool, "__name__", repr(tool))
         open_ended = [
             p.name for p in inspect.signature(tool).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -113,7 +114,8 @@ def shown(result: object) -> Content:
     return content_of(result) if isinstance(result, str) or is_content(result) else str(result)
 
 
-def _error(call: Call, why: str) -> Observation:
+def refused(call: Call, why: str) -> Observation:
+    """What is told of a call that was not made."""
     return Observation(json.dumps({"error": why}, ensure_ascii=False), call_id=call.id, info={FAILED: why})
 
 
