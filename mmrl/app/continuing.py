@@ -149,11 +149,12 @@ def _question(before: Recipe, now: Recipe, at: _Place, last: float) -> str:
     """Why a choice is needed, and what each would do."""
     optim, steps = now.optim, now.train.steps
     extended = learning_rate(optim, _total(now), at.updates)
+    held = last if optim.lr == before.optim.lr else optim.lr
     key = "train.steps" if steps != before.train.steps else "train.max_cpu_seconds"
     return (
         f"{key}: optim.schedule={before.optim.schedule} depends on the length of the run, so say what the "
         f"learning rate does after step {at.step}, where it was {last:.3g}: --extend stretches the schedule "
-        f"over {steps} steps from here (it goes on at {extended:.3g}), --hold keeps {last:.3g} to the end"
+        f"over {steps} steps from here (it goes on at {extended:.3g}), --hold keeps {held:.3g} to the end"
     )
 
 

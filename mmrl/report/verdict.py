@@ -91,7 +91,9 @@ def _said(found: Change, name: str) -> str:
         near = (found.high - found.low) / 2 or near
     ends = f"from {number(found.before, near)} to {number(found.after, near)}"
     if found.low is None or found.high is None:
-        few = f"the reward of only {found.changed}" if found.changed else "the reward of none"
+        few = "the reward of none" if not found.changed else f"the reward of only {found.changed}"
+        if found.changed == found.prompts:
+            return f"{name}: no significant change, {ends}; {found.prompts} prompts are too few to tell"
         return f"{name}: no significant change, {ends}; {few} of {found.prompts} prompts changed"
     tail = f"{signed(found.difference, near)}, 95 % interval {number(found.low, near)} to {number(found.high, near)}"
     if found.verdict == "unclear":

@@ -172,6 +172,8 @@ def column(prompt: Prompt, name: str) -> object:
         return prompt.meta[name]
     if name in _ANSWERS and "answer" in prompt.meta:
         return prompt.meta["answer"]
+    if name == "completion_ids":
+        raise UserError("a reward gets no 'completion_ids' here; tokenize the completions in it, or leave it out")
     edit = "name the column of your data set that has it: answer: COLUMN" if name in _ANSWERS else f"set meta: [{name}]"
     has = ", ".join(sorted(prompt.meta)) or "nothing"
     raise UserError(f"the prompt {prompt.id} has no {name!r} (it has {has}); {edit} in data.train and data.heldout")

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmrl.app.export import export
+from mmrl.app.resume import same_run
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.model import Lora
 from mmrl.config.schema import Recipe
 from mmrl.config.warm_start import first_stage
 from mmrl.core.errors import UserError
+from mmrl.core.json_types import as_object
 from mmrl.core.plugins.user_code import short_path
-from mmrl.logging.rundir import looks_like_run
+from mmrl.logging.rundir import RunDir, looks_like_run
 from mmrl.planner.plan import plan
 
 
@@ -36,7 +38,10 @@ def warmed(
     stage = first_stage(loaded, recipe.warm_start)
     if overwrite and looks_like_run(folder):
         shutil.rmtree(folder)
-    if not weights.is_dir():
+    if weights.is_dir():
+        _same(stage.for_resume(folder), folder)
+        print(f"warm start: {short_path(str(folder))} is there, and its weights are used again", file=sys.stderr)
+    else:
         planned = plan(stage)
         if planned.problems:
             raise UserError("\n".join(["the run that comes first (warm_start) cannot run here", *planned.problems]))
@@ -47,6 +52,20 @@ def warmed(
             return None
         export(folder, weights, "merged" if recipe.model.lora is None else "lora")
     return replace(loaded, recipe=_beginning_with(recipe, weights.resolve()))
+
+
+def _same(stage: LoadedRecipe, folder: Path) -> None:
+    """Raise ``UserError`` where the run in ``folder`` is of another recipe."""
+    edit = f"add --overwrite to train it anew, or keep it and take another --out; it lies in {folder}"
+    try:
+        same_run(RunDir(folder), stage)
+    except UserError as error:
+        raise UserError(f"warm_start: {str(error).removeprefix('--resume: ')}; {edit}") from error
+    limits = ("steps", "max_cpu_seconds")  # which a run that goes on may change
+    before = as_object(RunDir(folder).settings()["train"])
+    if changed := [key for key in limits if before.get(key) != getattr(stage.recipe.train, key)]:
+        names = ", ".join(f"train.{key}" for key in changed)
+        raise UserError(f"warm_start: {names} differ from those of the run that is there; {edit}")
 
 
 def _beginning_with(recipe: Recipe, weights: Path) -> Recipe:

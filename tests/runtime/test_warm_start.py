@@ -51,6 +51,13 @@ def test_the_run_begins_with_the_weights_of_the_first(tmp_path, name):
     assert heldout(out, 2) == heldout(by_hand, 2)
     assert train_to_end(recipe(tmp_path, name=name), out, resume=True), "it is the same run"
     assert len(list(read_rows(warm / "metrics.jsonl"))) == 3
+    for section, named in (
+        ({"train": {**STAGE["train"], "steps": 4}}, "train.steps"),
+        ({"optim": {"lr": 1}}, "optim.lr"),
+    ):
+        other = recipe(tmp_path, section={**STAGE, **section}, name=name)
+        with pytest.raises(UserError, match=rf"warm_start: {named}.* differ.*add --overwrite to train it anew"):
+            train_to_end(other, tmp_path / "run", resume=True)
 
 
 def test_a_first_run_that_was_stopped_goes_on(tmp_path):

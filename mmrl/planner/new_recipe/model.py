@@ -207,8 +207,8 @@ def _families() -> dict[str, _Family]:
 
 def _recipes_like(path: str, algorithm: str | None) -> list[Shipped]:
     """The shipped recipes, those for ``path`` first, and of others those for a published model. Of equals, one with
-    ``algorithm`` is first."""
-    found: list[tuple[tuple[bool, bool, bool], Shipped]] = []
+    ``algorithm`` is first, and one without an environment, which init does not write."""
+    found: list[tuple[tuple[bool, bool, bool, bool, bool], Shipped]] = []
     for name, file in shipped_recipes().items():
         values: Json = yaml.safe_load(file.read_text(encoding="utf-8"))
         model = values.get("model") if isinstance(values, Mapping) else None
@@ -217,7 +217,10 @@ def _recipes_like(path: str, algorithm: str | None) -> list[Shipped]:
         own = resolve(file.parent, str(model.get("path")))
         section = values.get("algorithm")
         other = not isinstance(section, Mapping) or section.get("type") != algorithm
-        found.append(((own != path, Path(own).exists(), other), Shipped(name, values, own == path)))
+        world = values.get("environment")
+        of_others = isinstance(world, Mapping) and ":" in str(world.get("name"))
+        order = own != path, Path(own).exists(), other, world is not None, of_others
+        found.append((order, Shipped(name, values, own == path)))
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
