@@ -368,8 +368,13 @@ def test_the_real_vision_recipe_has_its_published_size():
     ],
 )
 def test_every_shipped_recipe_resolves(name):
-    if load_recipe([name]).recipe.pipeline.startswith("vlm/"):
+    recipe = load_recipe([name]).recipe
+    if recipe.pipeline.startswith("vlm/"):
         pytest.importorskip("torchvision")
+    if recipe.environment is not None and recipe.environment.name.startswith("gymnasium:"):
+        pytest.importorskip("minigrid")
+    if recipe.data.name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
     made = planned(*real(name), name=name)
     assert [problem for problem in made.problems if "; run: mmrl fetch " not in problem] == []
     assert made.peak is not None
