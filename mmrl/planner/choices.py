@@ -264,7 +264,7 @@ class _Probe:
         return max(1, min(most, *map(int, room))) if room else most
 
     def on_larger(self, phases: Sequence[str], most: int) -> int:
-        """As ``largest``, with the memory of the next larger GPU; 0 where there is none."""
+        """The samples that ``largest`` finds for the memory of the next larger GPU; 0 where there is none."""
         larger = _next_larger(self.plan)
         return 0 if larger is None else self.largest(phases, most, larger.memory)
 
