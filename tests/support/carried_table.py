@@ -133,6 +133,7 @@ exist is a test of ``tests/config/test_messages.py``."""
 NOT_HERE: dict[str, str] = {
     "mmrl/inference/vllm_server.py: rollout.weight_transport: auto tried … between trainer and vLLM, which": "asks for two GPUs; tests/inference/test_weight_groups.py ends such a trial, and tests/inference/test_vllm.py sends weights through shm",
     "mmrl/app/verify/__init__.py: … drew its samples without seeds (rollout.reproducible: false), so no ": "asks for a new run of vLLM or SGLang; tests/app/test_verify.py repeats runs with seeds",
+    "environments/openenv.py: start it for more sessions, or lower train.prompts_per_step": "asks for another start of somebody's server; tests/episodes/test_openenv.py has the message of one that is full",
     "mmrl/models/text/chat.py: the model reads only text; take a vision-language model and set pipeli": "asks for another model; the other tests of tests/episodes/test_episode_pictures.py play with models that see",
 }
 """The message, and why no test carries its edit out."""
