@@ -22,7 +22,7 @@ from .packed import PackedAdapter, own_sigmas, packed, unpacked
 
 
 class FluxAdapter(PackedAdapter):
-    """Final class. ``sampling.guidance_scale`` is what the model is told, as in the stock pipeline's call; there is one
+    """``sampling.guidance_scale`` is what the model is told, as in the stock pipeline's call; there is one
     prediction a step. A loss tells it the same."""
 
     family = "FLUX.1"
@@ -76,11 +76,12 @@ class FluxAdapter(PackedAdapter):
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         embeds, shape = features["embeds"], tuple(x.shape[1:])
-        rows, columns = torch.meshgrid(torch.arange(shape[1] // 2), torch.arange(shape[2] // 2), indexing="ij")
-        places = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)
+        pictures = [x, features["source"]] if "source" in features else [x]
+        tokens = torch.cat([packed(picture.to(embeds.dtype)) for picture in pictures], 1)
+        places = torch.cat([_places(shape, n) for n in range(len(pictures))])
         told = self.pipe.transformer.config.guidance_embeds
         v = model(
-            hidden_states=packed(x.to(embeds.dtype)),
+            hidden_states=tokens,
             timestep=timestep / 1000,
             guidance=torch.full_like(timestep, self.sampling.guidance_scale) if told else None,
             pooled_projections=features["pooled"],
@@ -89,13 +90,19 @@ class FluxAdapter(PackedAdapter):
             img_ids=to_device(places.to(embeds.dtype), embeds.device),
             return_dict=False,
         )[0]
-        return unpacked(v, shape)
+        return unpacked(v[:, : tokens.shape[1] // len(pictures)], shape)
 
     def _spacing(self, steps: int) -> dict[str, Json]:
         return own_sigmas(self.pipe.scheduler, super()._spacing(steps))
 
     def call(self) -> dict[str, Json]:
         return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}
+
+
+def _places(shape: tuple[int, ...], picture: int) -> Tensor:
+    """Where the tokens of latents of a ``shape`` are: picture, row and column, ``[H / 2 * W / 2, 3]``."""
+    rows, columns = torch.meshgrid(torch.arange(shape[1] // 2), torch.arange(shape[2] // 2), indexing="ij")
+    return torch.stack([torch.full_like(rows, picture), rows, columns], -1).flatten(0, 1)
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

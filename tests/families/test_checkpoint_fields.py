@@ -15,7 +15,7 @@ import torch
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
-from tests.support.families import FAMILIES, folders, recipe  # noqa: F401
+from tests.support.families import EDITORS, FAMILIES, folders, recipe  # noqa: F401
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -280,7 +280,7 @@ def wrong(family, folder, steps=2):
 @pytest.mark.slow
 @pytest.mark.sweep("fields of checkpoints that change pictures")
 def test_what_is_accepted_draws_diffusers_picture(folders, tmp_path, sweep):
-    drawn = [(family, change) for family in FAMILIES if family != "flux2_klein_edit" for change in cases(family)]
+    drawn = [(family, change) for family in FAMILIES if family not in EDITORS for change in cases(family)]
     random.Random(0).shuffle(drawn)
     left = sweep.size(20, len(drawn))
     for n, (family, change) in enumerate(drawn):

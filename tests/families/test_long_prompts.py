@@ -15,7 +15,7 @@ from mmrl.core.trajectory import Prompt, Slot
 from mmrl.planner.data_check import check_recipe
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from tests.support.families import FAMILIES, folders, recipe  # noqa: F401
+from tests.support.families import EDITORS, FAMILIES, folders, recipe  # noqa: F401
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -32,7 +32,7 @@ def text_of(words, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "flux2_klein_edit"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in EDITORS])
 @pytest.mark.sweep("prompts longer than text encoders read")
 def test_a_prompt_is_too_long_exactly_where_its_end_is_not_read(folders, family, sweep):
     """Two prompts that differ in their last word alone have equal features if, and only if, the word is not read."""
@@ -114,7 +114,7 @@ def test_only_the_encoder_that_reads_most_decides(folders):
         assert pipeline.lengths_of_prompts.of(Prompt("p", "red")).most == decides
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("flux", "flux2_klein_edit")])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("flux", *EDITORS)])
 def test_a_negative_prompt_is_too_long_where_its_end_is_not_read(folders, family):
     length = {"max_sequence_length": LENGTHS[family]} if family in LENGTHS else {}
     pipeline = contract.Case(recipe(family, folders, guidance_scale=3.0, **length)).pipeline

@@ -11,11 +11,23 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from smoke_waits import BUDGETS
 
-from tests.support.pretended_families import KINDS, settings
+from tests.support.pretended_families import EDITORS, KINDS, settings
 
 pytestmark = pytest.mark.pretend_cuda
 
-FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein", "flux2_klein_edit"]
+FAMILIES = [
+    "sd3",
+    "sd",
+    "sdxl",
+    "flux",
+    "qwen_image",
+    "wan",
+    "sana",
+    "z_image",
+    "flux2_klein",
+    "flux2_klein_edit",
+    "flux_kontext",
+]
 CLIPS = """
 import mmrl
 import numpy as np
@@ -34,7 +46,7 @@ COMBINED = [  # of SD3 all; of another family one kind, which takes turns, as ad
     for f, family in enumerate(FAMILIES)
     for k, kind in enumerate(KINDS)
     for lora in (True, False)
-    if kind != "offline" or family not in ("wan", "flux2_klein_edit")  # which the recipe's checks refuse
+    if kind != "offline" or family not in ("wan", *EDITORS)  # which the recipe's checks refuse
 ]
 
 

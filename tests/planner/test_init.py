@@ -212,6 +212,8 @@ def test_a_model_that_is_not_here_is_known_from_a_shipped_recipe():
     for edits, pipeline in ((False, "diffusion/flux2_klein"), (True, "diffusion/flux2_klein_edit")):
         found = look_at_model("black-forest-labs/FLUX.2-klein-base-4B", None, edits=edits, algorithm=None)
         assert found.pipeline == pipeline
+    kontext = look_at_model("black-forest-labs/FLUX.1-Kontext-dev", None, edits=True, algorithm=None)
+    assert (kontext.pipeline, kontext.like and kontext.like.name) == ("diffusion/flux_kontext", "flux-kontext")
     with pytest.raises(UserError, match="is for pictures, says the recipe flux-dev"):
         look_at_model("black-forest-labs/FLUX.1-dev", Modality.text, edits=False, algorithm=None)
     other = look_at_model("nobody/knows-it", Modality.clips, edits=False, algorithm=None)

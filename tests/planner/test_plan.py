@@ -281,7 +281,17 @@ def test_the_output_says_where_the_sizes_come_from(medium):
         assert "peak: " in rendered(medium, width=width)
 
 
-LARGE = ("qwen-image", "sdxl", "flux-dev", "sana15-1.6b", "z-image", "flux2-klein-base-4b-edit", "sd15", "wan21-1.3b")
+LARGE = (
+    "qwen-image",
+    "sdxl",
+    "flux-dev",
+    "sana15-1.6b",
+    "z-image",
+    "flux2-klein-base-4b-edit",
+    "sd15",
+    "wan21-1.3b",
+    "flux-kontext",
+)
 """Recipes whose step takes half a minute and more to imagine."""
 SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-gsm8k", "qwen25-0.5b-long", "qwen25-vl-3b")
 ALIKE = ("shapes-draft", "shapes-dpo", "shapes-sft", "shapes-full", "shapes-judge", "sums-capo", "sums-reward")
@@ -290,6 +300,7 @@ PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the
     "sd15": (859_520_964, 123_060_480, 83_653_863),
     "sdxl": (2_567_463_684, 123_060_480 + 694_659_840, 83_653_863),
     "flux-dev": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
+    "flux-kontext": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
     "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
     "wan21-1.3b": (1_418_996_800, 5_680_910_336, 126_892_531),
     "z-image": (6_154_908_736, 4_022_468_096, 83_819_683),

@@ -1,5 +1,7 @@
 """Shared by the tests of families and others."""
 
+from pathlib import Path
+
 import pytest
 
 from mmrl.config.schema import Recipe
@@ -8,18 +10,46 @@ from tests.support.tiny_diffusion import SHAPES, save
 
 allow_cpu_only()  # before transformers imports torchvision
 
-FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein", "flux2_klein_edit"]
+FAMILIES = [
+    "sd3",
+    "sd",
+    "sdxl",
+    "flux",
+    "flux_kontext",
+    "qwen_image",
+    "wan",
+    "sana",
+    "z_image",
+    "flux2_klein",
+    "flux2_klein_edit",
+]
+EDITORS = ("flux_kontext", "flux2_klein_edit")
+TOLD = ("flux", "flux_kontext")
+"""Whose guidance is an input of the model, so that there is one prediction and no negative prompt."""
+
+
+class _Folders(dict[str, Path]):
+    """Where the tiny model of a family is, which is made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(sd3=SHAPES)
+        self.root = root
+
+    def __missing__(self, family: str) -> Path:
+        of = family.removesuffix("_edit")
+        self[family] = save(family, self.root / family) if of == family else self[of]
+        return self[family]
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    made = {family: save(family, root / family) for family in FAMILIES if family not in ("sd3", "flux2_klein_edit")}
-    return {"sd3": SHAPES, "flux2_klein_edit": made["flux2_klein"]} | made
+    return _Folders(tmp_path_factory.mktemp("families"))
 
 
 def recipe(family, folders, lora=True, **sampling):
-    length = {"sd3": 12, "flux": 16, "wan": 16}.get(family, 64)  # tokens of the tiny tokenizers are bytes, or pieces
+    length = {"sd3": 12, "flux": 16, "flux_kontext": 16, "wan": 16}.get(
+        family, 64
+    )  # tokens of the tiny tokenizers are bytes, or pieces
     size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **sampling}
     settings = ({"frames": 5} if family == "wan" else {}) | settings

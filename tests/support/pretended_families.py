@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-OWN = {"flux2_klein_edit": {"data": {"name": "shape_edits"}}}
+EDITORS = ("flux2_klein_edit", "flux_kontext")
 PICTURES = [{"name": "jpeg:incompressibility"}]
 KINDS = {
     "policy_gradient": {"algorithm": {"type": "flow_grpo", "kl_coef": 0.01}, "rewards": PICTURES},
@@ -19,14 +19,14 @@ KINDS = {
 
 def settings(family, folder, kind, lora):
     size = 64 if family == "flux2_klein_edit" else 32
-    length = {"sd3": 12, "flux": 16, "wan": 16}.get(family, 64)
+    length = {"sd3": 12, "flux": 16, "flux_kontext": 16, "wan": 16}.get(family, 64)
     sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
     return {
         "name": "pretended",
         "device": "cuda",
         "pipeline": f"diffusion/{family}",
         "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 2, "alpha": 4} if lora else None},
-        "data": {"name": "shapes"},
+        "data": {"name": "shape_edits" if family in EDITORS else "shapes"},
         "sampling": sampling | ({"frames": 5} if family == "wan" else {}),
         "train": {
             "steps": 2,
@@ -36,7 +36,6 @@ def settings(family, folder, kind, lora):
         },
         "eval": {"every": 2, "samples": 2, "grid": 2},
         "checkpoint": {"every": 2},
-        **OWN.get(family, {}),
         **KINDS[kind],
         **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if family == "wan" else {}),
     }

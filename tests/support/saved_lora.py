@@ -8,11 +8,16 @@ allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.config.schema import Recipe  # noqa: E402
 
-FAMILIES = ["sd", "sdxl", "sd3", "flux", "qwen_image", "wan", "z_image", "flux2_klein", "sana"]
+FAMILIES = ["sd", "sdxl", "sd3", "flux", "flux_kontext", "qwen_image", "wan", "z_image", "flux2_klein", "sana"]
 
 
 def recipe(family, folder, lora):
-    sampling = {"steps": 3, "height": 32, "width": 32, "max_sequence_length": {"sd3": 12, "flux": 16}.get(family, 64)}
+    sampling = {
+        "steps": 3,
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": {"sd3": 12, "flux": 16, "flux_kontext": 16}.get(family, 64),
+    }
     return Recipe.model_validate(
         {
             "name": "test",

@@ -150,7 +150,7 @@ def _sdxl():
     )
 
 
-def _flux():
+def _flux(kind="FluxPipeline"):
     import diffusers
 
     tok, encoder = _clip()
@@ -166,7 +166,7 @@ def _flux():
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )
-    return diffusers.FluxPipeline(
+    return getattr(diffusers, kind)(
         vae=_vae(shift_factor=0.0609, scaling_factor=1.5035, use_quant_conv=False, use_post_quant_conv=False),
         text_encoder=encoder,
         text_encoder_2=encoder_2,
@@ -175,6 +175,10 @@ def _flux():
         transformer=transformer,
         scheduler=_shifting(base_shift=0.5, max_shift=1.15, shift=3.0),
     )
+
+
+def _flux_kontext():
+    return _flux("FluxKontextPipeline")
 
 
 def _shifting(**config):
