@@ -35,7 +35,7 @@ from mmrl.models.text.template_probe import TemplateFaultError
 from mmrl.planner.plan import plan
 from mmrl.rewards.judging.rubric import Rubric
 from tests.support import processors, tiny
-from tests.support.episode_pictures import KINDS, chat, path, picture, rows_of, tiny_recipe, worlds  # noqa: F401
+from tests.support.episode_pictures import KINDS, chat, kind, path, picture, rows_of, tiny_recipe, worlds  # noqa: F401
 from tests.support.episodes import SMALL, played, written
 
 allow_cpu_only()
