@@ -62,9 +62,8 @@ def test_games_beside_one_another_draw_nothing_from_each_other():
     assert expected[0] != expected[1]
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-def test_it_keeps_the_contract_of_environments(isolate):
-    found = list(results(environments.checks(environments.case_of(f"textarena:{ID}", {}, isolate=isolate)), None))
+def test_it_keeps_the_contract_of_environments():
+    found = list(results(environments.checks(environments.case_of(f"textarena:{ID}", {}, isolate=False)), None))
     assert [str(one) for one in found if one.outcome == "FAILED"] == []
 
 
