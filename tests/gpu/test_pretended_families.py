@@ -27,6 +27,7 @@ FAMILIES = [
     "flux2_klein",
     "flux2_klein_edit",
     "flux_kontext",
+    "wan22_ti2v",
 ]
 CLIPS = """
 import mmrl
@@ -46,7 +47,7 @@ COMBINED = [  # of SD3 all; of another family one kind, which takes turns, as ad
     for f, family in enumerate(FAMILIES)
     for k, kind in enumerate(KINDS)
     for lora in (True, False)
-    if kind != "offline" or family not in ("wan", *EDITORS)  # which the recipe's checks refuse
+    if kind != "offline" or family not in (*EDITORS, "wan", "wan22_ti2v")  # which the recipe's checks refuse
 ]
 
 

@@ -291,6 +291,7 @@ LARGE = (
     "sd15",
     "wan21-1.3b",
     "flux-kontext",
+    "wan22-ti2v-5b",
 )
 """Recipes whose step takes half a minute and more to imagine."""
 SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-gsm8k", "qwen25-0.5b-long", "qwen25-vl-3b")
@@ -303,6 +304,7 @@ PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the
     "flux-kontext": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
     "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
     "wan21-1.3b": (1_418_996_800, 5_680_910_336, 126_892_531),
+    "wan22-ti2v-5b": (4_999_787_712, 5_680_910_336, 704_688_668),
     "z-image": (6_154_908_736, 4_022_468_096, 83_819_683),
     "flux2-klein-base-4b": (3_875_544_576, 4_022_468_096, 84_046_115),
     "sana15-1.6b": (1_604_641_952, 2_614_341_888, 312_250_275),

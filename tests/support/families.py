@@ -24,6 +24,8 @@ FAMILIES = [
     "flux2_klein_edit",
 ]
 EDITORS = ("flux_kontext", "flux2_klein_edit")
+OF = {"wan22_ti2v": "wan"}
+"""Other models of a family."""
 TOLD = ("flux", "flux_kontext")
 """Whose guidance is an input of the model, so that there is one prediction and no negative prompt."""
 
@@ -47,16 +49,15 @@ def folders(tmp_path_factory):
 
 
 def recipe(family, folders, lora=True, **sampling):
-    length = {"sd3": 12, "flux": 16, "flux_kontext": 16, "wan": 16}.get(
-        family, 64
-    )  # tokens of the tiny tokenizers are bytes, or pieces
+    wan = family.startswith("wan")
+    length = 16 if wan or family in TOLD else {"sd3": 12}.get(family, 64)  # tiny tokenizers' tokens: bytes, or pieces
     size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **sampling}
-    settings = ({"frames": 5} if family == "wan" else {}) | settings
+    settings = ({"frames": 5} if wan else {}) | settings
     return Recipe.model_validate(
         {
             "name": "test",
-            "pipeline": f"diffusion/{family}",
+            "pipeline": f"diffusion/{OF.get(family, family)}",
             "model": {"path": str(folders[family]), "lora": {"rank": 4, "alpha": 8} if lora else None},
             "data": {"name": "shapes"},
             "sampling": settings,

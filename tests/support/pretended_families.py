@@ -19,15 +19,16 @@ KINDS = {
 
 def settings(family, folder, kind, lora):
     size = 64 if family == "flux2_klein_edit" else 32
-    length = {"sd3": 12, "flux": 16, "flux_kontext": 16, "wan": 16}.get(family, 64)
+    wan = family.startswith("wan")
+    length = 16 if wan or family in ("flux", "flux_kontext") else {"sd3": 12}.get(family, 64)
     sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
     return {
         "name": "pretended",
         "device": "cuda",
-        "pipeline": f"diffusion/{family}",
+        "pipeline": f"diffusion/{'wan' if family == 'wan22_ti2v' else family}",
         "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 2, "alpha": 4} if lora else None},
         "data": {"name": "shape_edits" if family in EDITORS else "shapes"},
-        "sampling": sampling | ({"frames": 5} if family == "wan" else {}),
+        "sampling": sampling | ({"frames": 5} if wan else {}),
         "train": {
             "steps": 2,
             "prompts_per_step": 2,
@@ -37,5 +38,5 @@ def settings(family, folder, kind, lora):
         "eval": {"every": 2, "samples": 2, "grid": 2},
         "checkpoint": {"every": 2},
         **KINDS[kind],
-        **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if family == "wan" else {}),
+        **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if wan else {}),
     }

@@ -224,7 +224,7 @@ def _qwen_image():
     )
 
 
-def _wan():
+def _wan(channels=4, vae=None, **pipeline):
     import diffusers
     import transformers as t
 
@@ -233,30 +233,39 @@ def _wan():
     transformer = diffusers.WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
+        in_channels=channels,
+        out_channels=channels,
         text_dim=32,
         freq_dim=32,
         ffn_dim=32,
         num_layers=2,
         rope_max_seq_len=32,
     )
-    vae = diffusers.AutoencoderKLWan(
+    autoencoder = diffusers.AutoencoderKLWan(
         base_dim=12,
-        z_dim=4,
+        z_dim=channels,
         dim_mult=[1, 1, 1, 1],
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
-        latents_mean=[0.1, -0.2, 0.3, 0.0],
-        latents_std=[1.5, 0.8, 1.0, 2.0],
+        latents_mean=[0.1, -0.2, 0.3, 0.0] * (channels // 4),
+        latents_std=[1.5, 0.8, 1.0, 2.0] * (channels // 4),
+        **(vae or {}),
     )
     return diffusers.WanPipeline(
         tokenizer=tok,
         text_encoder=t.UMT5EncoderModel(config).eval(),
-        vae=vae,
+        vae=autoencoder,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=transformer,
+        **pipeline,
     )
+
+
+def _wan22_ti2v():
+    """Wan 2.2 TI2V-5B: another VAE, of patches, and a time for every token."""
+    patches = {"patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
+    vae = {"is_residual": True, "decoder_base_dim": 12, "scale_factor_temporal": 4} | patches
+    return _wan(channels=8, vae=vae, expand_timesteps=True)
 
 
 def _sana():
