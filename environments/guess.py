@@ -3,7 +3,7 @@
 import random
 import re
 
-from mmrl.core.episode import Action, Observation
+from mmrl.core.episode import Action, Observation, no_action
 from mmrl.core.trajectory import Prompt
 
 
@@ -20,7 +20,7 @@ class Environment:
     def step(self, action: Action) -> Observation:
         found = re.search(r"\d+", action.text)
         if found is None:
-            return Observation("Write a number.")
+            return no_action("Write a number.")
         guess = int(found[0][:9])
         if guess == self.secret:
             return Observation("Right.", reward=1.0, done=True)

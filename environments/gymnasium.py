@@ -9,7 +9,8 @@
         show: picture                                         # text, picture or both
 
 The model acts with the last word of its turn that ``actions`` has; without ``actions`` of a discrete world, the words
-are the numbers of its actions. A turn without such a word is told the words, and the world stands still.
+are the numbers of its actions. A turn without such a word is told the words, and the world stands still; it costs
+``penalty`` (0).
 
 ``show: text`` is what the world draws as text (its mode ``ansi``), with what it colours in brackets, or else the
 observation, as JSON; a dictionary has a line for each key. ``picture`` is what ``render`` draws. The reward of a step
@@ -35,7 +36,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmrl.config.errors import did_you_mean
-from mmrl.core.episode import Action, Observation
+from mmrl.core.episode import Action, Observation, no_action
 from mmrl.core.errors import UserError
 from mmrl.core.installing import extra_of, optional
 from mmrl.core.json_types import Json, JsonObject
@@ -65,10 +66,13 @@ class World:
         wrappers: Sequence[str | JsonObject] = (),
         actions: Mapping[str, Json] | None = None,
         show: Show = "text",
+        penalty: float = 0.0,
     ) -> None:
         if show not in ("text", "picture", "both"):
             raise UserError(f"environment.options.show is {show!r}; write text, picture or both")
-        self._show = show
+        if penalty < 0:
+            raise UserError(f"environment.options.penalty is {penalty}; it is 0 or more, and is subtracted")
+        self._show, self._penalty = show, penalty
         self.pictures = show != "text"
         self._world = _made(spec, make or {}, show)
         for wrapper in wrappers:
@@ -84,7 +88,7 @@ class World:
     def step(self, action: Action) -> Observation:
         named = self._word.findall(action.text)
         if not named:
-            return Observation(f"Write one of: {', '.join(self._actions)}.")
+            return no_action(f"Write one of: {', '.join(self._actions)}.", self._penalty)
         observation, reward, terminated, truncated, _ = self._world.step(self._actions[named[-1].lower()])
         return Observation(self._shown(observation), float(reward), bool(terminated), bool(truncated))
 

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from mmrl.config.errors import did_you_mean
-from mmrl.core.episode import Action, Call, Observation
+from mmrl.core.episode import Action, Call, Observation, no_action
 from mmrl.core.errors import UserError
 from mmrl.core.installing import optional
 from mmrl.core.json_types import Json, JsonObject, as_object
@@ -160,13 +160,13 @@ class World:
         if self._words:
             named = self._word.findall(action.text)
             if not named:
-                return Observation(f"Write one of: {', '.join(self._words)}.")
+                return no_action(f"Write one of: {', '.join(self._words)}.")
             return self._observed("step", self._words[named[-1].lower()])
         told: list[Observation] = []
         for call in action.calls:
             over = any(one.done for one in told)
             told.append(refused(call, "the episode is over") if over else self._called(call))
-        return told or Observation(f"Call {_TOOL}.")
+        return told or no_action(f"Call {_TOOL}.")
 
     def close(self) -> None:
         self._over, session, self._session = True, self._session, None

@@ -6,7 +6,8 @@
       max_turns: 10
 
 The model is shown what is new, not the whole history. The game says how a move is written, mostly in square brackets.
-Its reward, at the end, is the one that TextArena gives to the player.
+Its reward, at the end, is the one that TextArena gives to the player. A move that the game refuses costs ``penalty``
+(0).
 
 Games draw from Python's own generator, which they seed: here each has a state of it, and calls are made one after
 another; ``environment.isolate`` lets them run at the same time.
@@ -24,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from mmrl.config.errors import did_you_mean
-from mmrl.core.episode import Action, Observation
+from mmrl.core.episode import NO_ACTION, Action, Observation
 from mmrl.core.errors import UserError
 from mmrl.core.installing import optional
 from mmrl.core.json_types import JsonObject
@@ -47,14 +48,16 @@ class Game:
     """One episode of a game. ``make``: keyword arguments of the game. Raises ``UserError`` where there is no such game,
     or it cannot be played here by one player."""
 
-    def __init__(self, id: str, *, make: JsonObject | None = None) -> None:
+    def __init__(self, id: str, *, make: JsonObject | None = None, penalty: float = 0.0) -> None:
+        if penalty < 0:
+            raise UserError(f"environment.options.penalty is {penalty}; it is 0 or more, and is subtracted")
         arena = optional("textarena", "textarena", f"environment.name: textarena:{id}")
         known: dict[str, Any] = arena.envs.registration.ENV_REGISTRY
         if id not in known:
             raise UserError(
                 f"environment.name: TextArena has no game {id!r}{did_you_mean(id, list(known))}; correct the name"
             )
-        self._echo = arena.ObservationType.PLAYER_ACTION
+        self._penalty, self._echo = penalty, arena.ObservationType.PLAYER_ACTION
         self._drawn = random.Random(0).getstate()
         try:
             with self._drawing():
@@ -76,7 +79,15 @@ class Game:
             done, _ = self._game.step(action.text)
             news = self._news()
             rewards = self._game.close()[0] if done else None
-        return Observation(news, reward=float((rewards or {}).get(0, 0.0)), done=bool(done))
+            refused = self._refused()
+        reward = float((rewards or {}).get(0, 0.0)) - (self._penalty if refused else 0.0)
+        return Observation(news, reward, bool(done), info={NO_ACTION: news} if refused else {})
+
+    def _refused(self) -> bool:
+        """Whether the game took the last move for no valid one."""
+        state = self._game.state
+        ended = any(info.get("invalid_move") for info in getattr(state, "game_info", {}).values())
+        return ended or getattr(state, "error_count", 0) > 0
 
     def _news(self) -> str:
         _, told = self._game.get_observation()

@@ -20,6 +20,8 @@ Content: TypeAlias = "str | Media | Image | Mapping[str, Any] | Sequence[str | M
 
 FAILED = "failed_call"
 """The key of ``Observation.info`` that says why a tool could not answer."""
+NO_ACTION = "no_action"
+"""The key of ``Observation.info`` that says why a turn was no action."""
 REWARD = "environment"
 """What recipes call the environment's own reward."""
 
@@ -89,6 +91,11 @@ class Observation(_Shown):
         """The content of an observation of an ``Episode``."""
         parts = self.content if isinstance(self.content, tuple) else (self.content,)
         return tuple(part for part in parts if isinstance(part, str | Media))
+
+
+def no_action(why: str, penalty: float = 0.0) -> Observation:
+    """What the policy is told where its turn was no action; it costs ``penalty``."""
+    return Observation(why, -penalty if penalty else 0.0, info={NO_ACTION: why})
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,10 @@ def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
         "episode/unusable_calls": sum(bool(call.error) for call in calls) / max(1, len(calls)),
         "episode/failed_calls": sum(FAILED in told.info for one in played for turn in one.turns for told in turn.told)
         / max(1, len(calls)),
+        "episode/turns_without_action": sum(
+            any(NO_ACTION in told.info for told in turn.told) for one in played for turn in one.turns
+        )
+        / max(1, sum(len(one.turns) for one in played)),
         "episode/reward": sum(one.reward for one in played) / n,
         "episode/failed": sum(one.end == "failed" for one in played) / n,
         "episode/unclosed": sum(bool(one.unclosed) for one in played) / n,

@@ -681,3 +681,11 @@ def test_calls_that_no_tool_answers_are_counted_and_said(tools):
     assert (row["episode/calls"], row["episode/failed_calls"]) == (5, 0.8)
     assert note_of_calls(row) == ""
     assert "all calls of this step failed (4 an episode)" in note_of_calls(of_episodes([Episode(tuple(made[1:]))]))
+
+
+def test_turns_that_were_no_action_are_counted():
+    world = mmrl.load("environments", "guess").Environment()
+    world.reset(Prompt("p", ""), 0)
+    turns = [Exchange(action, (world.step(action),)) for action in map(Action, ("well", "10", "hm", "0"))]
+    assert of_episodes([Episode(tuple(turns[:1])), Episode(tuple(turns))])["episode/turns_without_action"] == 3 / 5
+    assert of_episodes([Episode()])["episode/turns_without_action"] == 0

@@ -7,7 +7,7 @@ from PIL import Image
 from mmrl.app.conformance import environments
 from mmrl.app.conformance.running import results
 from mmrl.config.environment import Environment as Section
-from mmrl.core.episode import Action
+from mmrl.core.episode import NO_ACTION, Action
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Prompt
 from mmrl.episodes.loading import opened
@@ -58,8 +58,17 @@ def test_the_last_word_is_the_action_and_a_turn_without_one_is_told_the_words():
     told = one.step(Action("leftover, forwards"))
     assert told.content == "Write one of: left, right, forward."
     assert (told.reward, told.done) == (0.0, False)
+    assert NO_ACTION in told.info
     spoken = one.step(Action("<think>left? no</think> I turn right"))
     assert (parts(spoken)[0] == parts(other.step(Action("right")))[0]).all()
+    assert NO_ACTION not in spoken.info
+
+
+def test_a_turn_without_a_word_costs_the_penalty():
+    world = factory(ID, **GRID, penalty=0.25).make()
+    world.reset(PROMPT, 3)
+    assert world.step(Action("hm")).reward == -0.25
+    assert world.step(Action("left")).reward == 0.0
 
 
 def test_what_is_shown():
@@ -95,6 +104,7 @@ def test_what_is_shown():
         (ID, {**GRID, "wrappers": [{"TimeLimit": 3}]}, "TimeLimit cannot be made.*no keys and values"),
         (ID, {**GRID, "make": {"x": 3}}, "options.make.*cannot be made.*correct the arguments"),
         (ID, {**GRID, "show": "film"}, "show is 'film'; write text, picture or both"),
+        (ID, {**GRID, "penalty": -1}, "penalty is -1; it is 0 or more"),
         (ID, {**GRID, "film": 1}, "unexpected keyword argument 'film'"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from mmrl.app.conformance import environments
 from mmrl.app.conformance.running import results
 from mmrl.config.environment import Environment as Section
-from mmrl.core.episode import FAILED, Action, Call
+from mmrl.core.episode import FAILED, NO_ACTION, Action, Call
 from mmrl.core.errors import UserError
 from mmrl.core.media import open_image
 from mmrl.core.trajectory import Prompt
@@ -105,7 +105,9 @@ def test_the_tool_is_the_schema_of_the_server_and_what_it_refuses_is_told(server
 def test_words_and_a_field_are_actions(server):
     world = factory(server, actions=WORDS, show=["place"]).make()
     place = int(world.reset(PROMPT, 5).content[0])
-    assert world.step(Action("leftover")).content == "Write one of: left, right, stay, hang, crash, exit."
+    told = world.step(Action("leftover"))
+    assert told.content == "Write one of: left, right, stay, hang, crash, exit."
+    assert NO_ACTION in told.info
     assert world.step(Action("not left: RIGHT")).content == [str(place + 1)]
     world.close()
     world = factory(server, actions="move", show=["place"]).make()

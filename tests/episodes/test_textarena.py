@@ -8,7 +8,7 @@ import pytest
 from mmrl.app.conformance import environments
 from mmrl.app.conformance.running import results
 from mmrl.config.environment import Environment as Section
-from mmrl.core.episode import Action
+from mmrl.core.episode import NO_ACTION, Action
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Prompt
 from mmrl.episodes.loading import opened
@@ -39,9 +39,18 @@ def test_a_game_is_that_of_textarena_itself_and_shows_what_is_new():
     assert (low.reward, low.done) == (0.0, False)
     wrong = game.step(Action("no number"))
     assert "invalid move" in wrong.content
+    assert [NO_ACTION in one.info for one in (low, wrong)] == [False, True]
     right = game.step(Action(f"[{secret}]"))
+    assert NO_ACTION not in right.info
     assert (right.reward, right.done) == (1.0, True)
     assert random.getstate() == state
+
+
+def test_a_move_that_the_game_refuses_costs_the_penalty():
+    game, _ = begun(factory(penalty=0.5), 11)
+    assert (game.step(Action("no number")).reward, game.step(Action("none")).reward) == (-0.5, -0.5)
+    game, _ = begun(factory(penalty=0.5), 11)
+    assert [game.step(Action(word)).reward for word in ("no number", "[3]")] == [-0.5, 0.0]
 
 
 def test_games_beside_one_another_draw_nothing_from_each_other():
@@ -73,6 +82,7 @@ def test_it_keeps_the_contract_of_environments():
         ("GuesTheNumber-v0", {}, r"no game 'GuesTheNumber-v0'.*did you mean 'GuessTheNumber-v0'"),
         ("TicTacToe-v0", {}, r"cannot be played here by one player.*take another game"),
         (ID, {"make": {"most": 3}}, r"cannot be played here.*correct options\.make"),
+        (ID, {"penalty": -1}, "penalty is -1; it is 0 or more"),
         (ID, {"most": 3}, "unexpected keyword argument 'most'"),
     ],
 )
