@@ -18,7 +18,7 @@ import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.lines import lines_of
-from mmrl.core.reward_contract import Asks, Context, Declaration, Input, Parts, Spans, Value, Weights
+from mmrl.core.reward_contract import Asks, Context, Declaration, Input, Parts, Weights
 from mmrl.core.trajectory import Sample, SampleId
 from mmrl.rewards.judging.answers import READING, Words, parse_kind
 from mmrl.rewards.judging.asking import Ask, Outcome, Settings, seed_of_samples, seeded
@@ -253,14 +253,17 @@ class Judge:
         if context.folder is not None:
             rows = self._transcripts(samples, hearing.jobs, by_job, shown, context)
             lines_of(context.folder / TRANSCRIPTS).append(*rows)
-        return returned
+        if not context.feedback:
+            return returned
+        said = {job.rows: outcome.raw[-1] for job, outcome in zip(hearing.jobs, by_job, strict=True) if outcome.raw}
+        return {**returned, "feedback": [said.get((row,)) for row in range(len(samples))]}
 
     def _transcripts(
         self,
         samples: Sequence[Sample],
         jobs: Sequence[Job],
         outcomes: Sequence[Outcome],
-        scores: Sequence[Value | Spans],
+        scores: Sequence[object],
         context: Context,
     ) -> list[JsonObject]:
         """A row for every question, its critiques together; the lowest and the highest with their pictures."""

@@ -115,7 +115,8 @@ _Named = Kind | Literal["class", "model", "path", "file"]
 must be here."""
 
 
-_TOOLS = ("environment", "options", "tools")
+_OF_ENVIRONMENT = ("environment", "options")
+_TOOLS = (*_OF_ENVIRONMENT, "tools")
 """The names of the functions that a model can call."""
 
 
@@ -137,6 +138,8 @@ def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
     yield "class", ("environment",), "calls"
     for *path, last in _items(values, _TOOLS, MOST_REWARDS):
         yield "environments", tuple(path), last
+    if _revises(values):
+        yield "rewards", _OF_ENVIRONMENT, "reward"
     for reward in _rewards(values):
         yield "rewards", reward, "name"
 
@@ -160,7 +163,15 @@ def located(root: Path, values: JsonObject) -> JsonObject:
         reward = _value(found, path)
         if isinstance(reward, dict) and isinstance(options := reward.get("options"), Mapping):
             reward["options"] = resolve_options(root, options, declared_paths(_text(reward, ("name",))))
+    given = _value(found, _OF_ENVIRONMENT) if _revises(found) else None
+    if isinstance(given, dict) and isinstance(options := given.get("options"), Mapping):
+        given["options"] = resolve_options(root, options, declared_paths(_text(given, ("reward",))))
     return found
+
+
+def _revises(values: JsonObject) -> bool:
+    """Whether the environment is ``revise``, whose options name a reward."""
+    return _text(values, ("environment", "name")) == "revise"
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:

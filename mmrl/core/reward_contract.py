@@ -8,7 +8,8 @@ options as keyword arguments. ``@mmrl.reward(...)`` declares what differs from t
 
 Of named parts, ``score`` is the total where it is given, else their mean. A sample that cannot be scored gets ``None``,
 or ``Failed("why")``: never a number in its place. A part called ``spans`` is no part: where it was declared, it holds
-rewards of pieces of the response (``Spans``), and ``None`` for a sample without.
+rewards of pieces of the response (``Spans``), and ``None`` for a sample without. Nor is one called ``feedback``: it
+holds a text about each sample, or ``None``, which the environment ``revise`` tells the model.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def weights_at(default: str) -> Callable[[Mapping[str, object]], list[Weights]]:
 
 
 Value: TypeAlias = float | Failed | None
-Parts: TypeAlias = Mapping[str, Sequence[Value] | Sequence[Spans | None]]
+Parts: TypeAlias = Mapping[str, Sequence[Value] | Sequence[Spans | None] | Sequence[str | None]]
 Returned: TypeAlias = "Sequence[Value] | Parts | torch.Tensor"
 
 
@@ -212,7 +213,8 @@ class Context:
     (``mmrl.rewards.judging.usage``).
     ``round``: the round of dynamic sampling; 0 is the first. ``asked``: of this call; a reward that makes several
     requests at once counts them there, so that ``mmrl simulate`` knows them. ``patience``: seconds that the run waits
-    for rewards (``scoring.patience``): a reward whose server asks for a longer wait fails at once.
+    for rewards (``scoring.patience``): a reward whose server asks for a longer wait fails at once. ``feedback``:
+    whether the part of that name is read.
     """
 
     step: int = -1
@@ -223,6 +225,7 @@ class Context:
     round: int = 0
     asked: Asked = field(default_factory=Asked, compare=False)
     patience: float = math.inf
+    feedback: bool = False
 
 
 class RewardFunction(Protocol):

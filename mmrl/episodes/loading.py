@@ -29,13 +29,15 @@ _MADE = 120.0
 class Factory:
     """``make`` makes an environment for one episode; ``schemas``: the tools that it shows to the model; ``pictures``:
     it says that it shows pictures, by an attribute ``pictures = True`` or by the type that a tool returns;
-    ``stateless``: it is of functions alone; ``closes``: it has a method that closes it."""
+    ``stateless``: it is of functions alone; ``closes``: it has a method that closes it; ``not_apart``: why it
+    cannot have processes of its own, by its attribute of that name."""
 
     make: Callable[[], Environment]
     schemas: list[JsonObject]
     pictures: bool = False
     stateless: bool = False
     closes: bool = False
+    not_apart: str = ""
 
 
 def opened(settings: environment.Environment) -> Factory:
@@ -59,6 +61,7 @@ def about(world: Environment) -> dict[str, Any]:
         "pictures": getattr(world, "pictures", False) is True or any(map(_returns_picture, tools)),
         "stateless": isinstance(world, Toolbox) and world.stateless,
         "closes": closer_of(world) is not None,
+        "not_apart": getattr(world, "not_apart", ""),
     }
 
 
@@ -79,6 +82,8 @@ def _apart(settings: environment.Environment) -> Factory:
     said: dict[str, Any] = dict(returned.value[0].info)
     if "refused" in said:
         raise UserError(said["refused"])
+    if said["not_apart"]:
+        raise UserError(f"environment.isolate: {said['not_apart']}; set environment.isolate to false")
     processes.stateless = said["stateless"]
     return Factory(processes.make, **said)
 

@@ -12,6 +12,7 @@ from mmrl.core.errors import plain
 from mmrl.core.reward_contract import Asked, Failed, Span, Spans
 
 NAN = float("nan")
+_NO_PARTS = ("spans", "feedback")
 
 
 class BatchError(Exception):
@@ -33,7 +34,7 @@ class Answer:
     numbers per named part, NaN where a sample has none. ``spans``: the rewards of pieces of each response, or None.
     ``error``: set when the whole call failed. ``began`` and ``ended``: ``time.perf_counter``, retries included.
     ``sent``: bytes given to other processes (``Context.sent``), of an answer that a device made. ``asked``: what took
-    that time outside of the devices.
+    that time outside of the devices. ``feedback``: a text about each sample, or None; empty where there are none.
     """
 
     total: list[float]
@@ -45,6 +46,7 @@ class Answer:
     ended: float = 0.0
     sent: Counter[str] = field(default_factory=Counter)
     asked: Asked = field(default_factory=Asked)
+    feedback: list[str | None] = field(default_factory=list)
 
 
 def read_answer(returned: object, n: int, place: str, *, spans: bool = False) -> Answer:
@@ -55,22 +57,23 @@ def read_answer(returned: object, n: int, place: str, *, spans: bool = False) ->
     nothing: list[list[Span] | None] = [None] * n
     if not isinstance(returned, Mapping):
         return Answer(*_numbers(returned, n, "", place), spans=nothing)
-    named = {str(name): values for name, values in returned.items() if name != "spans"}
+    named = {str(name): values for name, values in returned.items() if name not in _NO_PARTS}
     if not named:
-        what = "spans alone" if returned else "an empty dict"
+        what = f"{next(iter(returned))} alone" if returned else "an empty dict"
         raise BatchError(f"returned {what}", f"return at least one named part, such as score, from {place}")
     pieces = _pieces(returned["spans"], n, place, spans) if "spans" in returned else nothing
+    texts = _texts(returned["feedback"], n, place) if "feedback" in returned else []
     read = {name: _numbers(values, n, f" for the part {name!r}", place) for name, values in named.items()}
     parts = {name: numbers for name, (numbers, _) in read.items()}
     if "score" in parts:
         total, reasons = read["score"]
-        return Answer(total, reasons, {k: v for k, v in parts.items() if k != "score"}, pieces)
+        return Answer(total, reasons, {k: v for k, v in parts.items() if k != "score"}, pieces, feedback=texts)
     total = [math.fsum(row) / len(row) for row in zip(*parts.values(), strict=True)]
     reasons = [
         next((f"part {name!r} {why[i]}" for name, (_, why) in read.items() if why[i] is not None), None)
         for i in range(n)
     ]
-    return Answer(total, reasons, parts, pieces)
+    return Answer(total, reasons, parts, pieces, feedback=texts)
 
 
 @runtime_checkable
@@ -116,6 +119,12 @@ def _pieces(values: object, n: int, place: str, declared: bool) -> list[list[Spa
     if wrong is not None:
         raise BatchError(f"returned a {type(wrong).__name__} as spans", f"wrap it at {place}: Spans(...)")
     return [None if v is None else [Span(*span) for span in v.spans] for v in values]
+
+
+def _texts(values: object, n: int, place: str) -> list[str | None]:
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence) or len(values) != n:
+        raise BatchError(f"returned no list of {n} texts as feedback", f"return a text or None for each at {place}")
+    return [None if value is None else str(value) for value in values]
 
 
 def _number(value: object, index: int, what: str, mend: str) -> tuple[float, str | None]:

@@ -465,6 +465,8 @@ def test_a_judge_names_wrong_steps_and_their_characters_get_the_penalty(learned)
     returned = one.score([sample("1\n\n3"), sample("", 1)], context=Context())
     spans = [Spans([(3, 4, -1.0)]), Spans()]
     assert returned == {"score": [0.0, 0.0], "right": [0.5, 0.0], "wrong": [1.0, 0], "spans": spans}
+    told = one.score([sample("1\n\n3"), sample("", 1)], context=Context(feedback=True))
+    assert told == {**returned, "feedback": ['{"wrong": [2]}', None]}
     rewards = RewardSet([Reward(name="judge", options={"model": learned, "rubric": "{{ steps }}", "mode": "steps"})])
     scores = rewards.score([sample("1\n\n3")], [[0]])
     assert scores.spans == {"judge": [[Span(3, 4, -1.0)]]}
