@@ -52,6 +52,8 @@ class AlgorithmSettings(Section):
     """What must not be split over micro-batches: a whole group, or a whole pair."""
     takes_older_samples: ClassVar[bool] = True
     """Whether it may train on samples of older weights, with or without an importance weight."""
+    trains_few: ClassVar[bool] = False
+    """Whether only a few rows of a step have a weight, so that an update leaves out the others' work."""
     trains_scores: ClassVar[bool] = False
     """Whether the model scores a text, in place of writing it."""
     exact_replay: ClassVar[bool] = False

@@ -29,7 +29,20 @@ from mmrl.config.rollout import Rejection, Rollout
 from mmrl.config.sampling import TextSampling
 from mmrl.core.errors import UserError
 
-TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "sapo", "ppo", "capo"]
+TOKEN_TYPES = [
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "dapo",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "ppo",
+    "capo",
+    "raft",
+]
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -262,6 +275,38 @@ def test_rewards_of_tokens_count_where_the_algorithm_says_so():
         )
         section = find_algorithm(name).settings()
         assert changed == section.uses_token_rewards, name
+
+
+def test_raft_keeps_the_best_of_each_group_and_nothing_of_equal_ones():
+    rewards = f64([0.2, 0.9, 0.9, math.nan, 1.0, 1.0, -3.0, math.nan])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    a = objective("raft").advantages(scored(rewards=rewards, groups=groups))
+    assert a.values.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]  # of equal ones the first; one sample alone is not best
+    assert a.valid.tolist() == [value > 0 for value in a.values.tolist()]
+    assert (a.groups, a.zero_std_groups) == (3, 2)
+    two = objective("raft", keep=2).advantages(
+        scored(rewards=f64([3, 1, 2, 1, 0, 4]), groups=torch.tensor([0] * 4 + [1] * 2))
+    )
+    assert two.values.tolist() == [1, 0, 1, 0, 1, 1]
+
+
+def test_raft_is_sft_on_what_it_keeps():
+    """Its value and gradient are those of the likelihood of the kept responses, 1 and 3, over their 5 tokens."""
+    algorithm = objective("raft")
+    a = algorithm.advantages(scored(rewards=f64([0.0, 1.0, 0.25, 1.5])))
+    fields = {"advantages": a.values.double(), "weights": a.valid.double()}
+    loss, total = run(algorithm, **fields)
+    assert total == 5
+    assert loss.value.item() == pytest.approx((0.3 + 1.2 + 1.5 + 0.1 + 0.9) / 5, rel=1e-12)
+    expected = torch.zeros(4, 3, dtype=torch.float64)
+    expected[1, :2] = expected[3] = -1 / 5
+    assert torch.allclose(gradient(algorithm, **fields), expected, rtol=1e-12, atol=0)
+    sft = find_algorithm("sft").objective(find_algorithm("sft").settings())
+    new = {"completion_log_probs": (NEW * MASK).sum(1)}
+    theirs = sft.loss(new, {"weights": fields["weights"]}, sft.loss_denominator(fields["weights"], LENGTHS))
+    assert loss.value.item() == pytest.approx(theirs.value.item(), rel=1e-12)
+    moved, _ = run(algorithm, **fields, log_probs=OLD)  # the ratio to what sampled has no part in it
+    assert moved.value.item() == pytest.approx(-(OLD * MASK)[[1, 3]].sum().item() / 5, rel=1e-12)
 
 
 def test_capo_tokens_earn_the_papers_rewards():
@@ -922,6 +967,8 @@ def test_a_table_of_logits_learns_to_say_the_rewarded_token(name):
         old |= {} if a.returns is None else {"returns": a.returns}
         for half in (torch.arange(0, 32, 2), torch.arange(1, 32, 2)):
             total = algorithm.loss_denominator(old["weights"][half], mask[half].sum(1))
+            if not total:  # none of these is among the best
+                continue
             new = {"log_probs": chosen(tokens), "reference_log_probs": reference, "values": critic.expand(32, 8)}
             optimizer.zero_grad()
             algorithm.loss(

@@ -93,6 +93,7 @@ ALGORITHMS = {
     "sapo": "{type: sapo, kl_coef: 0.01, kl_estimator: k3+}",
     "ppo": "{type: ppo, critic_lr: 1.0e-3}",
     "capo": "{type: capo}",
+    "raft": "{type: raft, keep: 2}",
 }
 
 
