@@ -79,7 +79,7 @@ def build(
     patience = Patience(recipe.scoring, controller.gather)
     listed = recipe.rewards if scored else []
     rewards = RewardSet(listed, device, controller.total, awake=not later, patience=patience)
-    rewards.can_read(recipe.makes)
+    rewards.can_read(recipe)
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)

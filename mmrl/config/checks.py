@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from mmrl.config.algorithm_settings import ResponseSettings, TurnSettings
+from mmrl.config.environment import Environment
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
 from mmrl.config.moving_checks import of_moving
@@ -77,10 +78,23 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
             f"environment.isolate: {', '.join(held)} is in this process only; define it at the top of a file other "
             "than the script and import it from there, or set environment.isolate to false"
         )
+    if section.name == "draw":
+        yield from _of_drawing(recipe, section)
     if section.max_tokens < recipe.decoding.max_new_tokens:
         yield (
             f"environment.max_tokens: an episode may have {section.max_tokens} tokens and one turn "
             f"{recipe.decoding.max_new_tokens} (sampling.max_new_tokens); raise it"
+        )
+
+
+def _of_drawing(recipe: Recipe, section: Environment) -> Iterator[str]:
+    """Contradictions of an environment whose episodes share a model that draws."""
+    if section.isolate:
+        yield "environment.isolate: one model draws for all episodes of a device; set environment.isolate to false"
+    if recipe.performance.compile:
+        yield (
+            "performance.compile: what is recorded on a device must not meet pictures that are drawn there meanwhile; "
+            "set performance.compile to false"
         )
 
 

@@ -118,6 +118,8 @@ must be here."""
 _OF_ENVIRONMENT = ("environment", "options")
 _TOOLS = (*_OF_ENVIRONMENT, "tools")
 """The names of the functions that a model can call."""
+_DRAW = "draw"
+"""The environment whose option ``model`` is one that draws."""
 
 
 def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
@@ -136,6 +138,8 @@ def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
         yield "path", (*source, "heldout"), "path"
     yield "environments", ("environment",), "name"
     yield "class", ("environment",), "calls"
+    if _text(values, ("environment", "name")) == _DRAW:
+        yield "model", ("environment", "options"), "model"
     for *path, last in _items(values, _TOOLS, MOST_REWARDS):
         yield "environments", tuple(path), last
     if _revises(values):

@@ -336,7 +336,8 @@ class WarmStart(Section):
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Keys of ``sampling`` that differ; the window of this recipe is left out."""
     rewards: list[Any] = Field(default_factory=list)
-    """None for what trains on given answers or pictures; ``eval.rewards`` are measured."""
+    """None for what trains on given answers or pictures, and without this recipe's environment; ``eval.rewards`` are
+    measured."""
     train: dict[str, Any] = Field(default_factory=dict)
     """Keys of ``train`` that differ: its steps, and for SFT of pictures ``group_size: 1``."""
     optim: dict[str, Any] = Field(default_factory=dict)

@@ -23,6 +23,8 @@ def first_stage(loaded: LoadedRecipe, section: WarmStart) -> LoadedRecipe:
     over |= {"rewards": section.rewards, "name": f"{loaded.recipe.name}-warm"}
     if loaded.recipe.sampling.type != "text":
         over["sampling"] = {"window": None} | section.sampling  # what only this recipe's own algorithm trains
+    if not section.rewards:
+        over["environment"] = None  # given answers are not acted on
     if loaded.recipe.midway is not None:
         over["midway"] = None
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,8 @@ class _Shown(ABC):
 
 @dataclass(frozen=True)
 class Observation(_Shown):
-    """What an environment answers. ``content``, texts and pictures, is shown to the policy; ``reward`` is added to the
+    """What an environment answers. ``content``, texts and pictures, is shown to the policy, unless it is ``hidden``:
+    then rewards and reports alone see it. ``reward`` is added to the
     episode's; ``done``: the episode is over; ``truncated``: so it is, before its end. ``call_id``: the call that it
     answers. ``info`` is kept for rewards, JSON values only; its ``anchor`` names the state of the next turn, for
     the credit of turns.
@@ -85,6 +86,7 @@ class Observation(_Shown):
     truncated: bool = False
     call_id: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
+    hidden: bool = False
 
     @property
     def parts(self) -> tuple[str | Media, ...]:

@@ -26,10 +26,31 @@ from mmrl.episodes.shown import content_of
 Answer: TypeAlias = "Observation | Sequence[Observation] | Content | None"
 
 
+class Drawer(Protocol):
+    """Abstract. A model that draws, which all episodes of a device share: an environment has it as ``drawer``. ``what``
+    it is and its ``bytes`` are for the plan. Each method may be called from any thread."""
+
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def at(self, device: str) -> None:
+        """Draw there from now on."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the memory of its device, until the next picture is asked for."""
+        ...
+
+
 @runtime_checkable
 class Environment(Protocol):
     """Abstract. Both methods may be ``async``. What they raise ends the episode, which is not trained on. A method
-    ``close``, or else ``__exit__``, is called when the episode is over, or the run is stopped."""
+    ``close``, or else ``__exit__``, is called when the episode is over, or the run is stopped. Where answers of an
+    earlier start are known, a method ``recall(action, told)`` is called in place of ``step``, to bring the state to
+    where it was; without it ``step`` is called again, and must answer the same."""
 
     def reset(self, prompt: Prompt, seed: int) -> Answer | Awaitable[Answer]:
         """Begin an episode. Equal ``seed`` and prompt must give an equal state: a group starts in one. What it returns
@@ -72,7 +93,7 @@ def _plain(one: Observation) -> Observation:
         raise ValueError(f"its reward is {reward}, which is no finite number")
     info = json.loads(json.dumps(dict(one.info), default=_number, allow_nan=False))
     done, truncated = bool(one.done), bool(one.truncated)
-    return Observation(content_of(one.content), reward, done, truncated, str(one.call_id), info)
+    return Observation(content_of(one.content), reward, done, truncated, str(one.call_id), info, bool(one.hidden))
 
 
 def _number(value: object) -> object:

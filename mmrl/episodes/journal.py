@@ -145,7 +145,7 @@ def _row(one: Observation) -> JsonObject:
     ]
     content = one.content if isinstance(one.content, str) else shown
     row: dict[str, Json] = {"content": content, "reward": one.reward, "done": one.done, "truncated": one.truncated}
-    return row | {"call_id": one.call_id, "info": dict(one.info)}
+    return row | {"call_id": one.call_id, "info": dict(one.info)} | ({"hidden": True} if one.hidden else {})
 
 
 def _content(kept: object) -> str | tuple[str | Media, ...]:
@@ -173,4 +173,5 @@ def _observation(row: JsonObject) -> Observation:
         row.get("truncated") is True,
         call if isinstance(call, str) else "",
         info if isinstance(info, dict) else {},
+        row.get("hidden") is True,
     )

@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.plugins.loading import load
 from mmrl.core.plugins.user_code import describe
-from mmrl.episodes.environment import Environment
+from mmrl.episodes.environment import Drawer, Environment
 from mmrl.episodes.isolated import Isolated, end
 from mmrl.episodes.pool import Pool, Returned
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
@@ -30,7 +30,7 @@ class Factory:
     """``make`` makes an environment for one episode; ``schemas``: the tools that it shows to the model; ``pictures``:
     it says that it shows pictures, by an attribute ``pictures = True`` or by the type that a tool returns;
     ``stateless``: it is of functions alone; ``closes``: it has a method that closes it; ``not_apart``: why it
-    cannot have processes of its own, by its attribute of that name."""
+    cannot have processes of its own, by its attribute of that name; ``drawer``: the model that its episodes share."""
 
     make: Callable[[], Environment]
     schemas: list[JsonObject]
@@ -38,6 +38,7 @@ class Factory:
     stateless: bool = False
     closes: bool = False
     not_apart: str = ""
+    drawer: Drawer | None = None
 
 
 def opened(settings: environment.Environment) -> Factory:
@@ -48,13 +49,13 @@ def opened(settings: environment.Environment) -> Factory:
     make = maker(settings)
     first = make()
     try:
-        return Factory(make, **about(first))
+        return Factory(make, **about(first), drawer=getattr(first, "drawer", None))
     finally:
         closed(first, settings.timeout)
 
 
 def about(world: Environment) -> dict[str, Any]:
-    """The fields of ``Factory`` that an environment says. Raises ``UserError``."""
+    """The fields of ``Factory`` that an environment says, but for ``drawer``. Raises ``UserError``."""
     tools = getattr(world, "tools", ())
     return {
         "schemas": schemas_of(tools),
@@ -86,6 +87,16 @@ def _apart(settings: environment.Environment) -> Factory:
         raise UserError(f"environment.isolate: {said['not_apart']}; set environment.isolate to false")
     processes.stateless = said["stateless"]
     return Factory(processes.make, **said)
+
+
+def draws(settings: environment.Environment | None) -> bool:
+    """Whether the picture that an episode drew last is ``sample.image``: the class says so by ``draws = True``. Raises
+    ``LoadError``."""
+    if settings is None:
+        return False
+    found = load("environments", settings.name)
+    found = getattr(found, DEFAULT["environments"], None) if isinstance(found, ModuleType) else found
+    return getattr(found, "draws", False) is True
 
 
 def maker(settings: environment.Environment) -> Callable[[], Any]:

@@ -244,7 +244,12 @@ class _Stage:
     def _made(self, one: Played, turn: int) -> Answer | Awaitable[Answer]:
         if turn == 0:
             return one.world.reset(one.prompt, reset_seed(self._how.seed, one.id))
-        return one.world.step(one.turns[turn - 1].action)
+        action, told = one.turns[turn - 1].action, one.turns[turn - 1].told
+        recall = getattr(one.world, "recall", None) if turn < len(one.turns) else None
+        if recall is None:
+            return one.world.step(action)
+        recall(action, told)
+        return told
 
     def run(self) -> None:
         in_step = isinstance(self._answers, InStep)  # such an engine answers many as fast as one
@@ -303,7 +308,8 @@ class _Stage:
 
     def _shown(self, one: Played, told: tuple[Observation, ...]) -> None:
         """Tell the policy, and ask it for its next turn."""
-        how, contents, most = self._how, [observation.parts for observation in told], self._how.section.max_pictures
+        how, most = self._how, self._how.section.max_pictures
+        contents = [observation.parts for observation in told if not observation.hidden]
         try:
             before = len(one.images) + len(one.request.media) - len(one.prompt.media)
             if (n := before + len(pictures_of(contents))) > most:

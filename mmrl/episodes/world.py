@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from PIL import Image
 
 from mmrl.config.schema import Recipe
@@ -37,14 +38,18 @@ class World:
     """Final class. Raises ``UserError`` where the recipe's environment cannot be made, or the chat template shows
     neither results of tools nor a further message of the user, or earlier turns otherwise (``history: template``)."""
 
-    def __init__(self, recipe: Recipe, conditioner: Conditioner) -> None:
+    def __init__(self, recipe: Recipe, conditioner: Conditioner, device: torch.device) -> None:
         assert recipe.environment is not None
         self._recipe, self._section, self._conditioner = recipe, recipe.environment, conditioner
         self._factory = opened(recipe.environment)
+        self.drawer = self._factory.drawer
+        """The model that draws, which all episodes share; None where the environment has none."""
+        if self.drawer is not None:
+            self.drawer.at(str(device))
         if self._factory.pictures and conditioner.no_pictures:
+            text = "an environment that shows text" if self.drawer is None else "environment.options.show: false"
             raise UserError(
-                f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or take an "
-                "environment that shows text"
+                f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or take {text}"
             )
         self.role: Role = role_of(conditioner, recipe)
         if self._section.history == "template":

@@ -30,7 +30,8 @@ class Component:
 
 @dataclass(frozen=True)
 class Beside:
-    """What is on the device beside the pipeline in every phase: an engine with weights of its own.
+    """What is on the device beside the pipeline in every phase: an engine with weights of its own, or a model that
+    draws what the policy writes.
 
     ``bytes``, or a ``share`` (0 to 1) of the device's memory; both 0 where it is elsewhere, or its size is not known.
     ``kept``: bytes of it that wait in the host's memory while it sleeps; the rest is freed.

@@ -8,6 +8,7 @@ from itertools import groupby
 from mmrl.algorithms.objective import Objective, prepared_by
 from mmrl.config.replicas import devices_of_workers, has_replicas, in_workers, leaders, of_engine, of_judges
 from mmrl.config.schema import Recipe
+from mmrl.episodes.loading import draws
 from mmrl.placement.adaptive import Split, starting
 from mmrl.planner.counts import Counts
 from mmrl.planner.plan_data import Plan
@@ -76,7 +77,7 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
 
 
 def _all_awake(plan: Plan) -> Iterator[str]:
-    if not plan.recipe.rollout.in_process or any(one.sleeps for one in plan.asked):
+    if not plan.recipe.rollout.in_process or any(one.sleeps for one in plan.asked) or draws(plan.recipe.environment):
         return
     awake = [one.label for one in plan.asked if one.trained_on]
     if awake:

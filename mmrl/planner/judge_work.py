@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from mmrl.config.schema import Recipe
 from mmrl.core.reward_contract import Weights
 from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.episodes.loading import draws
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake
 from mmrl.planner.operations import Work
 from mmrl.rewards.judging.asking import Ask
@@ -69,7 +70,8 @@ def sample_like(recipe: Recipe, prompt: Prompt) -> Sample:
     """A sample of the recipe's size, empty of content: what a reward is shown."""
     name = SampleId(0, 0, 0, 0)
     if recipe.sampling.type == "text":
-        return Sample(prompt, name, text="1 " * (recipe.decoding.max_new_tokens // 2))
+        drawn = Image.new("RGB", (64, 64)) if draws(recipe.environment) else None
+        return Sample(prompt, name, drawn, text="1 " * (recipe.decoding.max_new_tokens // 2))
     how = recipe.denoising
     picture = Image.new("RGB", (how.width, how.height))
     clip = (picture,) * how.frames if how.frames else None

@@ -35,6 +35,7 @@ from mmrl.core.packages.places import lacking
 from mmrl.core.trajectory import Prompt
 from mmrl.data.buckets import count_by_size
 from mmrl.data.loading import in_order, load_prompts
+from mmrl.episodes.loading import draws
 from mmrl.families.text.pipeline import LanguagePipeline
 from mmrl.inference import own_class, sampling_options, this_machine
 from mmrl.logging.metrics import read_numbers
@@ -342,7 +343,7 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]
     both = list[list[Found]]()
     for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
         try:
-            both.append(check(listed, recipe.makes, key))
+            both.append(check(listed, recipe.makes, key, drawn=draws(recipe.environment)))
         except UserError as error:
             made.problems.extend(str(error).splitlines())
     if len(both) < 2:

@@ -23,6 +23,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.plugins.user_code import describe, place_of
 from mmrl.core.reward_contract import Context, Input
 from mmrl.core.trajectory import Sample
+from mmrl.episodes.loading import draws
 from mmrl.rewards.apart import apart_problems, build_apart
 from mmrl.rewards.async_scoring import (
     Entry,
@@ -45,11 +46,17 @@ from mmrl.rewards.views import views
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
 
 
-def check(rewards: Sequence[schema.Reward], makes: schema.Makes | None = None, key: str = "rewards") -> list[Found]:
+def check(
+    rewards: Sequence[schema.Reward],
+    makes: schema.Makes | None = None,
+    key: str = "rewards",
+    *,
+    drawn: bool = False,
+) -> list[Found]:
     """Find all rewards and check their signatures and options; build none. Raises ``UserError`` with all mistakes.
 
     ``makes``: the kind of samples; a reward may read only their fields. None: not checked. ``key``: the recipe's key
-    of these rewards.
+    of these rewards. ``drawn``: the samples have a picture that was drawn in their episode, too.
     """
     found: list[Found] = []
     mistakes: list[str] = []
@@ -63,7 +70,7 @@ def check(rewards: Sequence[schema.Reward], makes: schema.Makes | None = None, k
             if reward.process:
                 wrong += apart_problems(one, reward.name)
             if makes is not None and not wrong:
-                wrong = unmade(one.reads(reward.options), makes, one)
+                wrong = unmade(one.reads(reward.options), makes, one, drawn=drawn)
             wrong = wrong or refused(one, reward.options)
         except UserError as error:
             wrong = [str(error)]
@@ -81,9 +88,10 @@ _FIELDS: dict[schema.Makes, tuple[tuple[Input, ...], str]] = {
 """The fields that a sample of this kind has, and its name in messages."""
 
 
-def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded) -> list[str]:
-    """A message for fields that ``reward`` reads and samples of this kind do not have; an empty list if it has all."""
-    fields, word = _FIELDS[makes]
+def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded, *, drawn: bool = False) -> list[str]:
+    """A message for fields that ``reward`` reads and samples of this kind do not have; an empty list if it has all.
+    ``drawn``: see ``check``."""
+    fields, word = (("text", "image"), "text and a picture") if drawn else _FIELDS[makes]
     lacking = [name for name in inputs if name not in fields]
     if not lacking:
         return []
@@ -152,10 +160,11 @@ class RewardSet:
         """The fields of a sample that any of the rewards reads."""
         return frozenset(name for entry in self._entries for name in entry.loaded.declaration.inputs)
 
-    def can_read(self, makes: schema.Makes) -> None:
-        """Raises ``UserError`` where a reward reads what samples of this sort do not have."""
+    def can_read(self, recipe: schema.Recipe) -> None:
+        """Raises ``UserError`` where a reward reads what samples of this recipe do not have."""
+        drawn = draws(recipe.environment)
         for entry in self._entries:
-            wrong = unmade(entry.loaded.declaration.inputs, makes, entry.loaded)
+            wrong = unmade(entry.loaded.declaration.inputs, recipe.makes, entry.loaded, drawn=drawn)
             if wrong:
                 raise UserError(f"the reward {entry.label} {wrong[0]}")
 

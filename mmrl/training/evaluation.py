@@ -78,7 +78,7 @@ class Evaluator:
     ) -> None:
         self.run, self.prompts, self._pulse = context, prompts, pulse
         self.rewards = [context.rewards, RewardSet(context.recipe.eval.rewards, context.rewards.device)]
-        self.rewards[1].can_read(context.recipe.makes)
+        self.rewards[1].can_read(context.recipe)
         if context.recipe.eval.maj_at and not any(rewards.votes for rewards in self.rewards):
             raise UserError(NOBODY_VOTES)
         self.each = context.recipe.eval.samples_per_prompt

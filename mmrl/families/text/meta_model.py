@@ -119,6 +119,8 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
     if not recipe.rollout.in_process:
         pipeline.engine = _FullLength()  # type: ignore[assignment]  # sampling asks it for nothing else
     beside = _beside(recipe, policy)
+    if pipeline.world is not None and (drawer := pipeline.world.drawer) is not None:
+        beside.append(Beside("model that draws", drawer.what, drawer.bytes, kept=drawer.bytes))
     return Description(
         pipeline,
         components,

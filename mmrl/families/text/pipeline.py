@@ -23,12 +23,13 @@ from mmrl.controller.features import FeatureStore
 from mmrl.core import nan_check, sharded_loading
 from mmrl.core.episode import Episode
 from mmrl.core.errors import UserError
-from mmrl.core.media import Clip
+from mmrl.core.media import Clip, open_image
 from mmrl.core.notices import tell
 from mmrl.core.rollout_engine import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
 from mmrl.core.trajectory import Prompt, Rows, Sample, SampleId, Segment, Slot, TextRows, text_rows
 from mmrl.core.transfer import to_device
 from mmrl.episodes.journal import Journal
+from mmrl.episodes.loading import draws
 from mmrl.episodes.play import InStep
 from mmrl.episodes.world import World
 from mmrl.families.text import engine_sampling, export, scoring
@@ -86,7 +87,7 @@ class LanguagePipeline:
         self.shared = Shared(policy)
         self.packing = packing.way(recipe, policy, device, conditioner)
         self.stops = stops_of(self.settings.stop, self.settings.min_new_tokens, conditioner)
-        self.world = None if recipe.environment is None else World(recipe, conditioner)
+        self.world = None if recipe.environment is None else World(recipe, conditioner, device)
         self.pairs: GivenTexts | None = None
         if recipe.algorithm.trains_on in ("pairs", "responses"):
             self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else Responses(self)
@@ -266,6 +267,8 @@ class LanguagePipeline:
         if self.engine is not None:
             self.engine.sleep()
             self._synced = None  # it may have freed its weights
+        if self.world is not None and self.world.drawer is not None:
+            self.world.drawer.sleep()
 
     def close(self) -> None:
         self.features.close()
@@ -418,8 +421,17 @@ class LanguagePipeline:
         spoken = zip(rows.spoken(), episodes, strict=True)
         texts = [self.stops.text(row) if one is None else one.answer for row, one in spoken]
         begun = left_open(self.conditioner.render(rows.slots[0].prompt)) if len(rows) else ""
+        drawn = "image" in inputs and draws(self.recipe.environment)
         return [
-            Sample(slot.prompt, sample, text=text, truncated=was_cut, begun=begun, episode=one)
+            Sample(
+                slot.prompt,
+                sample,
+                image=_last_picture(one) if drawn else None,
+                text=text,
+                truncated=was_cut,
+                begun=begun,
+                episode=one,
+            )
             for slot, sample, text, was_cut, one in zip(rows.slots, rows.ids, texts, cut, episodes, strict=True)
         ]
 
@@ -608,6 +620,12 @@ class LanguagePipeline:
         if self.pairs is not None and self.pairs.scores:
             return scoring.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
         return export.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
+
+
+def _last_picture(episode: Episode | None) -> Image | None:
+    """The picture that an episode drew last; a failed one may have none."""
+    pictures = [] if episode is None else episode.pictures
+    return open_image(pictures[-1]) if pictures else None
 
 
 def keep_episodes(pipeline: object, folder: Path, replayed: int | None = None) -> Journal | None:

@@ -1,0 +1,69 @@
+"""Scenes of coloured shapes, asked for in words that the small model that draws them (``shapes-sd3``) never read.
+
+    two crimson discs
+
+is the caption ``two red circles`` of the data set ``shapes``: each of its colours and kinds has two other words.
+``meta`` has the scene's truth, which the reward ``shapes`` checks. ``meta["guess"]`` is a caption with the brief's
+number and place, and a colour and a kind drawn at random: what somebody writes who knows the words of the drawer, and
+not those of the brief. Compositions that ``shapes`` holds out are held out here.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import mmrl
+from mmrl.core.errors import UserError
+from mmrl.core.trajectory import Prompt
+
+WORDS: Mapping[str, tuple[str, str]] = {
+    "red": ("crimson", "scarlet"),
+    "green": ("emerald", "jade"),
+    "blue": ("azure", "navy"),
+    "yellow": ("golden", "lemon"),
+    "purple": ("violet", "lilac"),
+    "circle": ("disc", "ball"),
+    "square": ("box", "tile"),
+    "triangle": ("wedge", "cone"),
+    "cross": ("plus", "mark"),
+}
+"""What a brief says in place of each word."""
+_PLURAL = {"box": "boxes", "plus": "pluses"}
+
+
+def prompts(
+    split: Literal["train", "heldout", "all"] = "train", *, count: int = 1000, seed: int = 0
+) -> Sequence[Prompt]:
+    """``count`` briefs of the split, each of a random composition of one sort of object; ``seed`` chooses which. Raises
+    ``UserError`` for a count below 1."""
+    if count < 1:
+        raise UserError(f"count is {count}; it is 1 or more")
+    shapes = mmrl.load("datasets", "shapes")
+    captions = shapes.prompts(split, relations=0, held_out_relations=0)
+    rng = random.Random(f"{split}/{seed}")
+    return [_brief(n, rng.choice(captions), shapes, rng) for n in range(count)]
+
+
+def _brief(n: int, caption: Prompt, shapes: object, rng: random.Random) -> Prompt:
+    thing = caption.meta["objects"][0]
+    said, guess = {}, {}
+    for key, known in (("colour", list(shapes.COLOURS)), ("kind", list(shapes.KINDS))):
+        said[thing[key]] = rng.choice(WORDS[thing[key]])
+        guess[thing[key]] = rng.choice(known)
+    text = _put(caption.text, said)
+    meta = {**caption.meta, "guess": _put(caption.text, guess), "caption": caption.text}
+    return Prompt(f"shape_briefs/{n}/{text.replace(' ', '-')}", text, meta)
+
+
+def _put(caption: str, words: Mapping[str, str]) -> str:
+    """``caption`` with other ``words``, which keep their plural."""
+
+    def other(found: re.Match[str]) -> str:
+        word = words.get(found[1], found[1])
+        many = word + ("es" if word == "cross" else "s")
+        return _PLURAL.get(word, many) if found[2] else word
+
+    return re.sub(rf"\b({'|'.join(words)})(e?s)?\b", other, caption)
