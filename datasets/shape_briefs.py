@@ -2,7 +2,7 @@
 
     two crimson discs
 
-is the caption ``two red circles`` of the data set ``shapes``: each of its colours and kinds has two other words.
+is the caption ``two red circles`` of the data set ``shapes``: each of its colours and kinds has another word.
 ``meta`` has the scene's truth, which the reward ``shapes`` checks. ``meta["guess"]`` is a caption with the brief's
 number and place, and a colour and a kind drawn at random: what somebody writes who knows the words of the drawer, and
 not those of the brief. Compositions that ``shapes`` holds out are held out here.
@@ -13,22 +13,23 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Literal
 
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Prompt
 
-WORDS: Mapping[str, tuple[str, str]] = {
-    "red": ("crimson", "scarlet"),
-    "green": ("emerald", "jade"),
-    "blue": ("azure", "navy"),
-    "yellow": ("golden", "lemon"),
-    "purple": ("violet", "lilac"),
-    "circle": ("disc", "ball"),
-    "square": ("box", "tile"),
-    "triangle": ("wedge", "cone"),
-    "cross": ("plus", "mark"),
+WORDS: Mapping[str, str] = {
+    "red": "crimson",
+    "green": "emerald",
+    "blue": "azure",
+    "yellow": "golden",
+    "purple": "violet",
+    "circle": "disc",
+    "square": "box",
+    "triangle": "wedge",
+    "cross": "plus",
 }
 """What a brief says in place of each word."""
 _PLURAL = {"box": "boxes", "plus": "pluses"}
@@ -47,13 +48,11 @@ def prompts(
     return [_brief(n, rng.choice(captions), shapes, rng) for n in range(count)]
 
 
-def _brief(n: int, caption: Prompt, shapes: object, rng: random.Random) -> Prompt:
+def _brief(n: int, caption: Prompt, shapes: ModuleType, rng: random.Random) -> Prompt:
     thing = caption.meta["objects"][0]
-    said, guess = {}, {}
-    for key, known in (("colour", list(shapes.COLOURS)), ("kind", list(shapes.KINDS))):
-        said[thing[key]] = rng.choice(WORDS[thing[key]])
-        guess[thing[key]] = rng.choice(known)
-    text = _put(caption.text, said)
+    known = {"colour": list(shapes.COLOURS), "kind": list(shapes.KINDS)}
+    guess = {thing[key]: rng.choice(words) for key, words in known.items()}
+    text = _put(caption.text, WORDS)
     meta = {**caption.meta, "guess": _put(caption.text, guess), "caption": caption.text}
     return Prompt(f"shape_briefs/{n}/{text.replace(' ', '-')}", text, meta)
 

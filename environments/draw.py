@@ -34,6 +34,7 @@ from mmrl.core.offload import Frozen
 from mmrl.core.out_of_memory import OutOfMemoryError
 from mmrl.core.packages.places import lacking
 from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.episodes.tools import schemas_of
 from mmrl.models.description import Description
 
 _KEY = "environment.options"
@@ -62,7 +63,8 @@ class _Drawer:
         self._family, self._batch = _family(pipeline), batch
         self._recipe = _recipe(pipeline, model, dtype, sampling)
         described = _described(self._family, self._recipe)
-        self.bytes = sum(t.nbytes for of in described.components for t in of.module.parameters())
+        weights = [t for of in described.components for t in of.module.parameters()]
+        self.bytes = sum(t.nbytes for t in weights if not t.requires_grad)
         how = self._recipe.denoising
         self.what = f"{Path(model).name}, {dtype}, {how.steps} steps at {how.height} x {how.width}"
         self.size = how.width, how.height
@@ -265,7 +267,7 @@ class Environment:
     ) -> None:
         self.drawer = _drawer(pipeline, model, dtype, batch, sampling)
         self.pictures = self._show = show
-        self.tools = [self.draw] if call else []
+        self.tools = schemas_of([self.draw]) if call else []
         self._after, self._stop = after, stop
         self._seed = self._drawn = 0
 

@@ -24,7 +24,9 @@ def first_stage(loaded: LoadedRecipe, section: WarmStart) -> LoadedRecipe:
     if loaded.recipe.sampling.type != "text":
         over["sampling"] = {"window": None} | section.sampling  # what only this recipe's own algorithm trains
     if not section.rewards:
-        over["environment"] = None  # given answers are not acted on
+        over["environment"] = None  # given answers are not acted on, and nothing sleeps
+        if loaded.recipe.devices_per_controller == 1:
+            over["placement"] = {"sleep": False}
     if loaded.recipe.midway is not None:
         over["midway"] = None
     with tempfile.TemporaryDirectory() as folder:

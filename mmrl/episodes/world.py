@@ -47,9 +47,10 @@ class World:
         if self.drawer is not None:
             self.drawer.at(str(device))
         if self._factory.pictures and conditioner.no_pictures:
-            text = "an environment that shows text" if self.drawer is None else "environment.options.show: false"
+            edit = "set environment.options.show to false"
+            edit = edit if self.drawer is not None else "take an environment that shows text"
             raise UserError(
-                f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or take {text}"
+                f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or {edit}"
             )
         self.role: Role = role_of(conditioner, recipe)
         if self._section.history == "template":
