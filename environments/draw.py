@@ -60,7 +60,7 @@ class _Drawer:
     def __init__(self, pipeline: str, model: str, dtype: str, batch: int, sampling: JsonObject) -> None:
         if batch < 1:
             raise UserError(f"{_KEY}.batch is {batch}; it is 1 or more")
-        self._family, self._batch = _family(pipeline), batch
+        self._family, self.batch = _family(pipeline), batch
         self._recipe = _recipe(pipeline, model, dtype, sampling)
         described = _described(self._family, self._recipe)
         weights = [t for of in described.components for t in of.module.parameters()]
@@ -97,7 +97,7 @@ class _Drawer:
     def _next(self) -> None:
         """Draw a batch of what is asked for, the first first."""
         batch: dict[_Asked, list[Future[Image.Image]]] = {}
-        while self._waiting and len(batch) < self._batch:
+        while self._waiting and len(batch) < self.batch:
             asked, future = self._waiting.popleft()
             if asked in self._known:
                 future.set_result(self._known[asked])
@@ -123,7 +123,7 @@ class _Drawer:
             self._pipeline = self._loaded(self._device)
             self._frozen = Frozen(_modules(self._pipeline), lambda: _modules(self._loaded(torch.device("cpu"))))
         self._frozen.wake(self._device)
-        whole = [*asked, *[asked[-1]] * (self._batch - len(asked))]
+        whole = [*asked, *[asked[-1]] * (self.batch - len(asked))]
         slots = [Slot(one.number, one.seed, 0, Prompt("drawn", one.text)) for one in whole]
         ids = [SampleId(one.number, one.seed, 0, 0) for one in whole]
         with torch.no_grad():
