@@ -8,15 +8,17 @@ from typing import Any
 
 from mmrl.controller.workload_balance import divide, greedy
 from mmrl.core.trajectory import Slot
+from mmrl.episodes.loading import draws
 from mmrl.step.batch import MicroBatch, without_weight
 from mmrl.step.step_context import StepContext
 
 
 def needs(context: StepContext, role: str, judge: str) -> set[str]:
     """The models that must be awake for ``role``, among those that can sleep: a judge (empty: all), an engine that
-    samples."""
+    samples and a model that draws."""
     has = {f"judge {name}" for name in ([judge] if judge else context.rewards.on_device)} if role == "judge" else set()
-    return has | ({"rollout"} if role == "rollout" and not context.recipe.rollout.in_process else set())
+    sleeps = not context.recipe.rollout.in_process or draws(context.recipe.environment)
+    return has | ({"rollout"} if role == "rollout" and sleeps else set())
 
 
 def features_of(context: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
