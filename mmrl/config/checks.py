@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from mmrl.config.algorithm_settings import ResponseSettings, TurnSettings
-from mmrl.config.environment import Environment
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
 from mmrl.config.moving_checks import of_moving
@@ -78,8 +77,6 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
             f"environment.isolate: {', '.join(held)} is in this process only; define it at the top of a file other "
             "than the script and import it from there, or set environment.isolate to false"
         )
-    if section.name == "draw":
-        yield from _of_drawing(recipe, section)
     if section.max_tokens < recipe.decoding.max_new_tokens:
         yield (
             f"environment.max_tokens: an episode may have {section.max_tokens} tokens and one turn "
@@ -87,8 +84,11 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _of_drawing(recipe: Recipe, section: Environment) -> Iterator[str]:
+def _of_drawing(recipe: Recipe) -> Iterator[str]:
     """Contradictions of an environment whose episodes share a model that draws."""
+    section = recipe.environment
+    if section is None or section.name != "draw":
+        return
     if section.isolate:
         yield "environment.isolate: one model draws for all episodes of a device; set environment.isolate to false"
     if recipe.performance.compile:
@@ -432,6 +432,6 @@ def _weights(recipe: Recipe) -> Iterator[str]:
 
 _RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     *(_device, _sampler, _groups, _batches, _performance, _pairs, _unused, _normalize, _scores),
-    *(of_midway, of_environment, of_placement, of_moving, _labels, _weights, of_evaluation),
+    *(of_midway, of_environment, _of_drawing, of_placement, of_moving, _labels, _weights, of_evaluation),
 )
 """What is checked of several sections together, whatever is sampled."""
