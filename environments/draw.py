@@ -251,6 +251,7 @@ class Environment:
     ``batch``: pictures that are drawn at once; ``dtype``: of the frozen weights. Raises ``UserError``."""
 
     draws = True
+    not_apart = "one model draws for all episodes of a device"
 
     def __init__(
         self,

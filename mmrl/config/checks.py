@@ -86,12 +86,7 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
 
 def _of_drawing(recipe: Recipe) -> Iterator[str]:
     """Contradictions of an environment whose episodes share a model that draws."""
-    section = recipe.environment
-    if section is None or section.name != "draw":
-        return
-    if section.isolate:
-        yield "environment.isolate: one model draws for all episodes of a device; set environment.isolate to false"
-    if recipe.performance.compile:
+    if recipe.environment is not None and recipe.environment.name == "draw" and recipe.performance.compile:
         yield (
             "performance.compile: what is recorded on a device must not meet pictures that are drawn there meanwhile; "
             "set performance.compile to false"
