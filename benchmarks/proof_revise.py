@@ -2,7 +2,9 @@
 
     python benchmarks/proof_revise.py --seeds 0 1 2
 
-Every arm trains the recipe ``sums`` for the same CPU-seconds, with the same prompts and samples a step:
+The model of ``sums`` has never seen a second turn, and writes nonsense there. So it first learns by SFT (20
+CPU-seconds) right answers to sums, and to what it is told after a wrong one. From there every arm trains the recipe
+``sums`` for the same CPU-seconds, with the same prompts and samples a step:
 
 - one_turn: GRPO, one answer a sample;
 - revise: GRPO in the environment ``revise``: a wrong answer is told its score by the verifier, and asked again once;
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,9 +49,10 @@ COMMON = [
     "eval={every: 1000, samples: 16}",
     "checkpoint={every: 5, keep: 1000}",
 ]
-_ANSWER = "{reward: 'answer:number', options: {after: 'answer:'}}"
+TOLD = "That scores 0. Try again."
+_ANSWER = f"{{reward: 'answer:number', options: {{after: 'answer:'}}, told: '{TOLD}'}}"
 REVISE = [
-    f"environment={{name: revise, options: {_ANSWER}, max_turns: 2, max_tokens: 110}}",
+    f"environment={{name: revise, options: {_ANSWER}, role: user, max_turns: 2, max_tokens: 130}}",
     "rewards=[{name: environment}]",
 ]
 _SO_FAR = f"{Path(__file__).resolve()}:right_so_far"
@@ -68,6 +72,32 @@ def right_so_far(samples: Sequence[Sample], *, context: Context) -> list[float]:
     """Minus the wrong steps of a response that may be cut, whose last part is not judged."""
     sums = mmrl.load("datasets", "sums")
     return [-float(len(sums.wrong_steps(sample.prompt, sample.text or ""))) for sample in samples]
+
+
+def warmed(out: Path) -> Path:
+    """The model that answers again when it is told to; made where it is not there yet."""
+    model, run = out / "warmed", out / "warm"
+    if not (model / "model.safetensors").exists():
+        for split, count in (("train", 3000), ("heldout", 300)):
+            (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations(split, count)))
+        data = f"data={{name: jsonl, train: {{path: {out}/train.jsonl}}, heldout: {{path: {out}/heldout.jsonl}}}}"
+        sft = ["model.lora=null", data, "algorithm={type: sft}", "train.steps=60", "eval={every: 60, samples: 64}"]
+        train("sums-sft", 0, run, sft)
+        command = [sys.executable, "-m", "mmrl.cli", "export", str(run), "--out", str(model)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return model
+
+
+def conversations(split: str, count: int) -> list[dict[str, list[dict[str, str]]]]:
+    """Right answers, of any cut into steps, to sums, and in half of the records to ``TOLD`` behind a wrong answer."""
+    sums, rng = mmrl.load("datasets", "sums"), random.Random(split)
+    found = list[dict[str, list[dict[str, str]]]]()
+    for n, pair in enumerate(mmrl.load("datasets", "sum_pairs").prompts(split, kind="slips", count=count, seed=1)):
+        sizes = rng.choice([(1, 1, 1), (2, 1), (1, 2), (3,)])
+        said = [pair.text, *([pair.meta["rejected"], TOLD] if n % 2 else []), sums.response(pair, sizes)]
+        roles = ("user", "assistant")
+        found.append({"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]})
+    return found
 
 
 def tokens(run: Path) -> dict[int, float]:
@@ -96,10 +126,11 @@ def measure_here(run: Path, step: str) -> None:
     from mmrl.data.loading import load_prompts
     from mmrl.training.evaluation import Evaluator
 
-    found = find_checkpoint(open_run(run)[1], step)
+    of, directory = open_run(run)
+    found = find_checkpoint(directory, step)
     result = dict[str, float]()
     for way in (["eval.samples_per_prompt=2", "eval.pass_at=[2]"], REVISE):
-        recipe = load_recipe(["sums"], [*COMMON, *way]).recipe
+        recipe = load_recipe(["sums"], [*COMMON, *way, f"model.path={of.model.path}"]).recipe
         context = build(recipe)
         if found is not None:
             found.into("policy", context.policy.load_state_dict)
@@ -149,7 +180,8 @@ def main() -> None:
         measure_here(Path(given.measure[0]), given.measure[1])
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    overrides = [f"train.max_cpu_seconds={given.cpu_seconds:g}", *given.overrides]
+    model = warmed(given.out.resolve())
+    overrides = [f"model.path={model}", f"train.max_cpu_seconds={given.cpu_seconds:g}", *given.overrides]
     results = {seed: of_seed(given.out, seed, given.arms, overrides) for seed in given.seeds}
     kept = {"command": " ".join(sys.argv), "cpu_seconds": given.cpu_seconds, "seeds": results}
     given.results.write_text(json.dumps(kept, indent=1) + "\n")

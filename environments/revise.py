@@ -11,7 +11,7 @@
       max_turns: 2
 
 The episode's reward (``rewards: [{name: environment}]``) is the score of the last answer. ``feedback`` is the text that
-the reward gives beside the score, as judges do; empty where it gives none.
+the reward gives beside the score, as judges do; empty where it gives none. ``{prompt}`` repeats the question.
 
 One reward serves all episodes of a process; one with a model computes on ``device`` (``cpu``), in the process that
 samples. In processes of their own (``environment.isolate``) episodes have rewards without a model only.
@@ -56,8 +56,8 @@ class Environment:
         self._reward, self._options = reward, json.dumps(options or {}, sort_keys=True)
         self.not_apart = _checked(reward, self._options)
         self._enough, self._tries, self._told, self._device, self._timeout = enough, tries, told, device, timeout
-        self._shown(0.0, "")
         self._prompt, self._score, self._answers = Prompt("", ""), 0.0, 0
+        self._shown(0.0, "")
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         self._prompt, self._score, self._answers = prompt, 0.0, 0
@@ -77,11 +77,11 @@ class Environment:
 
     def _shown(self, score: float, feedback: str) -> str:
         try:
-            return self._told.format(score=f"{score:.3g}", feedback=feedback).strip()
+            return self._told.format(score=f"{score:.3g}", feedback=feedback, prompt=self._prompt.text).strip()
         except (LookupError, ValueError) as error:
             raise UserError(
-                f"environment.options.told: {self._told!r} is no text with {{score}} and {{feedback}} ({error}); write "
-                "other braces twice"
+                f"environment.options.told: {self._told!r} is no text with {{score}}, {{feedback}} and {{prompt}} "
+                f"({error}); write other braces twice"
             ) from error
 
 

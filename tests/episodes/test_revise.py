@@ -69,9 +69,9 @@ def test_an_answer_is_scored_and_asked_again_until_it_is_right():
 
 
 def test_the_reward_of_an_episode_is_the_last_score_and_the_rewards_own_text_is_told(own):
-    made = factory({"reward": f"{own}:short", "options": {"most": 2}, "told": "{feedback} {{{score}}}"})
+    made = factory({"reward": f"{own}:short", "options": {"most": 2}, "told": "{feedback} {{{score}}} {prompt}"})
     told = answered(made, "abcd", "abcdefgh")
-    assert told[0].content == "4 characters. {0.5}"
+    assert told[0].content == "4 characters. {0.5} Compute 1+2"
     assert [one.reward for one in told] == [0.5, -0.25]
     assert sum(one.reward for one in told) == 2 / 8
     assert [one.done for one in told] == [False, True]

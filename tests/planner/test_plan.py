@@ -386,6 +386,8 @@ def test_every_shipped_recipe_resolves(name):
         pytest.importorskip("torchvision")
     if recipe.environment is not None and recipe.environment.name.startswith("gymnasium:"):
         pytest.importorskip("minigrid")
+    if recipe.environment is not None and recipe.environment.name.startswith("textarena:"):
+        pytest.importorskip("textarena")
     if recipe.data.name == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
     made = planned(*real(name), name=name)
