@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterator
-from functools import cache
 from importlib import import_module
 from inspect import signature
 from math import inf
@@ -19,20 +18,15 @@ from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
 
-import mmrl
-from mmrl.config.drop_ins import entries
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import json_of
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.untrusted import printable
 
 from .adapter import Adapter
+from .classes import same_weights, verdict
 from .fields import as_json, declared, is_number, latent_channels, plain
 from .prompt_lengths import tokenizer_of
-
-_SAME_WEIGHTS = ("Img2Img", "PAG")
-"""Parts of the names of classes that draw with the weights of the class without that part."""
-
 
 # -- classes ---------------------------------------------------------------------------------------------------------
 
@@ -128,34 +122,16 @@ def _another(family: type[Adapter], path: str, kind: Json) -> str:
             f'"_class_name": "{family.pipeline}" there if it is one'
         )
     said = f"is a {kind}, and this pipeline is for a {family.pipeline} ({family.family})"
-    if fitting := families_of(kind):
-        return f"{said}; set pipeline to {' or '.join(fitting)}"
-    if any(kind.replace(part, "") == family.pipeline for part in _SAME_WEIGHTS):
+    known = verdict(kind)
+    if known.families:
+        return f"{said}; set pipeline to {' or '.join(known.families)}"
+    if same_weights(kind) == family.pipeline:
         return (
             f"{said}. Both draw with the same weights: save it as the other, and set model.path to that folder\n"
             f"  python -c \"import diffusers; diffusers.{family.pipeline}.from_pretrained('{path}')"
             f".save_pretrained('{path.rstrip('/')}-as-text-to-image')\""
         )
-    return f"{said}; there is none for {kind} (docs/families.md lists the families, and says how to add one)"
-
-
-def families_of(kind: str) -> list[str]:
-    """The shipped pipelines that are for a class of diffusers, as a recipe names them."""
-    return sorted(name for name, family in shipped().items() if family.pipeline == kind)
-
-
-@cache
-def shipped() -> dict[str, type[Adapter]]:
-    """The adapter class of every shipped family, by its pipeline's name in a recipe."""
-    found: dict[str, type[Adapter]] = {}
-    for entry in entries("pipelines"):
-        if not entry.name.startswith("diffusion/"):
-            continue
-        module = mmrl.load("pipelines", entry.name)
-        for value in vars(module).values():
-            if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "lora_targets"):
-                found[entry.name] = value
-    return found
+    return f"{said}; there is none for {kind}: {known} (docs/families.md says how to add one)"
 
 
 def _fits(listed: Json, allowed: Collection[type], *, absent: bool) -> bool:

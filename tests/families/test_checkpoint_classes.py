@@ -50,7 +50,7 @@ def exported():
 @pytest.mark.slow
 @pytest.mark.sweep("classes of pipelines")
 def test_every_class_of_diffusers_is_drawn_or_refused_by_name(folders, tmp_path, sweep):
-    from mmrl.pipelines.diffusion.refusals import shipped
+    from mmrl.pipelines.diffusion.classes import shipped
 
     for_class = {family.pipeline for family in shipped().values()}
     pairs = [(kind, family) for kind in exported() for family in FAMILIES]

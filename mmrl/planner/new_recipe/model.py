@@ -12,7 +12,6 @@ from typing import Protocol
 import yaml
 
 import mmrl
-from mmrl.config.drop_ins import entries
 from mmrl.config.errors import did_you_mean
 from mmrl.config.names import missing_model, resolve, shipped_recipes
 from mmrl.core.errors import UserError
@@ -169,9 +168,10 @@ def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
     fitting = [(name, one) for name, one in known.items() if one.pipeline == kind]
     if not fitting:
         classes = sorted({one.pipeline for one in known.values()})
+        why = mmrl.load("pipelines", "diffusion/classes").verdict(kind)
         raise UserError(
-            f"--model: {path} is a {kind}, and no pipeline here is for that{did_you_mean(kind, classes)}  (there are "
-            f"{', '.join(classes)}; docs/families.md says how to add one)"
+            f"--model: {path} is a {kind}, and no pipeline here is for that: {why}{did_you_mean(kind, classes)}  "
+            f"(there are {', '.join(classes)}; docs/families.md says how to add one)"
         )
     name, family = next((one for one in fitting if one[1].edits == edits), fitting[0])
     return FirstModel(
@@ -196,13 +196,7 @@ def _size(path: str, trains: str) -> tuple[int, int] | None:
 
 def _families() -> dict[str, _Family]:
     """The diffusion pipelines by the name in a recipe."""
-    found: dict[str, _Family] = {}
-    for entry in entries("pipelines"):
-        module = mmrl.load("pipelines", entry.name)
-        for value in vars(module).values():
-            if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "lora_targets"):
-                found[entry.name] = getattr(module, value.__name__)
-    return found
+    return mmrl.load("pipelines", "diffusion/classes").shipped()
 
 
 def _recipes_like(path: str, algorithm: str | None) -> list[Shipped]:
