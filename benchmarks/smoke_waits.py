@@ -42,6 +42,7 @@ BUDGETS = {
     "a denoising step of Qwen-Image": Budget(
         libraries={"diffusers/models/transformers/transformer_qwenimage.py": 2}  # with guidance, two predictions
     ),
+    "a denoising step of two models": Budget({"pipelines/diffusion/experts.py": 1}),
     "a slice of pictures": Budget(),
     "a slice of pictures with a reward's gradient": Budget({"mmrl/rewards/scoring.py": 1}),
     "a slice of text": Budget({"mmrl/placement/device_tasks.py": 1}, {"transformers/masking_utils.py": 2}),

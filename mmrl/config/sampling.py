@@ -64,6 +64,8 @@ class Sampling(Section):
     guidance_scale: NonNegative = 1.0
     """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient trains with the same
     scale, because it replays the sampled steps; a forward-process loss has its own scale (algorithm.guidance)."""
+    guidance_scale_2: NonNegative | None = None
+    """Of the model for low noise, where two models predict (Wan 2.2 A14B); None takes guidance_scale for both."""
     negative_prompt: str | None = None
     """The negative prompt of guidance, for prompts without a ``negative_prompt`` of their own. None: the default of the
     diffusers pipeline (the empty text; zeros for SDXL; a space for Qwen-Image)."""

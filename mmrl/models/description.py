@@ -65,6 +65,7 @@ class Description:
     carries. ``too_long``: given prompts, notes on those that are longer than the text encoders read; raises
     ``UserError`` where that may not be (``data.overlong``). ``cache_numbers``: how many numbers a row of so many
     tokens leaves in its caches. ``by_rows``: where the model is sharded, a rank reads only its part of the checkpoint.
+    ``notes``: what else a plan says of it.
     """
 
     pipeline: Pipeline
@@ -76,3 +77,4 @@ class Description:
     cache_numbers: Callable[[float], float] = lambda _: 0.0
     by_rows: bool = False
     too_long: Callable[[Sequence[Prompt]], Sequence[str]] | None = None
+    notes: Sequence[str] = ()

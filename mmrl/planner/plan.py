@@ -430,9 +430,10 @@ def _account(
 
 
 def _carried(made: Plan, description: Description, prompts: list[Sequence[Prompt]]) -> None:
-    """Note what records carry and the recipe does not use, and the problem of a negative prompt without guidance."""
+    """Note what records carry and the recipe does not use, what the pipeline says of itself, and the problem of a
+    negative prompt without guidance."""
     looked_at = [prompt for split in prompts for prompt in _looked_at(split)]
-    made.notes += unread(made.recipe, looked_at, reads_media=description.pipeline.reads_media)
+    made.notes += [*unread(made.recipe, looked_at, reads_media=description.pipeline.reads_media), *description.notes]
     if unused := _unused_negative(prompts, description):
         made.problems.append(unused)
 

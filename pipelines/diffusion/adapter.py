@@ -75,6 +75,8 @@ class Adapter(ABC):
     """The class of diffusers."""
     trains: ClassVar[str] = "transformer"
     """The component that predicts."""
+    also_trains: ClassVar[tuple[str, ...]] = ()
+    """Further components that predict, each at times of its own (``expert``), and train beside it."""
     encoders: ClassVar[tuple[str, ...]]
     """Components that encode text; those a checkpoint lacks are left out."""
     may_lack: ClassVar[tuple[str, ...]] = ()
@@ -100,6 +102,11 @@ class Adapter(ABC):
         self.text_encoders: list[nn.Module] = [encoder for encoder in found if encoder is not None]
         self.vae: nn.Module = pipe.vae
         self._check_scheduler()
+        if sampling.guidance_scale_2 is not None and not self.also_trains:
+            raise UserError(
+                f"sampling.guidance_scale_2: {self.family} has one model that predicts, and it has "
+                "sampling.guidance_scale; remove guidance_scale_2"
+            )
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
@@ -115,10 +122,19 @@ class Adapter(ABC):
             other._schedules, other._at = {}, {}
         return self._at[size]
 
+    @classmethod
+    def trained(cls) -> tuple[str, ...]:
+        """All components that predict and train."""
+        return (cls.trains, *cls.also_trains)
+
     @property
     def model(self) -> nn.Module:
         """The model that predicts, without adapters."""
         return getattr(self.pipe, self.trains)
+
+    def expert(self, timestep: float) -> str:
+        """The component that predicts at a timestep."""
+        return self.trains
 
     @property
     def prepare(self) -> str:
@@ -141,9 +157,14 @@ class Adapter(ABC):
         """Whether sampling combines two predictions."""
         return self.combines and self.sampling.guidance_scale > 1
 
-    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+    def guide(self, negative: Tensor, positive: Tensor, scale: float | Tensor) -> Tensor:
         """One velocity of two, ``[B, ...]``, with guidance ``scale``."""
         return negative + scale * (positive - negative)
+
+    def scale(self, timestep: Tensor, scale: float) -> float | Tensor:
+        """The scale of guidance at timesteps ``[B]``, for which sampling or a loss has ``scale``; to multiply
+        velocities by."""
+        return scale
 
     @classmethod
     def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:

@@ -164,7 +164,7 @@ def _of_checkpoint(family: type[Adapter], path: str) -> Configs:
 
 def _files(family: type[Adapter]) -> dict[str, str]:
     """Where the configuration of each component lies in a checkpoint."""
-    modules = {name: f"{name}/config.json" for name in (family.trains, "vae", *family.encoders)}
+    modules = {name: f"{name}/config.json" for name in (*family.trained(), "vae", *family.encoders)}
     return modules | {"scheduler": "scheduler/scheduler_config.json"}
 
 

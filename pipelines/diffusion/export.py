@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # slow to import
     from peft import PeftModel
 
 FILE = "lora.safetensors"
+SECOND = "pytorch_lora_weights_2.safetensors"
+"""The LoRA of the second of two models, beside diffusers' own file of the first."""
 _SAVE_LORA = "save_lora_weights"
 
 
@@ -49,7 +51,7 @@ def write(adapter: Adapter, policy: nn.Module, recipe: Recipe, out: Path, what: 
 def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
     """Write the pipeline as a diffusers directory in ``dtype``, with what was trained merged in float32."""
     plain = {
-        name: _copy(module, merged_weights(module), dtype) if name in (adapter.trains, "vae") else module
+        name: _copy(module, merged_weights(module), dtype) if name in (*adapter.trained(), "vae") else module
         for name, module in adapter.pipe.components.items()
     }
     kind = type(adapter.pipe)
@@ -74,9 +76,22 @@ def write_lora(adapter: Adapter, policy: PeftModel, base: str, out: Path) -> Non
         return
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     layers = {key.removeprefix("base_model.model."): value.cpu() for key, value in state.items()}
-    named = {"lora_layers": layers, "lora_adapter_metadata": config.to_dict()}
     save: Callable[..., None] = getattr(adapter.pipe, _SAVE_LORA)
-    save(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
+    for name in adapter.trained():
+        own, settings, file = layers, config.to_dict(), {}
+        if adapter.also_trains:
+            own = {key.removeprefix(f"{name}."): value for key, value in layers.items() if key.startswith(f"{name}.")}
+            settings |= {"target_modules": sorted({key.partition(".lora_")[0] for key in own})}
+            file = {"weight_name": SECOND} if name != adapter.trains else {}
+        named = {"lora_layers": own, "lora_adapter_metadata": settings}
+        save(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()}, **file)
+
+
+def loading_code(adapter: Adapter, folder: str) -> str:
+    """Python that has a stock ``pipe`` load what ``write_lora`` wrote into ``folder``."""
+    quoted = _quoted(folder)
+    second = f"pipe.load_lora_weights({quoted}, weight_name={_quoted(SECOND)}, load_into_transformer_2=True)\n"
+    return f"pipe.load_lora_weights({quoted})\n" + (second if adapter.also_trains else "")
 
 
 def loads_lora(adapter: Adapter) -> bool:
@@ -166,14 +181,11 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
         loads = f"pipe.load_lora_weights({_quoted(folder)}, weight_name={_quoted(FILE)})"
         code = {"With diffusers": f"{head}\n{start}{loads}\n{draw}"}
     else:
-        loads = f"{head}\n{start}pipe.load_lora_weights({_quoted(folder)})\n{draw}"
+        loads = f"{head}\n{start}{loading_code(adapter, folder)}{draw}"
         code = {"With diffusers": loads} if loads_lora(adapter) else {}
-        code |= {
-            "With peft": (
-                f"{head}from peft import PeftModel\n\n{start}"
-                f"pipe.{adapter.trains} = PeftModel.from_pretrained(pipe.{adapter.trains}, {_quoted(folder)})\n{draw}"
-            ),
-        }
+        in_peft = f"pipe.{adapter.trains} = PeftModel.from_pretrained(pipe.{adapter.trains}, {_quoted(folder)})\n"
+        if not adapter.also_trains:  # peft's file is of both models, as they are here
+            code |= {"With peft": f"{head}from peft import PeftModel\n\n{start}{in_peft}{draw}"}
     kind = type(pipe).__name__
     tags = [kind] if what == "merged" else [kind, "lora"]
     task = "image-to-image" if adapter.edits else f"text-to-{adapter.makes}"

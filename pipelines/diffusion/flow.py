@@ -37,6 +37,7 @@ from .adapter import Adapter, Schedule
 from .decoding import Decoder
 from .denoiser import Denoiser
 from .describe import tokenizer_of
+from .experts import trained_steps
 from .given import given_of
 from .prompt_lengths import PromptLengths
 
@@ -57,6 +58,8 @@ class FlowPipeline(Denoiser):
         if recipe.algorithm.kind == "policy_gradient":
             self.sizes.refuse_noiseless(self.steps, self._may_carry_noise())
         self.pairs = given_of(self)
+        self.trained_steps = trained_steps(self, self._may_carry_noise())
+        """How many of the steps that may train each of two models predicts in; empty of one model."""
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from .describe import empty_pipeline
 from .flow import FlowPipeline
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
-from .saved_lora import reader
+from .saved_lora import check_experts, reader
 from .sizes import Sizes
 
 _VARIANTS = 64
@@ -95,7 +95,14 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         pictures=int(adapter.edits),
         by_rows=True,
         too_long=pipeline.lengths_of_prompts.said_of,
+        notes=[_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else [],
     )
+
+
+def _steps_of(counts: Mapping[str, int]) -> str:
+    """How the steps that train are divided among two models."""
+    said = ", ".join(f"{name} predicts in {count}" for name, count in counts.items())
+    return f"of {sum(counts.values())} denoising steps that may train {said}"
 
 
 def _assemble(
@@ -106,6 +113,13 @@ def _assemble(
     if (frames is None) != (family.makes == "image"):
         edit = "say how many frames a clip has" if frames is None else "it makes pictures; remove it"
         raise UserError(f"sampling.frames: {family.family}: {edit}")
+
+    if family.also_trains and (recipe.train.backend == "fsdp" or recipe.train.context_parallel > 1):
+        key = "backend" if recipe.train.backend == "fsdp" else "context_parallel"
+        raise UserError(
+            f"train.{key}: {family.family} has two models, of which a row meets the one of its time, and ranks that "
+            f"divide them would wait for each other; remove train.{key}"
+        )
 
     def unusable(reason: str) -> str:
         said = f"model.path: {path} cannot be used as a {family.family}: {reason}"
@@ -146,7 +160,8 @@ def _attend(model: nn.Module, recipe: Recipe) -> None:
 
 def _dtypes(family: type[Adapter], recipe: Recipe) -> dict[str, torch.dtype]:
     frozen = getattr(torch, recipe.model.dtype)
-    return {"default": frozen, "vae": torch.float32, family.trains: frozen if recipe.model.lora else torch.float32}
+    of_trained = frozen if recipe.model.lora else torch.float32
+    return {"default": frozen, "vae": torch.float32} | dict.fromkeys(family.trained(), of_trained)
 
 
 def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.DiffusionPipeline:
@@ -204,6 +219,7 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if saved := saved_adapter(lora):
+        check_experts(adapter, saved)
         policy = adapted(adapter.model, saved, recipe.model.path, reader(adapter))
     else:
         check_rank(adapter.model, lora.rank)

@@ -70,7 +70,7 @@ class Predictor:
         if scale <= 1:
             return self.predicted(x, timestep, features)
         negative, positive = self.predicted(torch.cat([x, x]), torch.cat([timestep] * 2), features).chunk(2)
-        return self.adapter.guide(negative, positive, scale)
+        return self.adapter.guide(negative, positive, self.adapter.scale(timestep, scale))
 
     def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         """The ``velocity`` of the rows as they are."""

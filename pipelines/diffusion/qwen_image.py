@@ -80,7 +80,7 @@ class QwenImageAdapter(PackedAdapter):
         embeds = states[0, begins:] * mask.unsqueeze(1).to(states.dtype)
         return {"embeds": embeds.to(self.device), "mask": mask.to(self.device)}
 
-    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+    def guide(self, negative: Tensor, positive: Tensor, scale: float | Tensor) -> Tensor:
         combined = packed(super().guide(negative, positive, scale))
         length = packed(positive).norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return unpacked(combined * length, tuple(positive.shape[1:]))

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Collection, Iterator
 from importlib import import_module
 from inspect import signature
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def variant_of(family: type[Adapter], path: str) -> str | None:
     """The variant of the weights in the folder ``path`` (``fp16``) where some component has no others; None where all
     have plain ones, or where ``path`` is no folder here."""
     needed = set[str]()
-    for name in (family.trains, "vae", *family.encoders):
+    for name in (*family.trained(), "vae", *family.encoders):
         found = [_WEIGHTS.fullmatch(file.name) for file in Path(path, name).glob("*")]
         variants = {match["variant"] for match in found if match}
         if variants and None not in variants:
@@ -90,7 +91,7 @@ def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
     wrong = [
         f"model.path: {path} has a {_named(index.get(name))} as its {name}, and the {name} of a {family.pipeline} is a "
         f"{' or a '.join(sorted(one.__name__ for one in allowed[name]))}; give a checkpoint that has one"
-        for name in (family.trains, "vae", *family.encoders)
+        for name in (*family.trained(), "vae", *family.encoders)
         if not _fits(index.get(name), allowed[name], absent=name in family.may_lack)
     ]
     wrong += [
@@ -168,19 +169,18 @@ def check_fields(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> No
 
 
 def _fixed(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> Iterator[str]:
-    config = getattr(pipe, family.trains).config
-    for name, allowed in family.fixed.items():
-        value = config.get(name)
+    for part, (name, allowed) in product(family.trained(), family.fixed.items()):
+        value = getattr(pipe, part).config.get(name)
         if plain(value) not in allowed:
             yield (
-                f"{family.trains}/config.json says {name}: {as_json(value)}, which is a model of another kind: "
+                f"{part}/config.json says {name}: {as_json(value)}, which is a model of another kind: "
                 f"{family.pipeline} draws with {name}: {' or '.join(map(as_json, allowed))}; give one that has it"
             )
 
 
 def _numbers(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> Iterator[str]:
     """Numbers that are none; diffusers would fail at the first forward, or the last."""
-    for name in (family.trains, "vae"):
+    for name in (*family.trained(), "vae"):
         model = getattr(pipe, name)
         for key, parameter in signature(type(model).__init__).parameters.items():
             value = plain(model.config.get(key))

@@ -52,6 +52,24 @@ def _converted(adapter: Adapter, model: nn.Module, saved: SavedAdapter) -> Conve
     return config, {f"{PREFIX}{name}": value for name, value in own.items()}
 
 
+def check_experts(adapter: Adapter, saved: SavedAdapter) -> None:
+    """Raises ``UserError`` where ``saved`` lacks the LoRA of one of several models that train."""
+    if not adapter.also_trains:
+        return
+    from safetensors import safe_open
+
+    with safe_open(saved.weights, framework="pt") as file:
+        found = {name.removeprefix(PREFIX).partition(".")[0] for name in file.keys()}  # noqa: SIM118
+    if saved.peft and not {*adapter.trained()} - found:
+        return
+    lacks = " and ".join(sorted({*adapter.trained()} - found)) if saved.peft else "the names of its models"
+    raise UserError(
+        f"model.lora.path: {saved.weights} lacks {lacks}, and {adapter.family} has a LoRA for each of "
+        f"{' and '.join(adapter.trained())}; give the folder that mmrl export --what lora wrote, or remove "
+        "model.lora.path, and new ones are trained"
+    )
+
+
 def convert(adapter: Adapter, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights by the names of the model, and alphas of modules that are not multiplied into them, as diffusers converts
     the ``tensors`` of a file. Raises ``ValueError`` for what is left out, and what diffusers raises."""

@@ -27,7 +27,7 @@ from .flow import FlowPipeline
 
 
 class WanAdapter(EulerAdapter):
-    """Final class."""
+    """One model that predicts at all times."""
 
     makes = "video"
     family = "Wan"
@@ -48,11 +48,16 @@ class WanAdapter(EulerAdapter):
     )
 
     def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
+        self.check_index(pipe)
         super().__init__(pipe, sampling, device)
+
+    @classmethod
+    def check_index(cls, pipe: diffusers.DiffusionPipeline) -> None:
+        """Raises ``UserError`` where ``model_index.json`` says that it is another kind of Wan."""
         if pipe.config["boundary_ratio"] is not None:
             raise UserError(
-                "model.path: this is a Wan 2.2 of two models, each for times of its own, and one model is what is "
-                "trained here; give a checkpoint of Wan 2.1 text-to-video or of Wan 2.2 TI2V-5B"
+                "model.path: this is a Wan 2.2 of two models, each for times of its own (boundary_ratio in "
+                "model_index.json); set pipeline to diffusion/wan22_a14b"
             )
 
     @classmethod

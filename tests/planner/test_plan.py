@@ -292,6 +292,7 @@ LARGE = (
     "wan21-1.3b",
     "flux-kontext",
     "wan22-ti2v-5b",
+    "wan22-a14b",
 )
 """Recipes whose step takes half a minute and more to imagine."""
 SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-gsm8k", "qwen25-0.5b-long", "qwen25-vl-3b")

@@ -38,5 +38,6 @@ def settings(family, folder, kind, lora):
         "eval": {"every": 2, "samples": 2, "grid": 2},
         "checkpoint": {"every": 2},
         **KINDS[kind],
+        **({"algorithm": {"type": "draft", "last_steps": 3}} if (family, kind) == ("wan22_a14b", "pathwise") else {}),
         **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if wan else {}),
     }

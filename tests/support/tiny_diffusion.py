@@ -48,10 +48,10 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
     """Save a pipeline of ``family`` (the name of its module) into ``folder``, its weights large enough to matter."""
     torch.manual_seed(seed)
     pipe = globals()[f"_{family}"]()
-    predicts = getattr(pipe, "unet", None) or pipe.transformer
+    predicts = [getattr(pipe, name, None) for name in ("unet", "transformer", "transformer_2")]
     with torch.no_grad():
-        for p in predicts.parameters():  # output layers that start at zero would leave nothing to compare
-            if p.ndim >= 2:
+        for p in torch.nn.ModuleList([one for one in predicts if one is not None]).parameters():
+            if p.ndim >= 2:  # output layers that start at zero would leave nothing to compare
                 p.add_(0.02 * torch.randn_like(p))
     pipe.save_pretrained(folder)
     return folder
@@ -266,6 +266,12 @@ def _wan22_ti2v():
     patches = {"patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
     vae = {"is_residual": True, "decoder_base_dim": 12, "scale_factor_temporal": 4} | patches
     return _wan(channels=8, vae=vae, expand_timesteps=True)
+
+
+def _wan22_a14b():
+    """Wan 2.2 A14B: two models, here with the first of three steps for that of high noise."""
+    second = _wan().transformer
+    return _wan(transformer_2=second, boundary_ratio=0.9)
 
 
 def _sana():

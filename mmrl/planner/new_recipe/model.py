@@ -52,6 +52,7 @@ class _Family(Protocol):
 
     pipeline: str
     trains: str
+    also_trains: tuple[str, ...]
     makes: str
     edits: bool
 
@@ -173,7 +174,9 @@ def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
             f"--model: {path} is a {kind}, and no pipeline here is for that: {why}{did_you_mean(kind, classes)}  "
             f"(there are {', '.join(classes)}; docs/families.md says how to add one)"
         )
-    name, family = next((one for one in fitting if one[1].edits == edits), fitting[0])
+    two = index.get("boundary_ratio") is not None  # models, each for noise of its own
+    fitting.sort(key=lambda one: (one[1].edits != edits, bool(one[1].also_trains) != two))
+    name, family = fitting[0]
     return FirstModel(
         path, path, _MADE[family.makes], name, f"model_index.json: {kind}", size=_size(path, family.trains)
     )
