@@ -40,7 +40,6 @@ import mmrl
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Sample
 
-PROMPTS = 512
 COMMON = [
     "train.prompts_per_step=16",
     "train.group_size=8",
@@ -110,16 +109,16 @@ def tokens(run: Path) -> dict[int, float]:
     return found
 
 
-def measure(run: Path, step: str) -> dict[str, float]:
+def measure(run: Path, step: str, prompts: int) -> dict[str, float]:
     """The held-out figures of a checkpoint; kept in the run's folder."""
-    kept = run / f"proof-{step}.json"
+    kept = run / f"proof-{step}-{prompts}.json"
     if not kept.exists():
-        command = [sys.executable, __file__, "--measure", str(run), step]
+        command = [sys.executable, __file__, "--measure", str(run), step, "--prompts", str(prompts)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return json.loads(kept.read_text())
 
 
-def measure_here(run: Path, step: str) -> None:
+def measure_here(run: Path, step: str, prompts: int) -> None:
     """The work of ``measure``, in this process."""
     from mmrl.app.build import build, find_checkpoint, open_run
     from mmrl.config.loader import load_recipe
@@ -135,7 +134,7 @@ def measure_here(run: Path, step: str) -> None:
         if found is not None:
             found.into("policy", context.policy.load_state_dict)
         evaluator = Evaluator(context, load_prompts(recipe, "heldout"))
-        row, made, _ = evaluator.score(PROMPTS if way is REVISE else 2 * PROMPTS)
+        row, made, _ = evaluator.score(prompts if way is REVISE else 2 * prompts)
         if way is REVISE:
             played = [sample.episode for sample in made.samples if sample.episode is not None]
             written = [sum(len(turn.action.tokens) for turn in one.turns) for one in played]
@@ -143,25 +142,27 @@ def measure_here(run: Path, step: str) -> None:
             result |= {"last": row["reward/environment"], "tokens": mean(written), "first of two": mean(first)}
         else:
             result |= {"first": row["reward/number/correct"], "either": row["pass@2/number"]}
-    (run / f"proof-{step}.json").write_text(json.dumps(result, indent=1))
+    (run / f"proof-{step}-{prompts}.json").write_text(json.dumps(result, indent=1))
 
 
-def of_seed(out: Path, seed: int, arms: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, float]]:
+def of_seed(
+    out: Path, seed: int, arms: Sequence[str], prompts: int, overrides: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """The figures of each arm; ``before`` is the model that all begin with."""
     runs, found = {arm: out / f"{arm}-{seed}" for arm in arms}, dict[str, dict[str, float]]()
     for arm, run in runs.items():
         train("sums", seed, run, [*COMMON, *ARMS[arm], *overrides])
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         spent = {"cpu_seconds": rows[-1]["perf/cpu_seconds"], "steps": len(rows), "written": max(tokens(run).values())}
-        found[arm] = spent | measure(run, "latest")
+        found[arm] = spent | measure(run, "latest", prompts)
         print(f"seed {seed}, {arm}: {found[arm]}", flush=True)
-    found["before"] = {"cpu_seconds": 0.0, "steps": 0, "written": 0.0} | measure(runs[arms[0]], "base")
+    found["before"] = {"cpu_seconds": 0.0, "steps": 0, "written": 0.0} | measure(runs[arms[0]], "base", prompts)
     if {"one_turn", "revise"} <= {*arms}:
         most = min(found["one_turn"]["written"], found["revise"]["written"])
         for arm in ("one_turn", "revise"):
             saved = [n for n, so_far in tokens(runs[arm]).items() if so_far <= most and n % 5 == 0]
             at = max(saved, default=0)
-            known = measure(runs[arm], str(at) if at else "base")
+            known = measure(runs[arm], str(at) if at else "base", prompts)
             found[f"equal/{arm}"] = {"cpu_seconds": 0.0, "steps": at, "written": tokens(runs[arm]).get(at, 0.0)} | known
     return found
 
@@ -171,18 +172,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=[*ARMS])
     parser.add_argument("--cpu-seconds", type=float, default=120.0, help="of training, an arm")
+    parser.add_argument("--prompts", type=int, default=512, help="held-out ones")
     parser.add_argument("--out", type=Path, default=Path("runs/revise"))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "proof_revise.json")
     parser.add_argument("--measure", nargs=2, help="only evaluate this run's checkpoint (used by the command itself)")
     parser.add_argument("overrides", nargs="*", help="a.b=c")
     given = parser.parse_args()
     if given.measure:
-        measure_here(Path(given.measure[0]), given.measure[1])
+        measure_here(Path(given.measure[0]), given.measure[1], given.prompts)
         return
     given.out.mkdir(parents=True, exist_ok=True)
     model = warmed(given.out.resolve())
     overrides = [f"model.path={model}", f"train.max_cpu_seconds={given.cpu_seconds:g}", *given.overrides]
-    results = {seed: of_seed(given.out, seed, given.arms, overrides) for seed in given.seeds}
+    results = {seed: of_seed(given.out, seed, given.arms, given.prompts, overrides) for seed in given.seeds}
     kept = {"command": " ".join(sys.argv), "cpu_seconds": given.cpu_seconds, "seeds": results}
     given.results.write_text(json.dumps(kept, indent=1) + "\n")
     for arm in next(iter(results.values())):
