@@ -312,8 +312,4 @@ class Environment:
             told.append(Observation(picture if self._show else "It is drawn.", call_id=call.id))
             if not self._show:
                 told.append(Observation(picture, hidden=True))
-        if not action.calls:
-            told = [Observation(done=True)]
-            if not self._drawn:  # rewards see black where nothing was drawn
-                told.append(Observation(Image.new("RGB", self.drawer.size), hidden=True))
-        return told
+        return told or [Observation(done=True)]

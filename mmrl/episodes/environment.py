@@ -28,13 +28,17 @@ Answer: TypeAlias = "Observation | Sequence[Observation] | Content | None"
 
 class Drawer(Protocol):
     """Abstract. A model that draws, which all episodes of a device share: an environment has it as ``drawer``. ``what``
-    it is and its ``bytes`` are for the plan. Each method may be called from any thread."""
+    it is and its ``bytes`` are for the plan; ``size``: width and height of its pictures. Each method may be called from
+    any thread."""
 
     @property
     def what(self) -> str: ...
 
     @property
     def bytes(self) -> int: ...
+
+    @property
+    def size(self) -> tuple[int, int]: ...
 
     def at(self, device: str) -> None:
         """Draw there from now on."""

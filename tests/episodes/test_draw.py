@@ -132,9 +132,7 @@ def test_calls_of_a_tool_draw(options, drawer):
     assert "there is no tool paint" in told[2].content
     assert [one.done for one in world.step(Action("That is it."))] == [True]
     world.reset(Prompt("p", "brief"), 1)
-    done, black = world.step(Action("I draw nothing."))
-    assert done.done
-    assert (black.hidden, np.asarray(black.content).max()) == (True, 0)
+    assert [one.done for one in world.step(Action("I draw nothing."))] == [True]
 
 
 def played(options, folder, texts, at=99, **more):
@@ -168,6 +166,16 @@ def test_rewards_alone_see_a_hidden_picture(options, drawer, tmp_path):
     assert all((np.asarray(of.image) == wanted).all() for of in (one, other))  # a group has one noise
     assert (np.asarray(open_image(episodes[0].pictures[0])) == wanted).all()
     assert pipeline.samples(rows, frozenset({"text"}))[0].image is None
+
+
+def test_rewards_see_black_where_nothing_was_drawn(options, drawer, tmp_path, monkeypatch):
+    def fails(*_):
+        raise ValueError("no picture")
+
+    monkeypatch.setattr(type(drawer), "draw", fails)
+    pipeline, rows = played(options, tmp_path, TEXTS[:1])
+    (one, _) = pipeline.samples(rows, frozenset({"image"}))
+    assert (one.episode.end, one.image.size, np.asarray(one.image).max()) == ("failed", (32, 32), 0)
 
 
 @pytest.mark.parametrize("at", [1, 2])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from PIL.Image import Image
+from PIL.Image import Image, new
 from torch import Tensor, nn
 
 from mmrl.algorithms.objective import Kind
@@ -426,7 +426,7 @@ class LanguagePipeline:
             Sample(
                 slot.prompt,
                 sample,
-                image=_last_picture(one) if drawn else None,
+                image=self._last_picture(one) if drawn else None,
                 text=text,
                 truncated=was_cut,
                 begun=begun,
@@ -434,6 +434,12 @@ class LanguagePipeline:
             )
             for slot, sample, text, was_cut, one in zip(rows.slots, rows.ids, texts, cut, episodes, strict=True)
         ]
+
+    def _last_picture(self, episode: Episode | None) -> Image:
+        """The picture that an episode drew last; black where it drew none, or failed before."""
+        drawer = None if self.world is None else self.world.drawer
+        pictures = [] if episode is None else episode.pictures
+        return open_image(pictures[-1]) if pictures else new("RGB", (64, 64) if drawer is None else drawer.size)
 
     def token_values(self, row: TextRows, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         starts = [0] if row.episodes is None else row.episodes[0].starts
@@ -620,12 +626,6 @@ class LanguagePipeline:
         if self.pairs is not None and self.pairs.scores:
             return scoring.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
         return export.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
-
-
-def _last_picture(episode: Episode | None) -> Image | None:
-    """The picture that an episode drew last; a failed one may have none."""
-    pictures = [] if episode is None else episode.pictures
-    return open_image(pictures[-1]) if pictures else None
 
 
 def keep_episodes(pipeline: object, folder: Path, replayed: int | None = None) -> Journal | None:
