@@ -219,7 +219,7 @@ def test_every_choice_is_said_once_with_its_reason_and_fits(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_SHORT)
 def test_what_the_next_larger_gpu_would_change_is_said_where_it_would(name):
-    changes = {note.partition(":")[0] for note in case(name).notes if "; on t4-16g it would be " in note}
+    changes = {note.partition(":")[0] for note in case(name).notes if "; on rtx3070-8g it would be " in note}
     assert changes == CASES[name][3]
 
 
@@ -275,7 +275,7 @@ def test_where_nothing_fits_the_smallest_is_taken_and_the_smallest_gpu_named(nam
     assert made.recipe.model.gradient_checkpointing
     (problem,) = [problem for problem in made.problems if "Try:" in problem]
     assert "model.gradient_checkpointing" not in problem
-    assert "(t4-16g is the smallest of those in docs/gpus.md that holds it)" in problem
+    assert "(rtx3070-8g is the smallest of those in docs/gpus.md that holds it)" in problem
 
 
 def test_nothing_is_planned_twice_for_equal_recipes():
@@ -301,7 +301,7 @@ def test_few_rows_are_planned_where_they_are_long():
 
 
 def test_the_smallest_gpu_is_one_that_holds_the_peak():
-    for need, name in ((1, "t4-16g"), (20, "l4-24g"), (70, "a100-80g"), (150, "b200-180g")):
+    for need, name in ((1, "rtx3070-8g"), (11, "rtx5070-12g"), (20, "l4-24g"), (70, "a100-80g"), (150, "b200-180g")):
         made = Plan(load_recipe(["sums"]).recipe, "cuda", H100.memory, gpu=H100)
         made.phases = [PhaseMemory("train", {"working memory": need * 2**30})]
         problem = list(edits(made, made.phases[0]))[-1]
