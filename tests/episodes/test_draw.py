@@ -264,7 +264,8 @@ def test_what_one_model_for_all_does_not_allow(options):
     with pytest.raises(RecipeError, match=r"performance\.compile: "):
         load_recipe(["draw-shapes"], [*section(options), "performance.compile=true"])
     (problem,) = plan(load_recipe(["draw-shapes"], [*section(options), "environment.isolate=true"])).problems
-    assert problem.startswith("environment.isolate: one model draws for all episodes of a device; set")
+    assert problem.endswith("one model draws for all episodes of a device; set environment.isolate to false")
+    assert not plan(load_recipe(["draw-shapes"], [*section(options), "environment.isolate=false"])).problems
 
 
 def test_a_reward_for_pictures_needs_an_environment_that_draws(options):

@@ -26,7 +26,6 @@ CARRIED: dict[str, str] = {
     "mmrl/families/text/meta_model.py: data: …; shorten them or take them out of the data, raise the limit, o": PLANNED,
     "mmrl/models/text/given.py: pipeline: … writes text, and … trains a score; set pipeline: llm/score": "tests/training/test_offline.py::test_a_model_of_the_other_kind_is_refused[changes2-pipeline: llm/score]",
     "mmrl/step/step_metrics.py: rollout.max_gap: … log-probs … apart in sampling and in training, with": "tests/step/test_gap.py::test_a_run_stops_where_the_cached_forward_disagrees[edit0-True]",
-    "environments/draw.py: lower ….batch, or set placement.sleep to true": "memory that runs out is caused by a test, and no edit of a recipe ends that",
     "pipelines/diffusion/loading.py: performance.compile: on a CPU torch.compile needs a C++ compiler, and ": "tests/models/test_compile.py::test_without_a_compiler_it_says_so",
     "pipelines/diffusion/negative.py: sampling.negative_prompt: …; remove sampling.negative_prompt": PLANNED,
     "pipelines/diffusion/predictor.py: algorithm.guidance: this … makes one prediction and combines no two, s": "tests/families/test_families.py::test_a_model_of_one_prediction_has_no_guidance_in_its_loss[flux]",
@@ -72,6 +71,7 @@ BY_HAND: dict[str, str] = {
     "mmrl/inference/vllm.py: vLLM takes adapters of rank … at most, not …; lower model.lora.rank": "tests/config/test_edits_by_hand.py::test_vllm_takes_an_adapter_of_a_lower_rank",
     "mmrl/inference/weight_files.py: rollout.weight_transport is shm: the weights take … of …, which has … ": "tests/config/test_edits_by_hand.py::test_weights_go_through_files_where_memory_has_no_room",
     "mmrl/episodes/isolated.py: environment.isolate: … cannot be imported in a process of its own: …; ": "tests/episodes/test_isolated_environments.py::test_a_file_that_cannot_be_imported_again_is_named",
+    "mmrl/episodes/loading.py: environment.isolate: …; set environment.isolate to false": "tests/episodes/test_draw.py::test_what_one_model_for_all_does_not_allow",
     "mmrl/episodes/world.py: environment.history: …; set environment.history to keep": "tests/episodes/test_episodes.py::test_a_template_that_changes_what_was_told_is_refused",
     "mmrl/episodes/world.py: set environment.role to auto": "tests/config/test_edits_by_hand.py::test_answers_of_an_environment_are_shown_in_a_role_of_the_template",
     "mmrl/episodes/world.py: set environment.options.show to false": "tests/episodes/test_draw.py::test_what_cannot_be_is_refused_in_the_plan",
@@ -140,6 +140,7 @@ exist is a test of ``tests/config/test_messages.py``."""
 NOT_HERE: dict[str, str] = {
     "mmrl/inference/vllm_server.py: rollout.weight_transport: auto tried … between trainer and vLLM, which": "asks for two GPUs; tests/inference/test_weight_groups.py ends such a trial, and tests/inference/test_vllm.py sends weights through shm",
     "mmrl/app/verify/__init__.py: … drew its samples without seeds (rollout.reproducible: false), so no ": "asks for a new run of vLLM or SGLang; tests/app/test_verify.py repeats runs with seeds",
+    "environments/draw.py: lower ….batch, or set placement.sleep to true": "memory that runs out is caused by a test, and no edit of a recipe ends that",
     "environments/openenv.py: start it for more sessions, or lower train.prompts_per_step": "asks for another start of somebody's server; tests/episodes/test_openenv.py has the message of one that is full",
     "mmrl/models/text/chat.py: the model reads only text; take a vision-language model and set pipeli": "asks for another model; the other tests of tests/episodes/test_episode_pictures.py play with models that see",
 }
