@@ -214,7 +214,7 @@ def evaluate(
         typer.Option(metavar="0,0.5,1", help="Scale the adapter of a LoRA run; the report shows the curve and a grid."),
     ] = None,
 ) -> None:
-    """Measure a run on held-out prompts; prints JSON (docs/json.md), and nothing else on stdout."""
+    """Measure a run on held-out prompts; prints JSON (docs/reference/json.md), and nothing else on stdout."""
     use_threads_of(run)
     with json_alone() as write:
         if lora_strength is not None:

@@ -1,5 +1,5 @@
 """Shared code of the commands: reading a recipe and its overrides, ``k=v`` options, threads, the console,
-and one JSON document on stdout with nothing else there: what ``--json`` promises to a script (docs/json.md)."""
+and one JSON document on stdout with nothing else there: what ``--json`` promises (docs/reference/json.md)."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/json.md), and nothing else.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document (docs/reference/json.md), and nothing else.")
+]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A plan as JSON data, for scripts (``mmrl plan --json``; docs/json.md has the keys)."""
+"""A plan as JSON data, for scripts (``mmrl plan --json``; docs/reference/json.md has the keys)."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def _differing(groups: Sequence[Group]) -> dict[str, list[Json]]:
 
 
 def as_json(found: Comparison) -> JsonObject:
-    """The comparison as JSON data (docs/json.md)."""
+    """The comparison as JSON data (docs/reference/json.md)."""
     return {
         "measure": found.measure,
         "makes": found.makes,

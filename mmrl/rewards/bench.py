@@ -74,7 +74,7 @@ class Measured:
         return [row.file for row in self.rows if row.note.startswith(what)]
 
     def as_json(self) -> JsonObject:
-        """For ``--json`` (docs/json.md)."""
+        """For ``--json`` (docs/reference/json.md)."""
         scores, times = self.scores, [row.seconds for row in self.rows if row.seconds is not None]
         return {
             "reward": self.reward,
