@@ -32,6 +32,12 @@ PRETENDED = pytest.StashKey[str]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pretend-cuda", action="store_true", help="run the tests of a CUDA device that is pretended")
     parser.addoption(
+        "--few",
+        type=int,
+        metavar="N",
+        help="of a slow test run N of its cases at most: the first, the last, some between",
+    )
+    parser.addoption(
         "--long-sweeps", action="store_true", help="sweeps try many inputs, for minutes (tests/support/sweeps.py)"
     )
 
@@ -56,6 +62,17 @@ def only_pretended(config: pytest.Config, items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason=why))
 
 
+def beyond(most: int, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The slow tests that are further cases of their function than ``most``, which are spread evenly over all."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of in cases.values():
+        kept = {round(n * (len(of) - 1) / max(1, most - 1)) for n in range(most)}
+        yield from (item for n, item in enumerate(of) if n not in kept)
+
+
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is long is slow. Leave out what passed in another environment, where ``MMRL_TESTS_PASSED`` names the report
@@ -66,6 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("long") or config.getoption("long_sweeps"):
             item.add_marker(pytest.mark.timeout(0))  # none: these take as long as they take
+    if most := config.getoption("few"):
+        left_out = set(beyond(most, items))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     if report := os.environ.get("MMRL_TESTS_PASSED"):
         lines = Path(report).read_text(encoding="utf-8", errors="replace").splitlines()
         passed = {line.removeprefix("PASSED ").strip() for line in lines if line.startswith("PASSED ")}
