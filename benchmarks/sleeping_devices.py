@@ -128,7 +128,7 @@ class SleepingDevices(MultiDevice):
         """What each device did last."""
         self.context: Any = SimpleNamespace(
             rewards=SimpleNamespace(on_device=[*judges], call_by=self._called_by),
-            recipe=SimpleNamespace(threads=None, rollout=SimpleNamespace(in_process=True)),
+            recipe=SimpleNamespace(threads=None, rollout=SimpleNamespace(in_process=True), environment=None),
             pipeline=SimpleNamespace(encode=lambda slots: [], features=SimpleNamespace(release=lambda keys: None)),
             controller=SimpleNamespace(gather=lambda mine: [mine], rank=0),
             policy=SimpleNamespace(weights=SimpleNamespace(width=1, stages=None, lockstep=False)),

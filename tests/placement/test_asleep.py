@@ -393,7 +393,7 @@ def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not
     if sleep:
         rewards.sleep()
     several = MultiDevice([], Placement(type="colocate", sleep=sleep))
-    recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(in_process=True))
+    recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(in_process=True), environment=None)
     compute = SimpleNamespace(device=torch.device("cpu"))
     run = SimpleNamespace(rewards=rewards, recipe=recipe, compute=compute)
     run.pipeline = SimpleNamespace(sleep=lambda: None)

@@ -135,7 +135,7 @@ def test_a_device_that_fails_outside_its_task_is_heard_and_not_waited_for(monkey
         MultiDevice([], Placement()),
         SimpleNamespace(rewards=SimpleNamespace(on_device=[], call_by=lambda *_: None)),
     )
-    run.recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(in_process=True))
+    run.recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(in_process=True), environment=None)
     several.open(run)  # type: ignore[arg-type]
     assert several.cpu_seconds(run) > 0  # type: ignore[arg-type]
     before = getattr(several._board, where)

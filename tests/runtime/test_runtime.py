@@ -209,23 +209,29 @@ def score(samples, *, context):
     held = Path(__file__).with_suffix(".held")
     if context.step == 1 and any(s.id.slot % 2 for s in samples) and not held.exists():
         held.touch()
-        pipe = os.fsencode(Path(__file__).with_suffix(".pipe"))
-        ctypes.PyDLL(None).open(pipe, os.O_RDONLY)  # with the lock held
+        pipe = os.open(Path(__file__).with_suffix(".pipe"), os.O_RDWR)
+        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)  # with the lock held
     return [float(len(sample.text or "") % 2) for sample in samples]
 """
 
 
 def holding(out, *overrides):
-    """A run with the scores of ``start``, whose reward once, in step 2, holds Python's lock until ``let_go``."""
+    """A run with the scores of ``start``, whose reward holds the lock in step 2 once, until its pipe is written."""
     reward = out.parent / "holds.py"
     reward.write_text(HOLDS)
     os.mkfifo(reward.with_suffix(".pipe"))
     return start(out, f'rewards=[{{name: "{reward}:score"}}]', "controllers=2", *overrides)
 
 
-def let_go(out):
-    """The reward opens a pipe, and waits for one who writes."""
-    os.close(os.open(out.parent / "holds.pipe", os.O_WRONLY | os.O_NONBLOCK))
+def held(process, out, timeout=300):
+    """The writing end of the pipe that the reward waits for with the lock held, once it does."""
+    deadline = time.monotonic() + timeout
+    while True:
+        with contextlib.suppress(OSError):  # nobody reads yet
+            return os.open(out.parent / "holds.pipe", os.O_WRONLY | os.O_NONBLOCK)
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
 
 
 def heard(process, words, timeout=300):
@@ -254,8 +260,11 @@ def kill_of_ray(process, name):
 def test_a_reward_that_holds_the_lock_is_waited_for_and_a_killed_raylet_is_replaced(one, tmp_path):
     out = tmp_path / "run"
     process = holding(out)
+    pipe = held(process, out)
+    process.stdout.read()  # on a busy machine it may have given no sign for as long before
     said = heard(process, "no sign of life")
-    let_go(out)
+    os.write(pipe, b".")
+    os.close(pipe)
     wait_for(process, out, 2)
     said += process.stdout.read()
     assert re.search(r"\d of 2 .* has given no sign of life for \d\d+ s; it waits for something", said), said
