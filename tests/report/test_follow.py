@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -120,7 +121,8 @@ def test_the_terminal_says_where_the_page_is_and_how_the_run_ended(run):
 def test_ctrl_c_ends_the_page_and_not_the_run(run):
     with RunDir.create(run.path, resume=True) as training:
         command = [sys.executable, "-m", "mmrl", "report", str(run.path), "--follow"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts behind it does not
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
             assert "refreshes itself" in process.stdout.readline()
             assert "127.0.0.1" in process.stdout.readline()
             process.send_signal(signal.SIGINT)
