@@ -92,7 +92,8 @@ def killed(process, out, victim, name="device 1 of controller 1 of 2"):
     printed = process.communicate(timeout=400)[0]
     assert process.returncode == 0, printed
     assert re.search(rf"{name} .*died", printed), printed
-    assert re.search(r"(resuming|start again) after step [12]", printed), printed
+    # The row of a step may be there before its checkpoint is.
+    assert re.search(r"(resuming|start again) after step [12]|no checkpoint yet: starting", printed), printed
     assert "done: 3 steps" in printed
 
 
