@@ -23,6 +23,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from tests.support.carried_table import BY_HAND, CARRIED  # noqa: E402
+from tests.support.hangs import Watch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PRETENDED = pytest.StashKey[str]()
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Watch(distributed=hasattr(config, "workerinput")))
     if config.getoption("pretend_cuda"):
         from tests.support import pretend
 

@@ -1,7 +1,6 @@
 """Weights on their way to an engine in other processes: their files, their dtype, and where the files lie."""
 
 import itertools
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from mmrl.core.errors import UserError
 from mmrl.families.text.engine_sampling import _sending
 from mmrl.inference import weight_files
 from mmrl.inference.weight_files import Room, checkpoint_dtypes, place_for, transport_for, write_weights
+from tests.support.ranks import warm
 
 
 def written(folder, weights, most=weight_files.BUCKET_BYTES, dtypes=None):
@@ -171,10 +171,9 @@ def asked(memory, need, all_there, all_asked, out):
 
 
 def test_processes_that_ask_at_once_get_no_more_than_there_is(tmp_path):
-    context = multiprocessing.get_context("fork")
-    out, all_there, all_asked = context.Queue(), context.Barrier(6), context.Event()
+    out, all_there, all_asked = warm.Queue(), warm.Barrier(6), warm.Event()
     need = int(shutil.disk_usage(tmp_path).free * 0.4)
-    started = [context.Process(target=asked, args=(tmp_path, need, all_there, all_asked, out)) for _ in range(6)]
+    started = [warm.Process(target=asked, args=(tmp_path, need, all_there, all_asked, out)) for _ in range(6)]
     for one in started:
         one.start()
     had = [out.get(timeout=120) for _ in started]
