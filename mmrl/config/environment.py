@@ -25,6 +25,9 @@ class Environment(Section):
     """What a turn sees of the turns before. ``keep``: the tokens as they were sampled and told, thoughts too.
     ``template``: the conversation as the chat template shows it anew, without the thoughts of earlier turns for many
     models; what is read anew trains behind its own beginning, at most ``max_turns`` texts of an episode."""
+    history_length: Few | None = None
+    """So many of the turns before are seen, behind the prompt. None: all. With fewer than there were a turn is read anew,
+    and trains behind its own beginning, at most ``max_turns`` texts of an episode."""
     max_turns: Few = 6
     """Turns of the policy in an episode at most."""
     max_tokens: Count = 2048

@@ -311,7 +311,8 @@ class _Stage:
         how, most = self._how, self._how.section.max_pictures
         contents = [observation.parts for observation in told if not observation.hidden]
         try:
-            before = len(one.images) + len(one.request.media) - len(one.prompt.media)
+            before = len(one.request.media) - len(one.prompt.media)
+            before += sum(len(pictures_of(turn.contents)) for turn in one.past)
             if (n := before + len(pictures_of(contents))) > most:
                 raise ValueError(f"the environment showed {n} pictures, and environment.max_pictures is {most}")
             said, action = how.teller.told(contents), one.turns[-1].action
@@ -332,12 +333,13 @@ class _Stage:
         self._ask(one)
 
     def _anew(self, one: Played, read: list[int]) -> Retold | None:
-        """Its conversation as the chat template shows it now; None where that is what the policy would ``read``."""
-        teller = self._how.teller
-        if not teller.renews:
+        """Its conversation as the policy is shown it now; None where that is what it would ``read``."""
+        teller, first = self._how.teller, len(one.past) - (self._how.section.history_length or len(one.past))
+        if not teller.renews and first <= 0:
             return None
-        said = teller.retold(one.asked, one.past)
-        return None if said.behind(one.request.prompt_ids) == read else said
+        past = one.past[max(0, first) :]
+        said = teller.retold(one.asked, past) if teller.renews else teller.last(past)
+        return None if said.behind(one.request.prompt_ids) == read else said.later(max(0, first))
 
     def _left(self, one: Played, read: int) -> int:
         """Tokens that the episode may still have where the policy has ``read`` so many, with the prompt."""

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from PIL import Image
 
+from mmrl.config.environment import Environment
 from mmrl.config.schema import Recipe
 from mmrl.core.episode import Observation
 from mmrl.core.errors import BadPromptError, UserError
@@ -58,7 +59,7 @@ class World:
         self.plays = True
         """Whether episodes are played; a plan takes the longest one as one turn, ``texts`` times, and one slot's
         beginning for all."""
-        self.texts = self._section.max_turns if self._section.history == "template" else 1
+        self.texts = self._section.max_turns if reads_anew(self._section) else 1
         """The texts at most that an episode has in an update."""
         self.journal: Journal | None = None
         """Keeps what the environment answers, where a run has one."""
@@ -132,6 +133,12 @@ class World:
         """The prompt as the data has it, which ``reset`` is given."""
         known = self._shown.get(SampleId(slot.step, slot.index, slot.attempt, 0))
         return slot.prompt if known is None else known[0]
+
+
+def reads_anew(section: Environment) -> bool:
+    """Whether a turn may read another beginning than the turn before it."""
+    most = section.history_length or section.max_turns
+    return section.history == "template" or most < section.max_turns - 1
 
 
 def _shown_first(prompt: Prompt, told: Sequence[Observation], most: int) -> Prompt:

@@ -254,6 +254,22 @@ def test_pictures_are_shown_again_where_thoughts_are_left_out(path, worlds):
     assert torch.equal(replayed(pipeline, rows)[mask], rows.rejoined(found)[mask])
 
 
+def test_of_earlier_turns_only_the_last_are_seen(path, worlds):
+    written = ["I look", "And on", "Once more", "It is red"]
+    pipeline, rows = rows_of(path, worlds, written, history_length=1)
+    texts = rows.sequences
+    assert len(texts) == 3 * len(rows)
+    assert [len(row.tokens) < rows.responses[0] for row in (texts.rows([1]), texts.rows([2]))] == [True, True]
+    found = replayed(pipeline, texts)
+    for number in range(len(texts)):
+        episode, row, first = texts.episodes[number], texts.rows([number]), number % 3
+        seen = replace(episode, turns=episode.turns[first : first + 2])
+        assert (
+            gap_to_whole(pipeline, inputs_of(pipeline, rows.slots[number // 3].prompt, seen), row, found[number]) < 2e-5
+        )
+        assert len(row.tokens[row.action_mask]) == sum(len(t.action.tokens) for t in seen.turns[first > 0 :])
+
+
 def inputs_of(pipeline, prompt, episode):
     """The model's arguments for the whole conversation, by its processor."""
 

@@ -525,6 +525,26 @@ def test_thoughts_of_earlier_turns_are_left_out_and_every_turn_trains_behind_wha
         assert list(request.prompt_ids) == apart.tokens[first : first + segment.start].tolist()
 
 
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_a_turn_sees_the_prompt_and_so_many_turns_before_it(tmp_path, history):
+    changes = [change.replace("history: template", f"history: {history}") for change in told_anew(tmp_path, FORGETS, 4)]
+    loaded = load_recipe(["sums"], [*changes, "environment.history_length=1"])
+    turns = [(text, True, "stop") for text in ("so </think>4", "x </think>5", "6", "7")]
+    pipeline, script, rows = played(loaded, turns)
+    saved, apart, (row,) = pipeline.conditioner.saved, rows.sequences, rows.episodes
+    asked = "<|im_start|>user\nCompute 1+2\n\nGuess a number from 1 to 9.<|im_end|>\n<|im_start|>assistant\n"
+    for n in (2, 3):
+        before, told = row.turns[n - 1].action.text, row.turns[n - 1].told[0].text
+        before = before.split("</think>")[-1] if history == "template" else before
+        seen = f"{asked}{before}<|im_end|>\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n"
+        assert saved.decode(script.requests[n].prompt_ids) == seen
+    assert rows.tokens[rows.action_mask].tolist() == [t for one in row.turns for t in one.action.tokens]
+    written = [(n, s) for n, of in enumerate(apart.segments) for s in of if s.kind == "written"]
+    for request, (n, segment) in zip(script.requests, written, strict=True):
+        first = apart.offsets[n]
+        assert list(request.prompt_ids) == apart.tokens[first : first + segment.start].tolist()
+
+
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_log_probs_of_a_conversation_told_anew_are_those_of_each_text_alone(tmp_path, packing):
     loaded = load_recipe(["sums"], [*told_anew(tmp_path, FORGETS), f"train.packing={packing}"])

@@ -38,6 +38,10 @@ class Retold(NamedTuple):
     gone: int
     parts: list[tuple[int, Told]]
 
+    def later(self, turns: int) -> Retold:
+        """The same, of turns that are behind ``turns`` others."""
+        return self._replace(parts=[(turn + turns, told) for turn, told in self.parts])
+
     def behind(self, prompt: Sequence[int]) -> list[int]:
         """All tokens; ``prompt``: those of the whole one."""
         return [*prompt[: len(prompt) - self.gone], *(token for _, part in self.parts for token in part.tokens)]
@@ -68,6 +72,14 @@ class Teller:
             return self._retold(prompt, past)
         except BadPromptError as error:
             raise TemplateFaultError(f"after {len(past)} turns: {error.reason}") from error
+
+    def last(self, past: Sequence[Past]) -> Retold:
+        """The whole prompt, and the turns ``past`` as they were written and told."""
+        parts = list[tuple[int, Told]]()
+        for n, turn in enumerate(past):
+            wrote = list(turn.tokens)
+            parts += [(n, Told(wrote, wrote)), (n + 1, turn.told.behind(wrote, self.chat.stop_tokens))]
+        return Retold(0, parts)
 
     def _retold(self, prompt: Prompt, past: Sequence[Past]) -> Retold:
         chat, role = self.chat, self._role
