@@ -89,6 +89,7 @@ if TYPE_CHECKING:  # the drop-in folders join the package at run time
         relevance,
         shapes,
         vbench,
+        verifiers,
         votes,
     )
     from rewards import reward_model as model_reward
@@ -117,6 +118,7 @@ else:
         relevance,
         shapes,
         vbench,
+        verifiers,
         votes,
     )
     from mmrl.rewards import reward_model as model_reward
@@ -176,6 +178,7 @@ FUNCTIONS: list[RewardFunction] = [
     partial(colour.target, rgb=(255, 0, 0)),
     constraints.score,
     environment.score,
+    verifiers.score,
     jpeg.compressibility,
     jpeg.incompressibility,
     motion.looks,
