@@ -26,8 +26,8 @@ class Environment(Section):
     ``template``: the conversation as the chat template shows it anew, without the thoughts of earlier turns for many
     models; what is read anew trains behind its own beginning, at most ``max_turns`` texts of an episode."""
     history_length: Few | None = None
-    """So many of the turns before are seen, behind the prompt. None: all. With fewer than there were a turn is read anew,
-    and trains behind its own beginning, at most ``max_turns`` texts of an episode."""
+    """So many of the turns before are seen, behind the prompt. None: all. Where that leaves turns out, a turn is read
+    anew, and trains behind its own beginning, at most ``max_turns`` texts of an episode."""
     max_turns: Few = 6
     """Turns of the policy in an episode at most."""
     max_tokens: Count = 2048
