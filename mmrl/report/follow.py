@@ -110,9 +110,24 @@ class _Handler(PageHandler):
         return self.refuse(404, "there is nothing here")
 
 
+def _wait_for(run: Path) -> None:
+    """Wait for a run that is not there yet to begin. A folder that has something else is none."""
+    there = run.exists() and any(run.iterdir())
+    if there or run.is_file():
+        return
+    print(f"there is no run in {run} yet; waiting for it to begin (Ctrl-C ends the page)", flush=True)
+    while not (RunDir(run).resolved.is_file() and RunDir(run).owner() is not None):
+        time.sleep(EVERY_S / 4)
+
+
 def follow(run: Path, port: int = 0) -> None:
-    """Serve the report of ``run`` until the run ends or Ctrl-C; prints the address and how it ended. Raises
-    ``UserError``."""
+    """Serve the report of ``run`` until the run ends or Ctrl-C, once it has begun; prints the address and how it ended.
+    Raises ``UserError``."""
+    try:
+        _wait_for(run)
+    except KeyboardInterrupt:
+        print("\nno run began")
+        return
     with FollowServer(run, port) as server, server.in_thread():
         try:
             print(f"the report of {run}, which refreshes itself while the run trains; open in a browser here:")

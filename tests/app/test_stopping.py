@@ -86,7 +86,7 @@ def test_a_terminal_that_is_closed_does_not_lose_the_step(tmp_path):
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, "-m", "mmrl.cli", *words])
     os.set_blocking(terminal, False)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while len(read(out / "metrics.jsonl")) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)

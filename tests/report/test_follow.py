@@ -5,6 +5,7 @@ import http.client
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,33 @@ def test_the_terminal_says_where_the_page_is_and_how_the_run_ended(run):
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=\S{32}", address)
     assert ended == f"the run has ended: finished; its report: {run.report}"
     assert "connect-src" not in run.report.read_text()
+
+
+def test_the_page_may_be_there_before_its_run(run, tmp_path):
+    later, said = tmp_path / "later", io.StringIO()
+
+    def train():
+        while "waiting for it to begin" not in said.getvalue():
+            time.sleep(0.01)
+        training = RunDir.create(later)
+        for file in run.path.iterdir():
+            if file.is_file() and not (later / file.name).exists():
+                shutil.copy(file, later)
+        while "http" not in said.getvalue():
+            time.sleep(0.01)
+        Ended("finished", 20).write(later)
+        training.close()
+
+    training = threading.Thread(target=train)
+    training.start()
+    with contextlib.redirect_stdout(said):
+        follow(later)
+    training.join()
+    assert said.getvalue().splitlines()[-1].startswith("the run has ended: finished")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("none")
+    with pytest.raises(UserError, match="there is no run in"):
+        follow(tmp_path / "other")
 
 
 @pytest.mark.slow
