@@ -1,15 +1,17 @@
 """The proof of worlds that nobody here wrote, several seeds: how often a small vision-language model reaches the green
-square of MiniGrid's ``Empty-Random-5x5``, and a small language model finds the number of TextArena's
-``GuessTheNumber``, before and after RL.
+square of MiniGrid's ``Empty-Random-5x5``, and a small language model answers a question of reasoning-gym within three
+tries, or finds the number of TextArena's ``GuessTheNumber``, before and after RL.
 
     python benchmarks/proof_world.py --seeds 0 1 2
+    python benchmarks/proof_world.py --recipe reasoning-gym --seeds 0 1 2
     python benchmarks/proof_world.py --recipe guess-number --seeds 0 1 2
 
-For MiniGrid the model of ``scenes-zoom`` first learns from drawn moves how a move is written (3 CPU-minutes of
-``tools/make_models/scenes_moves.py``), and nothing of where to go: that is ``before``. Each seed then trains the recipe
-from there. Every run is resumable. Success is the share of held-out worlds, which RL never drew, in which the square is
-reached within 20 moves, or the number is found within five guesses; the interval is of paired differences, the same
-worlds before and after.
+For MiniGrid the model of ``scenes-zoom`` first learns from drawn moves how a move is written, and to see where the
+triangle is (4 CPU-minutes of ``tools/make_models/scenes_moves.py``), and nothing of where to go: that is ``before``.
+Each seed then trains the recipe from there; that of reasoning-gym begins with SFT itself, and ``before`` is behind it.
+Every run is resumable. Success is the share of held-out worlds, which RL never drew, in which the square is reached
+within 20 moves, the answer is right within three, or the number is found within five guesses. Of the questions only
+those count that no prompt of training asks. The interval is of paired differences, the same worlds before and after.
 """
 
 from __future__ import annotations
@@ -42,8 +44,20 @@ def reached(run: Path) -> tuple[list[float], list[float]]:
     before, after = (
         dict(zip(row["prompts"], row["values"]["reward/environment"], strict=True)) for row in (rows[0], rows[-1])
     )
-    least = LEAST.get(run.name.rpartition("-")[0], 0.0)
-    return [float(before[name] > least) for name in before], [float(after[name] > least) for name in before]
+    of = run.name.rpartition("-")[0]
+    least, counted = LEAST.get(of, 0.0), new_questions(run) if of == "reasoning-gym" else before.keys()
+    names = [name for name in before if name in counted]
+    return [float(before[name] > least) for name in names], [float(after[name] > least) for name in names]
+
+
+def new_questions(run: Path) -> set[str]:
+    """The held-out questions that no prompt of training asks."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.data.loading import load_prompts
+
+    recipe = load_recipe([run / "resolved.json"]).recipe
+    asked = {prompt.text for prompt in load_prompts(recipe, "train")}
+    return {prompt.id for prompt in load_prompts(recipe, "heldout") if prompt.text not in asked}
 
 
 def figures(run: Path) -> dict[str, float]:
@@ -54,6 +68,7 @@ def figures(run: Path) -> dict[str, float]:
     return {
         "cpu_seconds": rows[-1]["perf/cpu_seconds"],
         "steps": len(rows),
+        "worlds": len(rises),
         "before": mean(before),
         "after": mean(after),
         "rise": mean(rises),
@@ -64,7 +79,7 @@ def figures(run: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="minigrid", choices=["minigrid", "guess-number"])
+    parser.add_argument("--recipe", default="minigrid", choices=["minigrid", "reasoning-gym", "guess-number"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/world"))
     parser.add_argument("overrides", nargs="*", help="a.b=c")
