@@ -25,6 +25,7 @@ from mmrl.core.checkpoint_reader import PartState, Saved
 from mmrl.core.errors import NotFiniteError, UserError
 from mmrl.core.json_types import as_integer
 from mmrl.core.transfer import arrived, to_device, to_host
+from mmrl.models.gradient_check import GradientCheck
 from mmrl.models.optimizers import as_kept, as_saved, optimizer_of
 from mmrl.models.weights import Replicated, Weights
 
@@ -75,6 +76,7 @@ class Policy:
         self.trainable = self.weights.mine
         self.performance = performance or Performance()
         stepped = [self.trainable[name] for name in self.weights.stepped]
+        self._gradients, self._rows = GradientCheck(module, self.weights.stepped), False
         self.optimizer = optimizer_of(stepped, settings, self.performance)
         self._device = next((p.device for p in self.trainable.values()), torch.device("cpu"))
         away = self._device.type != "cpu"
@@ -195,15 +197,19 @@ class Policy:
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+        self._rows = True
 
     def apply(self) -> dict[str, float]:
         """Clip, take the optimizer step, clear the gradients.
 
         Raises ``NotFiniteError`` where the gradient or, at the first update, a weight is not finite, before a weight is
-        touched, and where the weights are not finite after the step.
+        touched, and where the weights are not finite after the step. Raises ``UserError`` where a weight would never
+        learn (``mmrl.models.gradient_check``).
         """
         self.put_away()
         self.weights.gather_gradients()
+        self._gradients.check({name: p.grad for name, p in self.trainable.items()}, rows=self._rows)
+        self._rows = False
         norm = self.weights.norm()
         if not torch.isfinite(norm):
             held = nan_check.first({k: p.grad for k, p in self.trainable.items() if p.grad is not None})

@@ -127,6 +127,11 @@ class Adapter(ABC):
         """All components that predict and train."""
         return (cls.trains, *cls.also_trains)
 
+    def weights_without_gradient(self) -> dict[str, str]:
+        """Parts of names of weights, whole between dots, that the architecture never reads, each with the reason. Other
+        weights that train and get no gradient stop the run."""
+        return {}
+
     @property
     def model(self) -> nn.Module:
         """The model that predicts, without adapters."""

@@ -36,6 +36,7 @@ from mmrl.core.json_types import JsonObject, as_list, as_object, as_text
 from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
 from mmrl.core.whole_weights import whole_weights
 from mmrl.models.description import Component, Description, Phase
+from mmrl.models.gradient_check import excuse
 from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 
 from .adapter import Adapter
@@ -136,6 +137,7 @@ def _assemble(
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
     _attend(adapter.model, recipe)
     policy = _trainable(adapter, recipe)
+    excuse(policy, adapter.weights_without_gradient())
     with refused(unusable):
         return FlowPipeline(adapter, policy, recipe, device)
 

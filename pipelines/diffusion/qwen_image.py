@@ -62,6 +62,11 @@ class QwenImageAdapter(PackedAdapter):
         width = text_width(pipe.text_encoder)
         yield "joint_attention_dim", config["joint_attention_dim"], width, f"a text encoder of width {width}"
 
+    def weights_without_gradient(self) -> dict[str, str]:
+        last = f"transformer_blocks.{self.model.config['num_layers'] - 1}"  # type: ignore[index]
+        why = "the last block's text is dropped"
+        return {f"{last}.attn.to_add_out": why, f"{last}.txt_mlp": why}
+
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         begins = self.pipe.prompt_template_encode_start_idx
         ids = tokenizers["text_encoder"](self.pipe.prompt_template_encode.format(text), verbose=False).input_ids

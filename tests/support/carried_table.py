@@ -121,6 +121,7 @@ BY_HAND: dict[str, str] = {
     "pipelines/llm/chat.py: model.path: the tokenizer of … has no chat template, so the format of ": "tests/config/test_edits_by_hand.py::test_a_tokenizer_gets_a_chat_template",
     "pipelines/vlm/chat.py: model.path: the processor of … has no chat template, so the format of ": "tests/models/test_chat_templates.py::test_a_vision_model_takes_a_template_too",
     "rewards/geneval.py: the prompt's meta is not GenEval's (…); read evaluation_metadata.jsonl": "tests/config/test_edits_by_hand.py::test_geneval_reads_the_meta_that_data_give",
+    "mmrl/models/gradient_check.py: name these modules in model.freeze (pictures: set model.lora, with tar": "tests/models/test_gradient_check.py::test_a_layer_that_nothing_reads_stops_the_run_by_name",
 }
 """The message, and the test that causes it and makes its edits."""
 
