@@ -33,7 +33,7 @@ from mmrl.data.loading import in_order, load_prompts
 from mmrl.data.sampler import Chosen
 from mmrl.inference.this_machine import check_features, choose_device
 from mmrl.logging.rundir import RunDir
-from mmrl.models import performance
+from mmrl.models import performance, quantized
 from mmrl.models.context_parallel import InContext
 from mmrl.models.policy import Policy, snapshot_name
 from mmrl.models.protocol import Pipeline, of_text
@@ -121,7 +121,11 @@ def build(
 def _settled_device(recipe: Recipe) -> torch.device:
     """The recipe's device, with its settings made. Raises ``UserError`` for what this machine cannot do."""
     device = choose_device(recipe.device)
-    if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
+    refused = [
+        *performance.refusals(recipe, performance.ability(str(device))),
+        *quantized.refusals(recipe, device.type),
+    ]
+    if refused:
         raise UserError("\n".join(refused))
     performance.settle(recipe.performance, device, recipe.model.dtype)
     if recipe.threads:

@@ -72,6 +72,12 @@ def check(recipe: Recipe, out: Path, what: str) -> None:
             f"--what {what}: this run trained all weights (its recipe has no model.lora), so there is no adapter to "
             "write; use --what merged"
         )
+    if what == "merged" and recipe.model.quantize is not None:
+        raise UserError(
+            f"--what merged: the base of this run is in {recipe.model.quantize}, and nothing is merged into that; use "
+            "--what lora, which names the base it is for (merged into the plain base it draws or writes a little "
+            "differently)"
+        )
     if what == "lora-file" and recipe.sampling.type == "text":
         raise UserError("--what lora-file: is for programs that draw pictures; use --what lora for a language model")
     refuse_taken(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from mmrl.config.algorithm_settings import ResponseSettings, TurnSettings
+from mmrl.config.algorithm_settings import CriticSettings, ResponseSettings, TurnSettings
 from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.midway_checks import of_midway
 from mmrl.config.moving_checks import of_moving
@@ -408,6 +408,26 @@ def _performance(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _quantized(recipe: Recipe) -> Iterator[str]:
+    if (kind := recipe.model.quantize) is None:
+        return
+    if recipe.train.backend != "replicated":
+        yield (
+            f"model.quantize: weights in {kind} are not divided over devices; set train.backend to replicated, or "
+            "remove model.quantize"
+        )
+    if not recipe.rollout.in_process:
+        yield (
+            f"model.quantize: {recipe.rollout.engine_name} would sample from a base that is not in {kind}, and "
+            "training computes with another; remove rollout, or model.quantize"
+        )
+    if isinstance(recipe.algorithm, CriticSettings):
+        yield (
+            f"model.quantize: the critic of {recipe.algorithm.type} trains all weights of a copy of the base, and "
+            f"those in {kind} cannot train; set algorithm.type to grpo, or remove model.quantize"
+        )
+
+
 def _labels(recipe: Recipe) -> Iterator[str]:
     counts = Counter(label_of(r.name, r.label) for r in [*recipe.rewards, *recipe.eval.rewards])
     for label, n in counts.items():
@@ -426,7 +446,7 @@ def _weights(recipe: Recipe) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
-    *(_device, _sampler, _groups, _batches, _performance, _pairs, _unused, _normalize, _scores),
+    *(_device, _sampler, _groups, _batches, _performance, _quantized, _pairs, _unused, _normalize, _scores),
     *(of_midway, of_environment, _of_drawing, of_placement, of_moving, _labels, _weights, of_evaluation),
 )
 """What is checked of several sections together, whatever is sampled."""

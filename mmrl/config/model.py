@@ -12,6 +12,8 @@ from mmrl.config.chat_template import checked
 from mmrl.config.dtype import Dtype
 from mmrl.config.section import Count, Section
 
+Quantize = Literal["int8", "fp8", "nf4"]
+
 
 class Lora(Section):
     """Low-rank adapters on the policy's linear layers; the base weights stay frozen."""
@@ -45,6 +47,9 @@ class Model(Section):
     resolved when the recipe is read."""
     lora: Lora | None = None
     """None trains all weights of the policy."""
+    quantize: Quantize | None = None
+    """With LoRA: keep the frozen linear layers of the blocks in 8 bits (``int8`` or ``fp8``, by torchao) or 4 (``nf4``,
+    by bitsandbytes). They take a half, or little more than a quarter, of bfloat16's memory, and more time."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time. ``auto``, or no value: on a GPU where the
     plan is faster with it, or does not fit without it."""
@@ -70,4 +75,9 @@ class Model(Section):
             yield (
                 "model.dtype: the gradients of float16 underflow without loss scaling, which is not built; "
                 "use bfloat16, or float32"
+            )
+        if self.quantize is not None and self.lora is None:
+            yield (
+                f"model.quantize: all weights train, and weights in {self.quantize} cannot; set "
+                "model.lora={rank: 32}, or remove model.quantize"
             )

@@ -33,6 +33,8 @@ _LIBRARIES = {
 HARMLESS = re.compile(
     # which class a component is: other libraries read it, and diffusers' own files name it otherwise
     r"The config attributes \{'architectures': \[[^\]]*\]\} were passed"
+    # checkpoints that torchao saved, which nothing here reads; its kernels of GPUs, which nothing here calls
+    r"|Unable to import `torchao` Tensor objects|Failed to load \S+torchao\S+\.so"
 )
 """What a user can do nothing about, each with its reason."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")

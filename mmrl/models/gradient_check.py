@@ -22,8 +22,8 @@ _NAMED = 4
 
 
 def excuse(module: nn.Module, parts: Mapping[str, str]) -> None:
-    """Say which weights of ``module`` its architecture never reads: parts of their names, whole between dots, each with
-    the reason."""
+    """Say which weights of ``module`` get no gradient by its architecture: parts of their names, whole between dots,
+    each with the reason. A module around it excuses them too."""
     setattr(module, _EXCUSED, dict(parts))
 
 
@@ -36,7 +36,7 @@ class GradientCheck:
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
-        excused: Mapping[str, str] = getattr(module, _EXCUSED, {})
+        excused = {part for one in module.modules() for part in getattr(one, _EXCUSED, ())}
         self._left: dict[str, list[str]] = {}
         for name in names:
             if not any(f".{part}." in f".{name}." for part in excused):

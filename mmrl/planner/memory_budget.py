@@ -15,6 +15,7 @@ from mmrl.config.schema import Recipe
 from mmrl.core.sizes import size as amount
 from mmrl.models.description import Beside, Component, Description
 from mmrl.models.policy import snapshot_name
+from mmrl.models.quantized import quantized_layers
 from mmrl.models.sharded import blocks
 from mmrl.planner.device_roles import judges_beside_sampling, sleeps
 from mmrl.planner.fake_tensors import nbytes
@@ -25,7 +26,8 @@ from mmrl.planner.plan_data import PHASES, PhaseMemory, Plan, Role
 @dataclass(frozen=True)
 class Size:
     """Bytes that one device keeps; of trained weights its shard. In addition ``gathered`` when it computes without the
-    other ranks, and ``gathered_blocks`` in a training slice. ``whole``: what is then sharded."""
+    other ranks, and ``gathered_blocks`` in a training slice. ``whole``: what is then sharded. ``as_loaded``: before it
+    is quantised."""
 
     parameters: int
     trained_parameters: int
@@ -35,6 +37,7 @@ class Size:
     gathered: int = 0
     gathered_blocks: int = 0
     whole: int = 0
+    as_loaded: int = 0
 
 
 def sizes_of(
@@ -49,12 +52,16 @@ def sizes_of(
         trained = [p for p in parameters if p.requires_grad]
         frozen = [p for p in parameters if not p.requires_grad]
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in frozen or trained})
+        packed = quantized_layers(component.module)
+        total = nbytes([*parameters, *component.module.buffers()])
+        plain = sum(layer.in_features * layer.out_features * layer.dtype.itemsize for layer in packed)
         sizes[id(component)] = Size(
-            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in parameters) + sum(layer.in_features * layer.out_features for layer in packed),
             sum(p.numel() for p in trained),
-            nbytes([*parameters, *component.module.buffers()]),
+            total,
             nbytes(trained),
-            ", ".join(dtypes),
+            ", ".join([*dtypes, *sorted({layer.kind for layer in packed})]),
+            as_loaded=total + plain - nbytes(b for layer in packed for b in layer.buffers()) if packed else 0,
         )
         if trained and shards > 1:
             whole, dtype = sizes[id(component)], getattr(torch, gathered)
@@ -192,8 +199,10 @@ def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> Pha
     for component in description.components:
         if not offloads(made) or "train" in component.needed:
             size = sizes[id(component)]
-            whole = size.whole or size.total
-            once = whole if not made.by_rows else -(-whole // ranks) if megatron else size.total
+            # the host quantises what it has read, before anything is on a device
+            before = size.as_loaded if made.device == "cpu" else 0
+            whole = size.whole or before or size.total
+            once = whole if before or not made.by_rows else -(-whole // ranks) if megatron else size.total
             weights[component.role] = weights.get(component.role, 0) + once
     parts = {
         **weights,

@@ -40,7 +40,7 @@ from mmrl.families.text.pipeline import LanguagePipeline
 from mmrl.inference import own_class, sampling_options, this_machine
 from mmrl.logging.metrics import read_numbers
 from mmrl.models import context_parallel as context
-from mmrl.models import performance
+from mmrl.models import performance, quantized
 from mmrl.models.description import Description
 from mmrl.models.megatron import mapping
 from mmrl.models.protocol import Pipeline, recorded_steps
@@ -97,7 +97,7 @@ def _planned(
     made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus, episodes=episodes)
     made.notes += _about_dtype(made, loaded.chose_dtype)
     has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
-    made.problems += performance.refusals(recipe, has)
+    made.problems += [*performance.refusals(recipe, has), *quantized.refusals(recipe, has.type)]
     made.problems += _on_this_machine(made)
     made.problems += (wrong := own_class.problems(recipe))
     made.problems += sampling_options.problems(recipe)

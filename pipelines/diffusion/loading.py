@@ -38,6 +38,7 @@ from mmrl.core.whole_weights import whole_weights
 from mmrl.models.description import Component, Description, Phase
 from mmrl.models.gradient_check import excuse
 from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
+from mmrl.models.quantized import quantize
 
 from .adapter import Adapter
 from .caching import cache_of
@@ -136,6 +137,8 @@ def _assemble(
     if recipe.model.gradient_checkpointing:
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
     _attend(adapter.model, recipe)
+    if recipe.model.quantize:
+        quantize(adapter.model, recipe.model.quantize)
     policy = _trainable(adapter, recipe)
     excuse(policy, adapter.weights_without_gradient())
     with refused(unusable):

@@ -61,6 +61,12 @@ def test_an_excused_layer_does_not():
     assert not torch.equal(module.blocks[1].weight, before)
 
 
+def test_an_excused_part_of_a_module_inside_does_not():
+    module = nn.Sequential(_Two("blocks.1"))
+    excuse(module[0], {"blocks.0": "its output is dropped"})
+    _update(_policy(module))
+
+
 def test_an_excuse_is_of_whole_parts_of_a_name():
     module = _Two("blocks.1")
     excuse(module, {"locks.0": "", "blocks.0.weigh": ""})

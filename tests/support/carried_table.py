@@ -122,6 +122,9 @@ BY_HAND: dict[str, str] = {
     "pipelines/vlm/chat.py: model.path: the processor of … has no chat template, so the format of ": "tests/models/test_chat_templates.py::test_a_vision_model_takes_a_template_too",
     "rewards/geneval.py: the prompt's meta is not GenEval's (…); read evaluation_metadata.jsonl": "tests/config/test_edits_by_hand.py::test_geneval_reads_the_meta_that_data_give",
     "mmrl/models/gradient_check.py: name these modules in model.freeze (pictures: set model.lora, with tar": "tests/models/test_gradient_check.py::test_a_layer_that_nothing_reads_stops_the_run_by_name",
+    "mmrl/models/quantized.py: model.quantize: … is of …, which is not here; …, or remove model.quant": "tests/models/test_quantized.py::test_without_the_package_it_is_refused_with_the_command",
+    "mmrl/models/quantized.py: model.quantize: … has no kernels for …; remove model.quantize": "tests/models/test_quantized.py::test_a_device_without_kernels_is_refused",
+    "mmrl/models/quantized.py: model.quantize: … has no linear layers in its blocks to quantise (it m": "tests/models/test_quantized.py::test_without_blocks_there_is_nothing_to_quantise",
 }
 """The message, and the test that causes it and makes its edits."""
 

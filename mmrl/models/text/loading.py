@@ -17,7 +17,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_weights
 from mmrl.core.library_loading import check_size, refused
 from mmrl.core.whole_weights import whole_weights
+from mmrl.models.gradient_check import excuse
 from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
+from mmrl.models.quantized import quantize
 from mmrl.models.text.conditioner import Tokenizer
 from mmrl.models.text.row_loading import load_rows
 
@@ -29,6 +31,11 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 _VISION = r".*(visual|vision_tower|vision_model|vision_encoder|multi_modal_projector|connector).*"
 
 
+_WITHOUT_GRADIENT = {
+    "indexer": "it chooses which tokens attention reads (DeepSeek 3.2), and the choice has no gradient",
+    "expert_bias": "it is added to what experts are chosen by, and the choice has no gradient",
+    "e_score_correction_bias": "the same by another name",
+}
 _EXPORTED = "exported_generation_config"
 _READ_PADDING = ("rwkv",)
 """Kinds of models that know no attention mask."""
@@ -128,8 +135,11 @@ def exported_config(model: PreTrainedModel) -> GenerationConfig:
 
 def open_weights(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     """Unfreeze the weights that the recipe trains, in float32. Raises ``UserError`` where the recipe names a module or
-    an attention that the model does not have."""
+    an attention that the model does not have, or a quantisation that it cannot have."""
     _attend(model, recipe)
+    excuse(model.base_model, _WITHOUT_GRADIENT)
+    if recipe.model.quantize:
+        quantize(model, recipe.model.quantize)
     if recipe.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.base_model.register_forward_pre_hook(_checkpoint_graphs)

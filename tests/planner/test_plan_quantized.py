@@ -1,0 +1,63 @@
+"""The plan counts the bytes of a quantised base as they are."""
+
+import pytest
+import torch
+
+import mmrl
+from mmrl.config.schema import Recipe
+from mmrl.models.quantized import QuantizedLinear
+from mmrl.planner.memory_budget import sizes_of
+from tests.support import tiny
+from tests.support.families import recipe as of_pictures
+from tests.support.text import recipe as of_text
+from tests.support.tiny_diffusion import SHAPES
+
+PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+BYTES = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}
+"""Of a weight, without the scales of rows."""
+
+
+def _quantized(recipe, kind):
+    model = recipe.model.model_copy(update={"quantize": kind})
+    return Recipe.model_validate(recipe.model_copy(update={"model": model}).model_dump(mode="json"))
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    folder = tiny.language_model(tmp_path_factory.mktemp("model"))
+    text = of_text(folder, model={"lora": {"rank": 4, "alpha": 8}, "dtype": "bfloat16"})
+    return {"text": text, "pictures": of_pictures("sd3", {"sd3": SHAPES})}
+
+
+def _real_bytes(tensor):
+    """Bytes of what a tensor is made of: one that holds others says the bytes that it stands for."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_real_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    state = getattr(tensor, "quant_state", None)
+    return tensor.untyped_storage().nbytes() + (0 if state is None else state.absmax.nbytes)
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+@pytest.mark.parametrize("made_of", ["text", "pictures"])
+def test_the_plan_has_the_bytes_of_the_real_tensors(recipes, made_of, kind):
+    pytest.importorskip(PACKAGES[kind])
+    recipe = _quantized(recipes[made_of], kind)
+    family = mmrl.load("pipelines", recipe.pipeline)
+    policy = family.build(recipe, recipe.model.path, torch.device("cpu")).policy
+    tensors = {t.untyped_storage().data_ptr(): t for t in [*policy.parameters(), *policy.buffers()] if t.numel()}
+    real = sum(map(_real_bytes, tensors.values()))
+    description = family.describe(recipe, recipe.model.path, None)
+    component = next(one for one in description.components if one.role == "policy")
+    planned = sizes_of(description, 1, by_block=False)[id(component)]
+    assert planned.total == pytest.approx(real, rel=0.05)
+    plain = family.describe(recipes[made_of], recipe.model.path, None)
+    before = sizes_of(plain, 1, by_block=False)
+    before = before[id(next(one for one in plain.components if one.role == "policy"))]
+    assert planned.parameters == before.parameters
+    assert planned.as_loaded == pytest.approx(before.total, rel=0.01)
+    assert planned.dtypes == f"{before.dtypes}, {kind}"
+    layers = [m for m in policy.modules() if isinstance(m, QuantizedLinear)]
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    rows = 0 if kind == "nf4" else 4 * sum(layer.out_features for layer in layers)
+    width = layers[0].dtype.itemsize
+    assert before.total - planned.total == pytest.approx((width - BYTES[kind]) * weights - rows, rel=0.02)
