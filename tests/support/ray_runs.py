@@ -83,7 +83,7 @@ def learned(out):
     return [(row["step"], round(row["reward/mean"], 6), round(row["optim/grad_norm"], 4)) for row in rows(out)]
 
 
-def wait_for(process, out, steps, timeout=240):
+def wait_for(process, out, steps, timeout=600):
     deadline = time.monotonic() + timeout
     while len(rows(out)) < steps:
         assert time.monotonic() < deadline, "no progress"
