@@ -156,10 +156,17 @@ def test_without_the_package_it_is_refused_with_the_command(monkeypatch, folder,
 
 
 def test_a_device_without_kernels_is_refused(folder):
-    asked = recipe(folder, model={"lora": {}, "quantize": "fp8"})
-    assert "fp8 has no kernels for mps" in "".join(quantized.refusals(asked, "mps"))
-    assert "no kernels" not in "".join(quantized.refusals(asked, "cuda"))
-    assert not list(quantized.refusals(recipe(folder, model={"lora": {}, "quantize": None}), "mps"))
+    def started(kind, device):
+        """As a run begins on a device that this machine may not have."""
+        if refused := list(quantized.refusals(recipe(folder, model={"lora": {}, "quantize": kind}), device)):
+            raise UserError("\n".join(refused))
+
+    with pytest.raises(UserError, match=r"fp8 has no kernels for mps; remove model\.quantize"):
+        started("fp8", "mps")
+    started(None, "mps")
+    assert "no kernels" not in "".join(
+        quantized.refusals(recipe(folder, model={"lora": {}, "quantize": "fp8"}), "cuda")
+    )
 
 
 CANNOT = {
