@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import diffusers  # its parts are loaded when they are first used
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling, Size
@@ -69,6 +70,12 @@ class Adapter(ABC):
     makes: ClassVar[Literal["image", "video"]] = "image"
     edits: ClassVar[bool] = False
     """Whether every prompt carries the picture that is edited: ``features["source"]``, its clean latent."""
+    sees: ClassVar[str | None] = None
+    """The component that prepares the picture for the text encoder, of a family whose text encoder sees it
+    (``encode_seen``); the plan makes the pipeline without it."""
+    condition: ClassVar[int | None] = None
+    """The side of a square with the area of the picture that is edited, in pixels; None: it has the size that is
+    sampled."""
     family: ClassVar[str]
     """The models' name, for messages."""
     pipeline: ClassVar[str]
@@ -107,6 +114,9 @@ class Adapter(ABC):
                 f"sampling.guidance_scale_2: {self.family} has one model that predicts, and it has "
                 "sampling.guidance_scale; remove guidance_scale_2"
             )
+        if sampling.condition_size is not None and self.condition is None:
+            has = "a prompt's picture has the size that is sampled" if self.edits else "it is shown no pictures"
+            raise UserError(f"sampling.condition_size: {self.family}: {has}; remove condition_size")
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
@@ -180,6 +190,16 @@ class Adapter(ABC):
     @abstractmethod
     def encode(self, text: str) -> dict[str, Tensor]:
         """Features of one prompt, each without a batch dimension, and of the same shape for every prompt."""
+
+    def encode_seen(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """``encode`` of a prompt, or of a negative prompt, beside what is edited, of ``source_size``: for a family that
+        ``sees`` it."""
+        raise NotImplementedError
+
+    @property
+    def source_size(self) -> Size:
+        """To which size a picture that a prompt carries is scaled and cut."""
+        return self.sampling.size
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         """How many tokens ``text`` has for each text encoder, and how many that encoder reads; ``tokenizers`` by the

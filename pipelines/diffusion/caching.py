@@ -49,7 +49,7 @@ def _parts(adapter: Adapter) -> Iterator[str]:
             yield hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
     yield " ".join(importlib.metadata.version(name) for name in ("torch", "transformers", "diffusers"))
     # of all settings of sampling those that a family may encode with; the others may change from run to run
-    yield f"{sampling.height} {sampling.width} {sampling.frames} {sampling.max_sequence_length}"
+    yield f"{sampling.height} {sampling.width} {sampling.frames} {sampling.max_sequence_length} {adapter.source_size}"
     yield f"{adapter.family} {adapter.negative!r} {adapter.device.type}"
     yield _as_text(dict(pipe.config))
     for encoder in (
@@ -61,7 +61,7 @@ def _parts(adapter: Adapter) -> Iterator[str]:
         yield _as_text(config.to_dict() if hasattr(config, "to_dict") else dict(config))
         yield str(getattr(config, "_attn_implementation", None))
         yield from _weights(encoder)
-    for name in map(tokenizer_of, adapter.encoders):
+    for name in (*map(tokenizer_of, adapter.encoders), *([adapter.sees] if adapter.sees else [])):
         if getattr(pipe, name, None) is not None:
             yield from _files(getattr(pipe, name))
 

@@ -71,6 +71,8 @@ class Case:
         """The same pictures by the stock pipeline's own call."""
         adapter, sampling = self.pipeline.adapter, self.recipe.denoising
         pipe.set_progress_bar_config(disable=True)
+        if adapter.condition is not None:
+            exec(adapter.prepare, {"pipe": pipe})  # what a model card shows
         pipe.to(self.device)
         rows = [
             adapter.shown(
@@ -98,7 +100,7 @@ class Case:
         given = {name: eval(text, {"pipe": pipe}) for name, text in code.items()}  # what a model card shows
         if not adapter.edits:
             return given
-        return given | {"image": pictures.fitted(prompt, pictures.source_of(prompt), self.recipe.denoising.size)}
+        return given | {"image": pictures.source(prompt, adapter.source_size)}
 
     def give_negatives(self, common: str, own: str) -> None:
         """Give negative prompts: ``common`` as the recipe does, and ``own`` as the record of the second prompt does."""

@@ -54,7 +54,7 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
 
     diffusers = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
     kind = getattr(diffusers, family.pipeline)
-    made: dict[str, Any] = dict.fromkeys((*family.encoders, *family.unused))
+    made: dict[str, Any] = dict.fromkeys((*family.encoders, *family.unused, *([family.sees] if family.sees else [])))
     with init_empty_weights(include_buffers=True):
         for name in configs.keys() - {"scheduler", _INDEX}:
             dtype = dtypes.get(name, dtypes["default"])

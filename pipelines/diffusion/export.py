@@ -165,16 +165,16 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     asked = size | {"width": sampling.width} | adapter.call()
     arguments = {name: repr(value) for name, value in asked.items()}
     arguments |= {} if negative is None else adapter.call_negative(negative)
-    shown = "images" if adapter.makes == "image" else "frames"
+    shown, source = "images" if adapter.makes == "image" else "frames", adapter.source_size
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
         f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
-        + (f'    image=Image.open("picture.png").resize(({sampling.width}, {sampling.height})),\n' if picture else "")
+        + (f'    image=Image.open("picture.png").resize(({source.width}, {source.height})),\n' if picture else "")
         + "".join(f"    {name}={value},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
-    source = folder if what == "merged" else public(recipe.model.path)
-    start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n{adapter.prepare}{_steps(recipe)}"
+    place = folder if what == "merged" else public(recipe.model.path)
+    start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(place)}, {options})\n{adapter.prepare}{_steps(recipe)}"
     if what == "merged":
         code = {"With diffusers": f"{head}\n{start}{draw}"}
     elif what == "lora-file":

@@ -86,7 +86,7 @@ class FlowPipeline(Denoiser):
                 eyes = [self.adapter.vae] if self.adapter.edits else []
                 with self.offloaded.using(*self.adapter.text_encoders, *eyes), torch.no_grad():
                     for key in missing:
-                        made = self._encoded(prompts[key]) if key in prompts else self._negative(*negatives[key])
+                        made = self._encoded(prompts[key]) if key in prompts else self._negative(negatives[key])
                         prompt_id = prompts[key].id if key in prompts else "of guidance"
                         nan_check.check_features(made, prompt_id)
                         if not self._encoders_looked_at:
@@ -116,18 +116,23 @@ class FlowPipeline(Denoiser):
     def unused_negative(self, prompt: Prompt) -> str | None:
         return self.negatives.unused(prompt)
 
-    def _negative(self, text: str | None, adapter: Adapter) -> dict[str, Tensor]:
-        """Features of a negative prompt alone, which is beside every picture; None: that of the family."""
-        return adapter.encode(adapter.negative) if text is None else adapter.encode_negative(self.captions.plain(text))
+    def _negative(self, prompt: Prompt) -> dict[str, Tensor]:
+        """Features of what guidance moves away from, beside every picture: of the text alone, or of the text and what
+        is edited."""
+        adapter, given = self.adapter.at(self.sizes.of(prompt)), self.negatives.given(prompt)
+        text = adapter.negative if given is None else self.captions.plain(given)
+        if adapter.sees:
+            return adapter.encode_seen(text, [pictures.source(prompt, adapter.source_size)])
+        return adapter.encode(text) if given is None else adapter.encode_negative(text)
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
-        size = self.sizes.of(prompt)
-        adapter = self.adapter.at(size)
+        adapter, text = self.adapter.at(self.sizes.of(prompt)), self.captions.plain(prompt.text)
         if not adapter.edits:
-            return adapter.encode(self.captions.plain(prompt.text))
-        pixels = pictures.pixels(prompt, pictures.source_of(prompt), size)
-        source = adapter.encode_image(pixels.unsqueeze(0).to(self.device))[0]
-        return adapter.encode(self.captions.plain(prompt.text)) | {"source": source.float()}
+            return adapter.encode(text)
+        picture = pictures.source(prompt, adapter.source_size)
+        source = adapter.encode_image(pictures.scaled(picture).unsqueeze(0).to(self.device))[0]
+        embeds = adapter.encode_seen(text, [picture]) if adapter.sees else adapter.encode(text)
+        return embeds | {"source": source.float()}
 
     def _kept(self, key: str) -> bool:
         """Whether the features of ``key`` were on disk from before; then they are in the store."""

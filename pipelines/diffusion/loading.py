@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -34,6 +34,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub_files import json_of
 from mmrl.core.json_types import JsonObject, as_list, as_object, as_text
 from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
+from mmrl.core.trajectory import Prompt
 from mmrl.core.whole_weights import whole_weights
 from mmrl.models.description import Component, Description, Phase
 from mmrl.models.gradient_check import excuse
@@ -45,6 +46,7 @@ from .caching import cache_of
 from .decoding import lay
 from .describe import empty_pipeline
 from .flow import FlowPipeline
+from .pictures import without_source
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
 from .saved_lora import check_experts, reader
@@ -85,7 +87,12 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     encoders = [Component("text encoders", type(e).__name__, e, frozenset({"encode"})) for e in adapter.text_encoders]
     vae_for: frozenset[Phase] = frozenset({"sample", "decode"})  # it stays while the next micro-batch is sampled
     vae_for |= frozenset({"encode"} if adapter.edits else ())
-    pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_checkpoint(adapter, path))
+    lengths = pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_checkpoint(adapter, path))
+
+    def said_of(prompts: Sequence[Prompt]) -> list[str]:
+        lacking = without_source(prompts, recipe.data.max_bad_fraction) if adapter.edits else []
+        return [*lacking, *lengths.said_of(prompts)]
+
     return Description(
         pipeline,
         [
@@ -96,7 +103,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         source,
         pictures=int(adapter.edits),
         by_rows=True,
-        too_long=pipeline.lengths_of_prompts.said_of,
+        too_long=said_of,
         notes=[_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else [],
     )
 

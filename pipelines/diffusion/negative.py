@@ -9,6 +9,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Prompt, Slot
 
 from .adapter import Adapter
+from .pictures import digest
 from .sizes import Sizes
 
 
@@ -31,17 +32,20 @@ class Negatives:
     def key(self, prompt: Prompt) -> str:
         """Names the features that guidance moves away from. The text of no prompt has the character 0."""
         given = self.given(prompt)
-        return self.sizes.key(self.adapter.negative if given is None else f"\0negative {given}", prompt)
+        name = self.adapter.negative if given is None else f"\0negative {given}"
+        if self.adapter.sees:
+            name = f"\0beside {digest(prompt)} {name}"
+        return self.sizes.key(name, prompt)
 
-    def needed(self, slots: Sequence[Slot]) -> dict[str, tuple[str | None, Adapter]]:
-        """What is given for these prompts, with what encodes it, by key; nothing without guidance. Raises ``UserError``
-        for a prompt whose negative prompt would not be used."""
+    def needed(self, slots: Sequence[Slot]) -> dict[str, Prompt]:
+        """A prompt of these for each negative prompt, by its key; nothing without guidance. Raises ``UserError`` for a
+        prompt whose negative prompt would not be used."""
         for slot in slots:
             if why := self.unused(slot.prompt):
                 raise UserError(why)
         if not self.used:
             return {}
-        return {self.key(slot.prompt): (self.given(slot.prompt), self.sizes.adapted([slot])) for slot in slots}
+        return {self.key(slot.prompt): slot.prompt for slot in slots}
 
     def unused(self, prompt: Prompt) -> str | None:
         """Why the negative prompt that ``prompt`` carries would not be used, with the edit; None where it is."""

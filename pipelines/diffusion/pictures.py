@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from mmrl.config.sampling import Size
-from mmrl.core.errors import BadPromptError
+from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.media import BadMediaError, Media, open_clip, open_image, read_bytes
 from mmrl.core.trajectory import Prompt
 
@@ -27,7 +28,7 @@ def fitted(prompt: Prompt, medium: Media, size: Size) -> Image.Image:
 
 def pixels(prompt: Prompt, medium: Media, size: Size) -> Tensor:
     """``fitted`` as ``[3, H, W]`` in [-1, 1]."""
-    return _scaled(fitted(prompt, medium, size))
+    return scaled(fitted(prompt, medium, size))
 
 
 def clip_pixels(prompt: Prompt, medium: Media, size: Size, frames: int) -> Tensor:
@@ -46,11 +47,11 @@ def clip_pixels(prompt: Prompt, medium: Media, size: Size, frames: int) -> Tenso
             prompt.id, f"its clip has {len(shown)} frames, and {frames} train (sampling.frames); take it out"
         )
     box = (size.width, size.height)
-    return torch.stack([_scaled(ImageOps.fit(frame, box, Image.Resampling.BICUBIC)) for frame in shown])
+    return torch.stack([scaled(ImageOps.fit(frame, box, Image.Resampling.BICUBIC)) for frame in shown])
 
 
-def _scaled(image: Image.Image) -> Tensor:
-    """``[3, H, W]`` in [-1, 1]."""
+def scaled(image: Image.Image) -> Tensor:
+    """An RGB picture as ``[3, H, W]`` in [-1, 1]."""
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1) / 127.5 - 1
 
@@ -64,6 +65,28 @@ def source_of(prompt: Prompt) -> Media:
             "jsonl}, with a column image)",
         )
     return prompt.media[0]
+
+
+def without_source(prompts: Sequence[Prompt], most: float) -> list[str]:
+    """A note on those of ``prompts`` that do not carry exactly one picture. Raises ``UserError`` where they are more
+    than the share ``most``."""
+    bad = list[BadPromptError]()
+    for prompt in prompts:
+        try:
+            source_of(prompt)
+        except BadPromptError as error:
+            bad.append(error)
+    if not bad:
+        return []
+    named = f"{len(bad)} of {len(prompts)} prompts looked at cannot be used; of the first, {bad[0].reason}"
+    if len(bad) > most * len(prompts):
+        raise UserError(f"data: {named}; or raise data.max_bad_fraction to leave them out")
+    return [f"{named}: they are left out and named in failures.jsonl"]
+
+
+def source(prompt: Prompt, size: Size) -> Image.Image:
+    """``fitted`` of the picture that is to be edited. Raises ``BadPromptError``."""
+    return fitted(prompt, source_of(prompt), size)
 
 
 def digest(prompt: Prompt) -> str:

@@ -21,7 +21,7 @@ from .packed import PackedAdapter, packed, unpacked
 
 
 class QwenImageAdapter(PackedAdapter):
-    """Final class. ``sampling.guidance_scale`` is the stock pipeline's ``true_cfg_scale``.
+    """``sampling.guidance_scale`` is the stock pipeline's ``true_cfg_scale``.
 
     Departs from the stock pipeline: a prompt's features are padded to ``sampling.max_sequence_length`` and masked, so
     that rows of any prompts, and the negative one's, make one batch.
@@ -91,16 +91,17 @@ class QwenImageAdapter(PackedAdapter):
         return unpacked(combined * length, tuple(positive.shape[1:]))
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        shape = tuple(x.shape[1:])
+        pictures = [x, features["source"]] if "source" in features else [x]
+        tokens = [packed(picture.to(features["embeds"].dtype)) for picture in pictures]
         v = model(
-            hidden_states=packed(x.to(features["embeds"].dtype)),
+            hidden_states=torch.cat(tokens, 1),
             timestep=timestep / 1000,
             encoder_hidden_states=features["embeds"],
             encoder_hidden_states_mask=features["mask"],
-            img_shapes=[[(1, shape[1] // 2, shape[2] // 2)]] * len(x),
+            img_shapes=[[(1, one.shape[2] // 2, one.shape[3] // 2) for one in pictures]] * len(x),
             return_dict=False,
         )[0]
-        return unpacked(v, shape)
+        return unpacked(v[:, : tokens[0].shape[1]], tuple(x.shape[1:]))
 
     def decode(self, latents: Tensor) -> Tensor:
         config = self.pipe.vae.config

@@ -87,7 +87,7 @@ NAMED = [
     ("flux", "ChromaPipeline"),
     ("flux", "Flux2Pipeline"),
     ("flux2_klein", "Flux2Pipeline"),
-    ("qwen_image", "QwenImageEditPipeline"),
+    ("qwen_image", "QwenImageEditInpaintPipeline"),
     ("qwen_image", "QwenImageEditPlusPipeline"),
     ("sd3", "HiDreamImagePipeline"),
     ("sd3", "CogView4Pipeline"),

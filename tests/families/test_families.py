@@ -32,9 +32,11 @@ from tests.support.families import EDITORS, FAMILIES, TOLD, folders, recipe  # n
 
 KOHYAS = ("module", "dim", "alpha")
 GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in FAMILIES if f not in TOLD)]
+_LAST = [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")]
 UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
     "sd3": ["transformer_blocks.3.attn.add_q_proj"],
-    "qwen_image": [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")],
+    "qwen_image": _LAST,
+    "qwen_image_edit": _LAST,
 }
 
 
@@ -75,7 +77,7 @@ def test_decoding_undoes_encoding(folders, family):
     with torch.no_grad():
         latents = adapter.encode_image(pixels)
         adapter.decode(latents)
-        encoded = adapter.pipe.vae.encode(pixels.unsqueeze(2) if family == "qwen_image" else pixels)
+        encoded = adapter.pipe.vae.encode(pixels.unsqueeze(2) if family.startswith("qwen_image") else pixels)
         expected = encoded.latent if family == "sana" else encoded.latent_dist.mode()
         torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-5)
     assert latents.shape == (2, *adapter.latent_shape(32, 32))
@@ -88,7 +90,7 @@ def test_pairs_are_of_pictures_alone(folders):
         contract.Case(Recipe.model_validate(made))
 
 
-@pytest.mark.parametrize("family", [EDITORS[0], pytest.param(EDITORS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [EDITORS[0], *(pytest.param(f, marks=pytest.mark.slow) for f in EDITORS[1:])])
 def test_another_source_picture_changes_the_picture_as_in_the_stock_pipeline(folders, family):
     """Attention of random weights all but ignores it (1e-4 of a pixel), so that it is made stronger."""
     case = contract.Case(recipe(family, folders, guidance_scale=3.0, steps=2))

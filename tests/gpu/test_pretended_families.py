@@ -21,6 +21,7 @@ FAMILIES = [
     "sdxl",
     "flux",
     "qwen_image",
+    "qwen_image_edit",
     "wan",
     "sana",
     "z_image",
@@ -30,6 +31,11 @@ FAMILIES = [
     "wan22_ti2v",
     "wan22_a14b",
 ]
+OTHER_WAITS = {
+    "qwen_image": " of Qwen-Image",
+    "qwen_image_edit": " of Qwen-Image",
+    "wan22_a14b": " of two models",
+}
 CLIPS = """
 import mmrl
 import numpy as np
@@ -60,7 +66,8 @@ def folder_of(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("families")
     saved = cache(lambda family: save(family, root / family))
-    return lambda family: SHAPES if family == "sd3" else saved(family.removesuffix("_edit"))
+    of = {"flux2_klein_edit": "flux2_klein"}
+    return lambda family: SHAPES if family == "sd3" else saved(of.get(family, family))
 
 
 @pytest.mark.parametrize(("family", "kind", "lora"), COMBINED)
@@ -91,9 +98,7 @@ def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, m
     assert len(rows) == 3
     assert all(row["optim/grad_norm"] > 0 for row in rows)
     assert len((tmp_path / "run" / "heldout.jsonl").read_text().splitlines()) >= 1
-    budget = BUDGETS[
-        "a denoising step" + {"qwen_image": " of Qwen-Image", "wan22_a14b": " of two models"}.get(family, "")
-    ]
+    budget = BUDGETS["a denoising step" + OTHER_WAITS.get(family, "")]
     last = waited[-1] if waited else {}  # earlier ones make what is made once
     assert {
         str(wait) for wait in last if wait.where.partition(":")[0] not in (*budget.libraries, *budget.ours)

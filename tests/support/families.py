@@ -17,17 +17,22 @@ FAMILIES = [
     "flux",
     "flux_kontext",
     "qwen_image",
+    "qwen_image_edit",
     "wan",
     "sana",
     "z_image",
     "flux2_klein",
     "flux2_klein_edit",
 ]
-EDITORS = ("flux_kontext", "flux2_klein_edit")
+EDITORS = ("flux_kontext", "flux2_klein_edit", "qwen_image_edit")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
 TOLD = ("flux", "flux_kontext")
 """Whose guidance is an input of the model, so that there is one prediction and no negative prompt."""
+
+SEEN = {"max_sequence_length": 512, "condition_size": 48}
+"""Of a family whose text encoder sees the picture: its template alone has 350 tiny tokens, and the picture has another
+size than the one that is made."""
 
 
 class _Folders(dict[str, Path]):
@@ -38,7 +43,7 @@ class _Folders(dict[str, Path]):
         self.root = root
 
     def __missing__(self, family: str) -> Path:
-        of = family.removesuffix("_edit")
+        of = "flux2_klein" if family == "flux2_klein_edit" else family
         self[family] = save(family, self.root / family) if of == family else self[of]
         return self[family]
 
@@ -52,8 +57,8 @@ def recipe(family, folders, lora=True, **sampling):
     wan = family.startswith("wan")
     length = 16 if wan or family in TOLD else {"sd3": 12}.get(family, 64)  # tiny tokenizers' tokens: bytes, or pieces
     size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
-    settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **sampling}
-    settings = ({"frames": 5} if wan else {}) | settings
+    own = {"frames": 5} if wan else SEEN if family == "qwen_image_edit" else {}
+    settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **own, **sampling}
     return Recipe.model_validate(
         {
             "name": "test",

@@ -189,17 +189,20 @@ def _shifting(**config):
     )
 
 
-def _qwen_image():
+def _qwen_image(kind="QwenImagePipeline", special=(), **parts):
     import diffusers
     import transformers as t
 
     from tests.support.tiny import tokenizer
 
-    tok = tokenizer()
+    tok = tokenizer(special=special)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = LANGUAGE | {"rope_parameters": rope, "vocab_size": len(tok), "max_position_embeddings": 1024}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    encoder = t.Qwen2_5_VLForConditionalGeneration(t.Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+    names = {f"{name}_token_id": f"<|{name}_pad|>" for name in ("image", "video")} if special else {}
+    ids = {name: tok.convert_tokens_to_ids(token) for name, token in names.items()}
+    config = t.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    encoder = t.Qwen2_5_VLForConditionalGeneration(config).eval()
     transformer = diffusers.QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,
@@ -219,9 +222,27 @@ def _qwen_image():
         latents_std=[1.5, 0.8, 1.0, 2.0],
     )
     scheduler = _shifting(base_shift=0.5, max_shift=0.9, shift=1.0, shift_terminal=0.02, time_shift_type="exponential")
-    return diffusers.QwenImagePipeline(
-        vae=vae, text_encoder=encoder, tokenizer=tok, transformer=transformer, scheduler=scheduler
+    parts = {name: make(tok) for name, make in parts.items()}
+    return getattr(diffusers, kind)(
+        vae=vae, text_encoder=encoder, tokenizer=tok, transformer=transformer, scheduler=scheduler, **parts
     )
+
+
+def _qwen_image_edit(kind="QwenImageEditPipeline"):
+    """Its text encoder sees at most nine tokens of a picture."""
+    import pytest
+
+    pytest.importorskip("torchvision")
+    import transformers as t
+
+    from tests.support.tiny import VISION
+
+    def processor(tok):
+        images = t.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=84 * 84)
+        clips = t.Qwen2VLVideoProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
+        return t.Qwen2VLProcessor(image_processor=images, tokenizer=tok, video_processor=clips)
+
+    return _qwen_image(kind, VISION, processor=processor)
 
 
 def _wan(channels=4, vae=None, **pipeline):

@@ -1,0 +1,125 @@
+"""Qwen-Image-Edit (``QwenImageEditPipeline``): a picture and an edit instruction, both seen by the text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmrl.config.sampling import Size
+from mmrl.config.schema import Recipe
+from mmrl.core.errors import UserError
+
+from . import loading
+from .adapter import Read
+from .flow import FlowPipeline
+from .qwen_image import QwenImageAdapter
+
+_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 16_384 * 28 * 28}
+"""Of the checkpoints' processors, for a plan, which has none."""
+
+
+class QwenImageEditAdapter(QwenImageAdapter):
+    """Final class. Every prompt carries one picture. It is cut to the proportions that are sampled, and scaled to the
+    area of ``sampling.condition_size`` squared, by default the stock pipeline's 1024 x 1024. The text encoder sees it
+    beside the prompt and beside the negative prompt, and its tokens follow those of the picture that is made.
+
+    ``sampling.max_sequence_length`` counts the tokens of text; those of the picture come on top.
+    """
+
+    family = "Qwen-Image-Edit"
+    pipeline = "QwenImageEditPipeline"
+    edits = True
+    sees = "processor"
+    condition = 1024
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        shape = super().latent_shape(height, width)
+        if not all(source := _own_size(self._side, Size(height, width))):
+            raise UserError(
+                f"sampling.condition_size: {self._side} x {self._side} pixels in the proportions of {width} x {height} "
+                f"are {source.width} x {source.height} in multiples of 32; raise it to {2 * self._side}"
+            )
+        return shape
+
+    @property
+    def source_size(self) -> Size:
+        return _own_size(self._side, self.sampling.size)
+
+    @property
+    def _side(self) -> int:
+        return self.sampling.condition_size or self.condition
+
+    @property
+    def prepare(self) -> str:
+        if self.sampling.condition_size is None:
+            return super().prepare
+        area = f"{self._side} * {self._side}"
+        return super().prepare + (
+            "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus\n\n"
+            "own = pipeline_qwenimage_edit_plus.calculate_dimensions\n"
+            f"pipeline_qwenimage_edit.calculate_dimensions = lambda _, ratio: (*own({area}, ratio), None)\n"
+        )
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        return [Read(tokens - 1, most) for tokens, most in super().read(text, tokenizers)]  # one is the picture's
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        raise TypeError("a prompt of an editor is encoded beside its picture (encode_seen)")
+
+    def encode_seen(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        encoder, begins = self.text_encoders[0], self.pipe.prompt_template_encode_start_idx
+        length = begins + self.sampling.max_sequence_length + sum(self._tokens(*one.size) for one in pictures)
+        shown = self._shown(text, pictures)
+        ids, mask = (shown.pop(name)[:, :length] for name in ("input_ids", "attention_mask"))
+        ids, mask = (pad(one, (0, length - one.shape[1])).to(encoder.device) for one in (ids, mask))
+        seen = {name: tensor.to(encoder.device) for name, tensor in shown.items()}
+        states = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **seen).hidden_states[-1]
+        mask = mask[0, begins:]
+        embeds = states[0, begins:] * mask.unsqueeze(1).to(states.dtype)
+        return {"embeds": embeds.to(self.device), "mask": mask.to(self.device)}
+
+    def _shown(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """What the text encoder is given, as the stock pipeline gives it. In a plan it is text of the same length."""
+        if self.pipe.processor is None:
+            length = self.pipe.prompt_template_encode_start_idx + self.sampling.max_sequence_length
+            ids = torch.zeros(1, length + sum(self._tokens(*one.size) for one in pictures), dtype=torch.long)
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        asked = self.pipe.prompt_template_encode.format(text)
+        made = self.pipe.processor(text=[asked], images=list(pictures), return_tensors="pt")
+        return {name: made[name] for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")}
+
+    def _tokens(self, width: int, height: int) -> int:
+        """How many tokens of the text encoder a picture has."""
+        images, limits = getattr(self.pipe.processor, "image_processor", None), dict[str, int]()
+        if images is None:
+            from transformers import Qwen2VLImageProcessorPil  # as slow as the rest of transformers
+
+            images, limits = Qwen2VLImageProcessorPil(), _PIXELS
+        return images.get_number_of_image_patches(height, width, limits) // images.merge_size**2
+
+
+def _own_size(side: int, sampled: Size) -> Size:
+    """The size that the stock pipeline brings a picture to, of an area of ``side`` squared, in the proportions of what
+    is sampled; it leaves a picture of this size as it is."""
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
+
+    size, before = sampled, None
+    while size != before and all(size):  # at most twice, for sides up to 1024 and proportions up to 4 to 1
+        before = size
+        width, height = calculate_dimensions(side * side, size.width / size.height)
+        size = Size(height, width)
+    return size
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(QwenImageEditAdapter, recipe, path, device)
+
+
+describe = partial(loading.describe, QwenImageEditAdapter)
