@@ -20,6 +20,8 @@ from .adapter import Read
 from .flow import FlowPipeline
 from .qwen_image import QwenImageAdapter
 
+_SIDE = 1024
+"""Of a square of the stock pipeline's area, in pixels."""
 _PIXELS = {"min_pixels": 56 * 56, "max_pixels": 16_384 * 28 * 28}
 """Of the checkpoints' processors, for a plan, which has none."""
 
@@ -36,7 +38,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
     pipeline = "QwenImageEditPipeline"
     edits = True
     sees = "processor"
-    condition = 1024
+    condition = _SIDE
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         shape = super().latent_shape(height, width)
@@ -53,7 +55,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
     @property
     def _side(self) -> int:
-        return self.sampling.condition_size or self.condition
+        return self.sampling.condition_size or _SIDE
 
     @property
     def prepare(self) -> str:
@@ -73,7 +75,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
         raise TypeError("a prompt of an editor is encoded beside its picture (encode_seen)")
 
     def encode_seen(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        encoder, begins = self.text_encoders[0], self.pipe.prompt_template_encode_start_idx
+        encoder: Any = self.text_encoders[0]
+        begins = self.pipe.prompt_template_encode_start_idx
         length = begins + self.sampling.max_sequence_length + sum(self._tokens(*one.size) for one in pictures)
         shown = self._shown(text, pictures)
         ids, mask = (shown.pop(name)[:, :length] for name in ("input_ids", "attention_mask"))
@@ -96,12 +99,14 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
     def _tokens(self, width: int, height: int) -> int:
         """How many tokens of the text encoder a picture has."""
-        images, limits = getattr(self.pipe.processor, "image_processor", None), dict[str, int]()
+        images: Any = getattr(self.pipe.processor, "image_processor", None)
+        limits = dict[str, int]()
         if images is None:
             from transformers import Qwen2VLImageProcessorPil  # as slow as the rest of transformers
 
             images, limits = Qwen2VLImageProcessorPil(), _PIXELS
-        return images.get_number_of_image_patches(height, width, limits) // images.merge_size**2
+        patches: int = images.get_number_of_image_patches(height, width, limits)
+        return patches // images.merge_size**2
 
 
 def _own_size(side: int, sampled: Size) -> Size:
