@@ -30,11 +30,14 @@ _LIBRARIES = {
     "huggingface_hub": "HF_HUB_VERBOSITY",
 }
 """Libraries whose log is printed in lines of ours, unless the user set the variable of its level."""
+_PYTREE = "torch.utils._pytree"
 HARMLESS = re.compile(
     # which class a component is: other libraries read it, and diffusers' own files name it otherwise
     r"The config attributes \{'architectures': \[[^\]]*\]\} were passed"
     # checkpoints that torchao saved, which nothing here reads; its kernels of GPUs, which nothing here calls
     r"|Unable to import `torchao` Tensor objects|Failed to load \S+torchao\S+\.so"
+    # how torchao tells torch of its settings
+    r"|is an Enum subclass and is now natively supported by torch\.compile"
 )
 """What a user can do nothing about, each with its reason."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
@@ -42,14 +45,18 @@ _LONGEST, _ALIKE, _MOST = 400, 40, 3
 """Characters of a line; texts that begin with so many equal characters are of one kind; lines of a kind."""
 
 
-def be_quiet() -> list[Plain]:
+def be_quiet() -> list[Plain | Dropped]:
     """Set what the user's environment does not, and print what libraries log in plain lines. Returns what prints them,
     where nothing did before."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without ipywidgets
     free = [name for name, level in _LIBRARIES.items() if level not in os.environ]
-    return [Plain(name) for name in free if not any(isinstance(of, Plain) for of in logging.getLogger(name).handlers)]
+    made: list[Plain | Dropped] = []
+    made += [Plain(name) for name in free if not any(isinstance(of, Plain) for of in logging.getLogger(name).handlers)]
+    if not any(isinstance(of, Dropped) for of in logging.getLogger(_PYTREE).filters):
+        made.append(Dropped(_PYTREE))
+    return made
 
 
 class _Once:
@@ -100,6 +107,22 @@ class Plain(logging.Handler):
         named = getattr(sys.modules.get(f"{self._library}.utils.logging"), "_default_handler", None)
         there = logging.getLogger(self._library).handlers
         return [named] if named is not None else [own for own in there if type(own) is logging.StreamHandler]
+
+
+class Dropped(logging.Filter):
+    """Drops what the logger ``name`` says of ``HARMLESS``, until it is closed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._logger = logging.getLogger(name)
+        self._logger.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not HARMLESS.search(record.getMessage())
+
+    def close(self) -> None:
+        """Take it away."""
+        self._logger.removeFilter(self)
 
 
 def _nothing(record: logging.LogRecord) -> bool:

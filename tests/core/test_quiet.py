@@ -11,7 +11,7 @@ import pytest
 from mmrl.app.build import build
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.core.errors import UserError
-from mmrl.core.quiet import Plain
+from mmrl.core.quiet import Dropped, Plain, be_quiet
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests.support.messages import content
 
@@ -108,3 +108,22 @@ def test_a_shipped_recipe_is_loaded_without_a_warning(sweep, heard, capsys):
         said = [line for line in capsys.readouterr().err.splitlines() if re.match(r"(warning|error): \w+: ", line)]
         sweep.check(not said, f"{name}: {said}")
     sweep.done()
+
+
+def test_what_torchao_makes_torch_say_is_dropped_until_it_is_closed(caplog):
+    log = logging.getLogger("torch.utils._pytree")
+    texts = (
+        "<enum 'X'> is an Enum subclass and is now natively supported by torch.compile as an opaque value.",
+        "Other.",
+    )
+    log.addHandler(caplog.handler)  # torch's loggers may hand nothing on
+    made = be_quiet()
+    assert sum(isinstance(one, Dropped) for one in made) == 1
+    assert not be_quiet(), "each is there once"
+    for text in texts:
+        log.warning(text)
+    for one in made:
+        one.close()
+    log.warning(texts[0])
+    log.removeHandler(caplog.handler)
+    assert caplog.records[0].getMessage() == texts[1]
