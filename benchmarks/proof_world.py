@@ -6,10 +6,8 @@ tries, or finds the number of TextArena's ``GuessTheNumber``, before and after R
     python benchmarks/proof_world.py --recipe reasoning-gym --seeds 0 1 2
     python benchmarks/proof_world.py --recipe guess-number --seeds 0 1 2
 
-For MiniGrid the model of ``scenes-zoom`` first learns from drawn moves how a move is written, and to see where the
-triangle is (4 CPU-minutes of ``tools/make_models/scenes_moves.py``), and nothing of where to go: that is ``before``.
-Each seed then trains the recipe from there; that of reasoning-gym begins with SFT itself, and ``before`` is behind it.
-Every run is resumable. Success is the share of held-out worlds, which RL never drew, in which the square is reached
+Each seed trains the recipe. The shipped model of MiniGrid writes drawn moves and sees where the triangle is, and knows
+nothing of where to go; the recipe of reasoning-gym begins with SFT, and ``before`` is behind it. Every run is resumable. Success is the share of held-out worlds, which RL never drew, in which the square is reached
 within 20 moves, the answer is right within three, or the number is found within five guesses. Of the questions only
 those count that no prompt of training asks. The interval is of paired differences, the same worlds before and after.
 """
@@ -18,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -28,14 +23,6 @@ from proof_shapes import of_seeds, train
 
 LEAST = {"guess-number": 0.16}
 """What is won by a recipe has a higher reward: two refused moves, at 0.4 each, end a game with 0.95 at most."""
-
-
-def warmed(out: Path) -> Path:
-    """The model that writes moves; made where it is not there yet."""
-    if not (out / "model.safetensors").exists():
-        command = [sys.executable, "-m", "tools.make_models.scenes_moves", "--out", str(out)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return out
 
 
 def reached(run: Path) -> tuple[list[float], list[float]]:
@@ -85,11 +72,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="a.b=c")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    start = [f"model.path={warmed(given.out / 'moves').resolve()}"] if given.recipe == "minigrid" else []
     results = dict[str, dict[str, float]]()
     for seed in given.seeds:
         run = given.out / f"{given.recipe}-{seed}"
-        train(given.recipe, seed, run, [*start, *given.overrides])
+        train(given.recipe, seed, run, given.overrides)
         results[str(seed)] = figures(run)
         print(f"seed {seed}: trained", flush=True)
     print("\n".join(of_seeds(results, list(next(iter(results.values()))))))

@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
     parser.add_argument("--recipe", default="minigrid", help="whose world and words are taken")
-    parser.add_argument("--cpu-minutes", type=float, default=3.0)
+    parser.add_argument("--cpu-minutes", type=float, default=4.0)
     parser.add_argument("--lr", type=float, default=1e-3)
     arguments = parser.parse_args()
     from transformers import AutoModelForImageTextToText, AutoProcessor
