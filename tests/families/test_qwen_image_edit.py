@@ -111,3 +111,6 @@ def test_a_prompt_without_its_picture_or_with_two_is_refused_in_the_plan(folders
     (tmp_path / "recipe.yaml").write_text(json.dumps(made))
     planned = plan(load_recipe([tmp_path / "recipe.yaml"], []))
     assert any(message in problem for problem in planned.problems), planned.problems
+    lenient = plan(load_recipe([tmp_path / "recipe.yaml"], ["data.max_bad_fraction=1"]))
+    assert not any(message in problem for problem in lenient.problems), lenient.problems
+    assert any(message in note for note in lenient.notes), lenient.notes

@@ -39,6 +39,7 @@ CARRIED: dict[str, str] = {
 """The message, by file and beginning, and the test that causes it, after which its edits are carried out."""
 
 BY_HAND: dict[str, str] = {
+    "pipelines/diffusion/pictures.py: data: …; or raise data.max_bad_fraction to leave them out": "tests/families/test_qwen_image_edit.py::test_a_prompt_without_its_picture_or_with_two_is_refused_in_the_plan",
     "pipelines/diffusion/loading.py: train.…: … has two models, of which a row meets the one of its time, a": "tests/families/test_wan22.py::test_two_models_are_not_sharded",
     "pipelines/diffusion/saved_lora.py: model.lora.path: … lacks …, and … has a LoRA for each of …; give the f": "tests/families/test_wan22.py::test_the_lora_of_each_of_two_models_is_a_file_and_goes_on",
     "pipelines/diffusion/wan.py: model.path: this is a Wan 2.2 of two models, each for times of its own": "tests/families/test_wan22.py::test_one_model_is_not_taken_for_two_nor_two_for_one",
