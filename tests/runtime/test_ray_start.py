@@ -19,13 +19,19 @@ def local():
     return cluster(load_recipe(["sums"], ["controllers=2"]).recipe)
 
 
+def children():
+    """The processes that this one started, and those that they did. One that an earlier test of this process started may
+    end while another runs: what is asked of a test is that it adds none."""
+    return {*psutil.Process().children(recursive=True)}
+
+
 def refused():
     """What is said of a cluster of this machine that does not start."""
-    before, handler = psutil.Process().children(), signal.getsignal(signal.SIGTERM)
+    before, handler = children(), signal.getsignal(signal.SIGTERM)
     with pytest.raises(UserError) as error, local():
         pass
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert psutil.Process().children() == before
+    assert children() <= before
     return str(error.value)
 
 
@@ -72,7 +78,7 @@ def until(condition, seconds=60):
 
 @pytest.mark.slow
 def test_clusters_that_lose_a_process_are_found_out_and_leave_nothing():
-    before, handler = psutil.Process().children(recursive=True), signal.getsignal(signal.SIGTERM)
+    before, handler = children(), signal.getsignal(signal.SIGTERM)
     for name in ("raylet", "gcs_server"):
         with local() as there:
             assert signal.getsignal(signal.SIGTERM) is handler  # Ray takes it for itself
@@ -81,4 +87,4 @@ def test_clusters_that_lose_a_process_are_found_out_and_leave_nothing():
             time.sleep(1)
             with pytest.raises(ClusterLostError, match=f"Ray's {name} on this machine"):
                 there.check()
-        assert until(lambda: psutil.Process().children(recursive=True) == before)
+        assert until(lambda: children() <= before)
