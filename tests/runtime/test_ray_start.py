@@ -20,8 +20,8 @@ def local():
 
 
 def children():
-    """The processes that this one started, and those that they did. One that an earlier test of this process started may
-    end while another runs: what is asked of a test is that it adds none."""
+    """The processes that this one started, and those that they did. One of an earlier test may end while another test
+    runs: what is asked of a test is that it adds none."""
     return {*psutil.Process().children(recursive=True)}
 
 

@@ -64,8 +64,8 @@ def test_a_message_that_is_kept_in_part_keeps_its_memory_and_then_frees_it():
     assert mapped() > before
     del kept
     gc.collect()
-    assert mapped() == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert mapped() <= before  # what an earlier test left may go, too
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def test_without_shared_memory_tensors_follow_on_the_socket(monkeypatch):
