@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from mmrl.config.model import Quantize
 from mmrl.config.schema import Recipe
@@ -78,8 +78,8 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
 class QuantizedLinear(nn.Linear):
     """Final class: ``layer``, frozen, with its weights as ``kind``. It computes in the dtype of its input.
 
-    ``packed``: the weights, ``[N, K]`` in 8 bits, or two in a byte ``[N * K / 2, 1]``. ``scale``: float32, ``[N, 1]``
-    of the rows, or of each 64 weights.
+    ``packed``: the weights, ``[N, K]`` in 8 bits, or two in a byte, ``[count / 2, 1]``, where their ``count`` is filled
+    up to a multiple of 64. ``scale``: float32, ``[N, 1]`` of the rows, or of each 64 weights.
     """
 
     packed: Tensor
@@ -106,9 +106,10 @@ class QuantizedLinear(nn.Linear):
             return self.packed.to(dtype).mul_(self.scale)
         from bitsandbytes.functional import QuantState, dequantize_4bit  # type: ignore[import-not-found]
 
-        shape = torch.Size((self.out_features, self.in_features))
+        shape = torch.Size((len(self.scale), BLOCK))
         state = QuantState(self.scale, shape, dtype=dtype, blocksize=BLOCK, quant_type="nf4")
-        return dequantize_4bit(self.packed, state)
+        count = self.out_features * self.in_features
+        return dequantize_4bit(self.packed, state).flatten()[:count].view(self.out_features, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:
         return _Product.apply(input, self)  # type: ignore[no-any-return]
@@ -138,7 +139,9 @@ def _packed(weight: Tensor, kind: Quantize) -> tuple[Tensor, Tensor]:
     if kind == "nf4":
         from bitsandbytes.functional import quantize_4bit  # type: ignore[import-not-found]
 
-        packed, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type="nf4")
+        # in rows of 64: of other widths bitsandbytes' kernel for a CPU reads wrong scales, or compiles for each shape
+        rows = pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+        packed, state = quantize_4bit(rows, blocksize=BLOCK, quant_type="nf4")
         return packed, state.absmax
     import torchao.quantization as library  # type: ignore[import-not-found]
 
@@ -153,10 +156,10 @@ def _packed(weight: Tensor, kind: Quantize) -> tuple[Tensor, Tensor]:
 def _sizes_of(weight: Tensor, kind: Quantize) -> tuple[Tensor, Tensor]:
     """``_packed`` of weights without values."""
     if kind == "nf4":
-        count = weight.numel()
+        rows = math.ceil(weight.numel() / BLOCK)
         return (
-            weight.new_empty((count + 1) // 2, 1, dtype=torch.uint8),
-            weight.new_empty(math.ceil(count / BLOCK), dtype=torch.float32),
+            weight.new_empty(rows * BLOCK // 2, 1, dtype=torch.uint8),
+            weight.new_empty(rows, dtype=torch.float32),
         )
     dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
     return torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)

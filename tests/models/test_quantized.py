@@ -91,6 +91,19 @@ def test_four_bits_are_what_bitsandbytes_own_layers_compute():
     torch.testing.assert_close(QuantizedLinear(layer, "nf4")(x), theirs.to("cpu")(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(32, 32), (8, 96), (37, 32), (5, 7)])
+def test_four_bits_have_the_scale_of_their_64_weights_whatever_the_width(shape):
+    """bitsandbytes' kernel for a CPU takes wrong scales for some widths that are no multiple of 64."""
+    pytest.importorskip("bitsandbytes")
+    layer = _layer(outputs=shape[0], inputs=shape[1])
+    layer.weight.data.mul_(10.0 ** torch.arange(shape[0]).view(-1, 1).remainder(5))
+    flat = layer.weight.detach().flatten()
+    blocks = nn.functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
+    gap = (QuantizedLinear(layer, "nf4").weight - layer.weight).abs().flatten()
+    most = 0.16 * blocks.abs().amax(1).repeat_interleave(64)[: len(flat)]  # half of nf4's widest gap: 0.152
+    assert (gap <= most).all()
+
+
 def test_the_graph_keeps_no_weights(kind):
     """Tensors of torchao keep each dequantised weight until the backward pass: as much memory as a plain base."""
     made, kept = QuantizedLinear(_layer(), kind), []
