@@ -49,7 +49,8 @@ class Model(Section):
     """None trains all weights of the policy."""
     quantize: Quantize | None = None
     """With LoRA: keep the frozen linear layers of the blocks in 8 bits (``int8`` or ``fp8``, by torchao) or 4 (``nf4``,
-    by bitsandbytes). They take a half, or little more than a quarter, of bfloat16's memory, and more time."""
+    by bitsandbytes); of pictures those of the text encoders, too. They take a half, or little more than a quarter, of
+    bfloat16's memory, and more time."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time. ``auto``, or no value: on a GPU where the
     plan is faster with it, or does not fit without it."""

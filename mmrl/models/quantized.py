@@ -1,4 +1,4 @@
-"""A frozen base in 8 or 4 bits under LoRA (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+"""A frozen base in 8 or 4 bits under LoRA (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), and text encoders beside it.
 
 torchao makes int8 and fp8, bitsandbytes makes nf4. The product with them is done here, the same way for all three,
 with and without a gradient, in sampling, replay and training. Tensors of torchao leave every weight that they

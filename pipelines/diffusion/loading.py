@@ -145,7 +145,8 @@ def _assemble(
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
     _attend(adapter.model, recipe)
     if recipe.model.quantize:
-        quantize(adapter.model, recipe.model.quantize)
+        for module in (adapter.model, *adapter.text_encoders):
+            quantize(module, recipe.model.quantize)
     policy = _trainable(adapter, recipe)
     excuse(policy, adapter.weights_without_gradient())
     with refused(unusable):

@@ -37,19 +37,29 @@ def _real_bytes(tensor):
     return tensor.untyped_storage().nbytes() + (0 if state is None else state.absmax.nbytes)
 
 
+def _real_bytes_of(module):
+    tensors = {t.untyped_storage().data_ptr(): t for t in [*module.parameters(), *module.buffers()] if t.numel()}
+    return sum(map(_real_bytes, tensors.values()))
+
+
 @pytest.mark.parametrize("kind", PACKAGES)
 @pytest.mark.parametrize("made_of", ["text", "pictures"])
 def test_the_plan_has_the_bytes_of_the_real_tensors(recipes, made_of, kind):
     pytest.importorskip(PACKAGES[kind])
     recipe = _quantized(recipes[made_of], kind)
     family = mmrl.load("pipelines", recipe.pipeline)
-    policy = family.build(recipe, recipe.model.path, torch.device("cpu")).policy
-    tensors = {t.untyped_storage().data_ptr(): t for t in [*policy.parameters(), *policy.buffers()] if t.numel()}
-    real = sum(map(_real_bytes, tensors.values()))
+    pipeline = family.build(recipe, recipe.model.path, torch.device("cpu"))
+    policy, real = pipeline.policy, _real_bytes_of(pipeline.policy)
     description = family.describe(recipe, recipe.model.path, None)
     component = next(one for one in description.components if one.role == "policy")
-    planned = sizes_of(description, 1, by_block=False)[id(component)]
+    every = sizes_of(description, 1, by_block=False)
+    planned = every[id(component)]
     assert planned.total == pytest.approx(real, rel=0.05)
+    encoders = [one for one in description.components if one.role == "text encoders"]
+    assert len(encoders) == (3 if made_of == "pictures" else 0)
+    for one, encoder in zip(encoders, pipeline.adapter.text_encoders if encoders else [], strict=True):
+        assert every[id(one)].total == pytest.approx(_real_bytes_of(encoder), rel=0.05)
+        assert every[id(one)].total < 0.95 * every[id(one)].as_loaded
     plain = family.describe(recipes[made_of], recipe.model.path, None)
     before = sizes_of(plain, 1, by_block=False)
     before = before[id(next(one for one in plain.components if one.role == "policy"))]
