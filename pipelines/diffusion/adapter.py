@@ -23,6 +23,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 
 from .fields import check_flow
+from .pictures import scaled
 
 Conditions = dict[str, Tensor | dict[str, Tensor]]
 """Arguments of a model besides latents and timestep."""
@@ -69,23 +70,28 @@ class Adapter(ABC):
 
     makes: ClassVar[Literal["image", "video"]] = "image"
     edits: ClassVar[bool] = False
-    """Whether every prompt carries the picture that is edited: ``features["source"]``, its clean latent."""
+    """Whether every prompt carries a picture, which is edited or which a clip begins with (``encode_source``)."""
     sees: ClassVar[str | None] = None
     """The component that prepares the picture for the text encoder, of a family whose text encoder sees it
     (``encode_seen``); the plan makes the pipeline without it."""
     condition: ClassVar[int | None] = None
     """The side of a square with the area of the picture that is edited, in pixels; None: it has the size that is
     sampled."""
+    holds: ClassVar[bool] = False
+    """Whether the latents of the picture that a clip begins with stay in every step: states are of the rest."""
     family: ClassVar[str]
     """The models' name, for messages."""
     pipeline: ClassVar[str]
     """The class of diffusers."""
+    saved_as: ClassVar[tuple[str, ...]] = ()
+    """Further classes of diffusers, whose checkpoints it loads."""
     trains: ClassVar[str] = "transformer"
     """The component that predicts."""
     also_trains: ClassVar[tuple[str, ...]] = ()
     """Further components that predict, each at times of its own (``expert``), and train beside it."""
     encoders: ClassVar[tuple[str, ...]]
-    """Components that encode text; those a checkpoint lacks are left out."""
+    """Components that encode text, and an ``image_encoder`` that encodes the picture of a prompt; those a checkpoint
+    lacks are left out."""
     may_lack: ClassVar[tuple[str, ...]] = ()
     """Those of ``encoders`` that a checkpoint may be without."""
     unused: ClassVar[tuple[str, ...]] = ()
@@ -201,6 +207,10 @@ class Adapter(ABC):
         """To which size a picture that a prompt carries is scaled and cut."""
         return self.sampling.size
 
+    def encode_source(self, picture: Image.Image) -> dict[str, Tensor]:
+        """Features of the picture that a prompt carries, of ``source_size``: its clean latent."""
+        return {"source": self.encode_image(scaled(picture).unsqueeze(0).to(self.device))[0].float()}
+
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         """How many tokens ``text`` has for each text encoder, and how many that encoder reads; ``tokenizers`` by the
         encoder's name. Empty: not known."""
@@ -222,6 +232,15 @@ class Adapter(ABC):
     @abstractmethod
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         """Velocity for latents ``[B, ...]`` in flow coordinates, under batched features."""
+
+    def whole(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """Clean states ``[B, ...]`` with what is held beside them, to decode; ``features`` of the prompts are last in
+        a batch with negative ones."""
+        return latents
+
+    def free(self, latents: Tensor) -> Tensor:
+        """What of ``whole`` latents is the state."""
+        return latents
 
     def decode(self, latents: Tensor) -> Tensor:
         """Pictures ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [-1, 1], of clean latents."""

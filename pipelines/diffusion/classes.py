@@ -49,7 +49,7 @@ def verdict(kind: str) -> Verdict:
 
 def families_of(kind: str) -> list[str]:
     """The shipped pipelines that are for a class of diffusers, as a recipe names them."""
-    return sorted(name for name, family in shipped().items() if family.pipeline == kind)
+    return sorted(name for name, family in shipped().items() if kind in (family.pipeline, *family.saved_as))
 
 
 @cache
@@ -108,12 +108,12 @@ def _nearest(parts: Mapping[str, tuple[type, ...]]) -> str:
     """The family that has most classes in common: that of the denoiser before others, and more than one without it."""
     denoiser = next((name for name in _DENOISERS if name in parts), "")
 
-    def common(family: type[Adapter]) -> tuple[bool, int]:
-        theirs = declared(family.pipeline)
-        return bool(_names(theirs, family.trains) & _names(parts, denoiser)), len(_shared(theirs, parts))
+    def common(family: type[Adapter]) -> tuple[bool, int, bool]:
+        theirs, plain = declared(family.pipeline), not (family.saved_as or family.also_trains)
+        return bool(_names(theirs, family.trains) & _names(parts, denoiser)), len(_shared(theirs, parts)), plain
 
     name, family = max(shipped().items(), key=lambda one: common(one[1]))
-    same, shared = common(family)
+    same, shared, _ = common(family)
     return name if same or shared > 1 else ""
 
 

@@ -192,7 +192,7 @@ class Denoiser(Predictor):
         return DenoisingRows(
             slots=list(rows.slots),
             ids=list(rows.ids),
-            clean=clean,
+            clean=self.adapter.whole(clean, rows.features),
             states=torch.stack(state.states, 1) if recorded else None,
             actions=torch.tensor(list(rows.actions)[: len(state.log_probs)]) if recorded else None,
             log_probs=torch.stack(state.log_probs, 1) if recorded else None,

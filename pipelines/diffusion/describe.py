@@ -17,7 +17,7 @@ from mmrl.core.library_loading import refused
 from mmrl.core.stored import read_object
 
 from .adapter import Adapter
-from .prompt_lengths import tokenizer_of
+from .prompt_lengths import readers, tokenizer_of
 from .refusals import check_classes, check_path, check_scheduler
 
 if TYPE_CHECKING:  # slow to import
@@ -55,6 +55,7 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
     diffusers = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
     kind = getattr(diffusers, family.pipeline)
     made: dict[str, Any] = dict.fromkeys((*family.encoders, *family.unused, *([family.sees] if family.sees else [])))
+    made |= {tokenizer_of(name): None for name in family.encoders}
     with init_empty_weights(include_buffers=True):
         for name in configs.keys() - {"scheduler", _INDEX}:
             dtype = dtypes.get(name, dtypes["default"])
@@ -62,8 +63,8 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
             module = _module(configs[name], wanted)
             made[name] = torch.nn.Module.to(module, dtype)  # diffusers' own ``to`` warns of half precision, wanted here
             _keep_in_float32(module, dtype, wanted)
-    length = next(iter(_lengths(made[name] for name in family.encoders)), 512)
-    for name in family.encoders:
+    length = next(iter(_lengths(made[name] for name in readers(family))), 512)
+    for name in readers(family):
         own = next(iter(_lengths([made[name]])), length)
         made[tokenizer_of(name)] = TokenShapes(own)
     scheduler = configs["scheduler"]

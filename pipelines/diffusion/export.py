@@ -160,7 +160,8 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     given = [f"{name}={value!r}" for name, value in adapter.options.items()]
     options = ", ".join([f"torch_dtype=torch.{dtype}", *absent, *given])
     picture = "from PIL import Image\n" if adapter.edits else ""
-    head = f"import torch\nfrom diffusers import DiffusionPipeline\n{picture}"
+    loader = adapter.pipeline if adapter.saved_as else "DiffusionPipeline"  # the checkpoint names another
+    head = f"import torch\nfrom diffusers import {loader}\n{picture}"
     size = {"num_inference_steps": recipe.eval.steps or sampling.steps, "height": sampling.height}
     asked = size | {"width": sampling.width} | adapter.call()
     arguments = {name: repr(value) for name, value in asked.items()}
@@ -174,7 +175,7 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
     place = folder if what == "merged" else public(recipe.model.path)
-    start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(place)}, {options})\n{adapter.prepare}{_steps(recipe)}"
+    start = f"pipe = {loader}.from_pretrained({_quoted(place)}, {options})\n{adapter.prepare}{_steps(recipe)}"
     if what == "merged":
         code = {"With diffusers": f"{head}\n{start}{draw}"}
     elif what == "lora-file":
@@ -188,7 +189,7 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
             code |= {"With peft": f"{head}from peft import PeftModel\n\n{start}{in_peft}{draw}"}
     kind = type(pipe).__name__
     tags = [kind] if what == "merged" else [kind, "lora"]
-    task = "image-to-image" if adapter.edits else f"text-to-{adapter.makes}"
+    task = f"{'image' if adapter.edits else 'text'}-to-{adapter.makes}"
     return Usage("diffusers", task, tags, code)
 
 

@@ -36,10 +36,9 @@ from . import export, pictures
 from .adapter import Adapter, Schedule
 from .decoding import Decoder
 from .denoiser import Denoiser
-from .describe import tokenizer_of
 from .experts import trained_steps
 from .given import given_of
-from .prompt_lengths import PromptLengths
+from .prompt_lengths import PromptLengths, readers, tokenizer_of
 
 
 class FlowPipeline(Denoiser):
@@ -109,9 +108,10 @@ class FlowPipeline(Denoiser):
     @property
     def frozen(self) -> dict[str, nn.Module]:
         """The parts that do not train, by their names in messages."""
-        encoders = self.adapter.text_encoders
-        named = {f"text encoder {n + 1}" if len(encoders) > 1 else "text encoder": e for n, e in enumerate(encoders)}
-        return named | {"VAE": self.adapter.vae}
+        names = [name for name in self.adapter.encoders if getattr(self.adapter.pipe, name, None) is not None]
+        shown = [f"{name}_1" if f"{name}_2" in names else name for name in names]
+        named = zip((name.replace("_", " ") for name in shown), self.adapter.text_encoders, strict=True)
+        return {**dict(named), "VAE": self.adapter.vae}
 
     def unused_negative(self, prompt: Prompt) -> str | None:
         return self.negatives.unused(prompt)
@@ -130,9 +130,8 @@ class FlowPipeline(Denoiser):
         if not adapter.edits:
             return adapter.encode(text)
         picture = pictures.source(prompt, adapter.source_size)
-        source = adapter.encode_image(pictures.scaled(picture).unsqueeze(0).to(self.device))[0]
         embeds = adapter.encode_seen(text, [picture]) if adapter.sees else adapter.encode(text)
-        return embeds | {"source": source.float()}
+        return embeds | adapter.encode_source(picture)
 
     def _kept(self, key: str) -> bool:
         """Whether the features of ``key`` were on disk from before; then they are in the store."""
@@ -243,7 +242,7 @@ class FlowPipeline(Denoiser):
                 reference = means()
             out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
-            shape = tuple(rows.clean.shape[1:])
+            shape = self.sizes.shape(rows.slots)
             given = [self.noise(rows.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
@@ -309,7 +308,7 @@ class FlowPipeline(Denoiser):
             x = (1 - a) * x0 + a * eps
             v = with_graph(x, self.adapter.timestep(torch.full((len(ids),), a, device=self.device)))
             predicted.append((x + (b - a) * v - b * eps) / (1 - b))
-        x = torch.cat(predicted[1:] if path.jumps else predicted)
+        x = torch.cat([self.adapter.whole(one, features) for one in (predicted[1:] if path.jumps else predicted)])
         with self.offloaded.using(self.adapter.vae):  # it stays for the backward, which comes after this returns
             out = {"images": self.decoded.shown(x), "latents": x.detach()}
         out |= {"from": torch.tensor([a for a, _ in path.jumps])} if path.jumps else {}
@@ -329,7 +328,7 @@ class Captions:
     """Final class. The captions of the pipeline of ``adapter``, which may have several tokenizers."""
 
     def __init__(self, adapter: Adapter) -> None:
-        found = [getattr(adapter.pipe, tokenizer_of(name), None) for name in adapter.encoders]
+        found = [getattr(adapter.pipe, tokenizer_of(name), None) for name in readers(adapter)]
         self._tokens = [ControlTokens(tokenizer) for tokenizer in found if tokenizer is not None]
         self._told = False
 

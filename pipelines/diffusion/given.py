@@ -87,7 +87,7 @@ class PicturePairs(Given):
     def __init__(self, pipeline: Predictor) -> None:
         super().__init__(pipeline)
         if pipeline.adapter.makes != "image" or pipeline.adapter.edits:
-            does = "makes clips" if pipeline.adapter.makes != "image" else _EDITS
+            does = "makes clips" if pipeline.adapter.makes != "image" else _STARTS
             raise UserError(
                 f"algorithm.type: {pipeline.recipe.algorithm.type} trains on pairs of pictures, and "
                 f"{pipeline.adapter.family} {does}; use an algorithm that samples"
@@ -133,7 +133,7 @@ class GivenPictures(Given):
         self.settings, adapter = settings, pipeline.adapter
         if adapter.edits:
             raise UserError(
-                f"algorithm.type: {settings.type} trains on given pictures, and {adapter.family} {_EDITS}; use an "
+                f"algorithm.type: {settings.type} trains on given pictures, and {adapter.family} {_STARTS}; use an "
                 "algorithm that samples"
             )
         if not adapter.predicts_velocity and settings.density not in ("auto", "uniform"):
@@ -168,7 +168,7 @@ class GivenPictures(Given):
         return self.levels[[int(place * len(self.levels)) for place in places]].to(self.pipeline.device)
 
 
-_EDITS = "edits the picture that a prompt carries"
+_STARTS = "starts from the picture that a prompt carries"
 
 
 def given_of(pipeline: Predictor) -> PicturePairs | GivenPictures | None:

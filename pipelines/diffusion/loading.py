@@ -47,7 +47,7 @@ from .decoding import lay
 from .describe import empty_pipeline
 from .flow import FlowPipeline
 from .pictures import without_source
-from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, tokenizer_of
+from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers, tokenizer_of
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
 from .saved_lora import check_experts, reader
 from .sizes import Sizes
@@ -204,7 +204,7 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.Diffusi
         variant = variant_of(family, path)
         with whole_weights(f"model.path: {path}"):
             pipe = kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
-        for encoder, name in ((getattr(pipe, one, None), tokenizer_of(one)) for one in family.encoders):
+        for encoder, name in ((getattr(pipe, one, None), tokenizer_of(one)) for one in readers(family)):
             try_tokenizer(tokenizer := getattr(pipe, name, None), f"{name}/tokenizer_config.json")
             if encoder is not None:
                 check_tokens(tokenizer, encoder.config)

@@ -57,12 +57,13 @@ def scaled(image: Image.Image) -> Tensor:
 
 
 def source_of(prompt: Prompt) -> Media:
-    """The picture that is to be edited. Raises ``BadPromptError`` where there is not exactly one."""
+    """The picture that is edited, or that a clip begins with. Raises ``BadPromptError`` where there is not exactly
+    one."""
     if [medium.kind for medium in prompt.media] != ["image"]:
         raise BadPromptError(
             prompt.id,
-            f"it has {len(prompt.media)} media; give every prompt the one picture that is to be edited (data: {{name: "
-            "jsonl}, with a column image)",
+            f"it has {len(prompt.media)} media; give every prompt the one picture that is edited, or that its clip "
+            "begins with (data: {name: jsonl}, with a column image)",
         )
     return prompt.media[0]
 
@@ -85,7 +86,7 @@ def without_source(prompts: Sequence[Prompt], most: float) -> list[str]:
 
 
 def source(prompt: Prompt, size: Size) -> Image.Image:
-    """``fitted`` of the picture that is to be edited. Raises ``BadPromptError``."""
+    """``fitted`` of ``source_of``. Raises ``BadPromptError``."""
     return fitted(prompt, source_of(prompt), size)
 
 

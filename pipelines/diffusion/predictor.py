@@ -126,7 +126,7 @@ class Renoising:
         velocity: Callable[[Tensor, Tensor], Tensor],
     ) -> dict[str, Tensor]:
         """See ``mmrl.models.protocol.DenoisingPipeline.renoise``; ``velocity`` predicts for states and timesteps."""
-        x0 = rows.clean
+        x0 = self.adapter.free(rows.clean)
         sigma = to_device(self.sigma(rows, level, seed), x0.device)
         eps = to_device(noise(seed, rows.ids, f"forward{level}", tuple(x0.shape[1:])), x0.device)
         s = sigma.view(-1, *[1] * (x0.ndim - 1))

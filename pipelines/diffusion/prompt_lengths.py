@@ -83,7 +83,7 @@ def _deciding(reads: Sequence[Read]) -> Read | None:
 
 def of_pipe(adapter: Adapter) -> dict[str, Any]:
     """The tokenizers of a loaded pipeline."""
-    named = {name: getattr(adapter.pipe, tokenizer_of(name), None) for name in adapter.encoders}
+    named = {name: getattr(adapter.pipe, tokenizer_of(name), None) for name in readers(adapter)}
     return {name: one for name, one in named.items() if one is not None and hasattr(one, "vocab_size")}
 
 
@@ -92,7 +92,7 @@ def of_checkpoint(adapter: Adapter, path: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     try:
         index = json_of(path, "model_index.json")
-        for name in adapter.encoders:
+        for name in readers(adapter):
             library, kind = as_list(index.get(tokenizer_of(name)) or [None, None])
             if kind is not None:
                 folder = Path(path) / tokenizer_of(name) if Path(path).exists() else None
@@ -106,5 +106,10 @@ def of_checkpoint(adapter: Adapter, path: str) -> dict[str, Any]:
 
 
 def tokenizer_of(encoder: str) -> str:
-    """The component that makes the tokens of a text encoder."""
-    return encoder.replace("text_encoder", "tokenizer")
+    """The component that makes the tokens of a text encoder, or the pixels of an image encoder."""
+    return encoder.replace("text_encoder", "tokenizer").replace("image_encoder", "image_processor")
+
+
+def readers(family: Adapter | type[Adapter]) -> list[str]:
+    """The encoders of text."""
+    return [name for name in family.encoders if name.startswith("text_encoder")]

@@ -85,9 +85,11 @@ def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
     """Raises ``UserError`` where ``model_index.json`` names another class than the family is for, of the pipeline or of
     a component that it uses."""
     kind = index.get("_class_name")
-    if kind != family.pipeline:
+    if kind not in (family.pipeline, *family.saved_as):
         raise UserError(f"model.path: {path} {_another(family, path, kind)}")
     allowed = declared(family.pipeline)
+    if "image_encoder" in family.encoders:  # its states are read, and no projection of them
+        allowed["image_encoder"] += (import_module("transformers").CLIPVisionModelWithProjection,)
     wrong = [
         f"model.path: {path} has a {_named(index.get(name))} as its {name}, and the {name} of a {family.pipeline} is a "
         f"{' or a '.join(sorted(one.__name__ for one in allowed[name]))}; give a checkpoint that has one"

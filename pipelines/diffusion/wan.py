@@ -63,11 +63,16 @@ class WanAdapter(EulerAdapter):
     @classmethod
     def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
         config, channels = pipe.transformer.config, latent_channels(pipe)
-        for name in ("in_channels", "out_channels"):
-            yield name, config[name], channels, f"a VAE of {channels} latent channels"
+        for name, needed in (("in_channels", channels + cls.added(pipe)), ("out_channels", channels)):
+            yield name, config[name], needed, f"a VAE of {channels} latent channels"
         width = text_width(pipe.text_encoder)
         yield "text_dim", config["text_dim"], width, f"a text encoder of width {width}"
         yield "patch_size", config["patch_size"][0], 1, "frames that are apart"
+
+    @classmethod
+    def added(cls, pipe: diffusers.DiffusionPipeline) -> int:
+        """How many channels follow those of the latents in what the model is given."""
+        return 0
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -91,7 +96,7 @@ class WanAdapter(EulerAdapter):
                 f"sampling.frames: {frames} is not one more than a multiple of {time}, which this checkpoint's VAE "
                 f"needs; use {(frames - 1) // time * time + 1}"
             )
-        channels = self.pipe.transformer.config.in_channels
+        channels = self.pipe.transformer.config.out_channels
         return (channels, (frames - 1) // time + 1, height // space, width // space)
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:

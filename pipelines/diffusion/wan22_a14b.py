@@ -27,6 +27,8 @@ class Wan22A14BAdapter(WanAdapter):
     other; without it both have the first."""
 
     family = "Wan 2.2 A14B"
+    of_one = "diffusion/wan"
+    """The pipeline of a checkpoint of one model."""
     unused = ()
     also_trains = ("transformer_2",)
 
@@ -42,7 +44,7 @@ class Wan22A14BAdapter(WanAdapter):
         if not isinstance(ratio, int | float) or not 0 < ratio < 1:
             raise UserError(
                 f"model.path: model_index.json says boundary_ratio: {ratio}, and it is the noise level between two "
-                "models, above 0 and below 1; give a Wan 2.2 A14B, or set pipeline to diffusion/wan for one model"
+                f"models, above 0 and below 1; give a Wan 2.2 A14B, or set pipeline to {cls.of_one} for one model"
             )
         if pipe.config["expand_timesteps"]:
             raise UserError(

@@ -30,6 +30,8 @@ FAMILIES = [
     "flux_kontext",
     "wan22_ti2v",
     "wan22_a14b",
+    "wan_i2v",
+    "wan22_i2v_5b",
 ]
 OTHER_WAITS = {
     "qwen_image": " of Qwen-Image",
@@ -66,7 +68,7 @@ def folder_of(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("families")
     saved = cache(lambda family: save(family, root / family))
-    of = {"flux2_klein_edit": "flux2_klein"}
+    of = {"flux2_klein_edit": "flux2_klein", "wan22_i2v_5b": "wan22_ti2v"}
     return lambda family: SHAPES if family == "sd3" else saved(of.get(family, family))
 
 

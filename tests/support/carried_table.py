@@ -43,7 +43,7 @@ BY_HAND: dict[str, str] = {
     "pipelines/diffusion/loading.py: train.…: … has two models, of which a row meets the one of its time, a": "tests/families/test_wan22.py::test_two_models_are_not_sharded",
     "pipelines/diffusion/saved_lora.py: model.lora.path: … lacks …, and … has a LoRA for each of …; give the f": "tests/families/test_wan22.py::test_the_lora_of_each_of_two_models_is_a_file_and_goes_on",
     "pipelines/diffusion/wan.py: model.path: this is a Wan 2.2 of two models, each for times of its own": "tests/families/test_wan22.py::test_one_model_is_not_taken_for_two_nor_two_for_one",
-    "pipelines/diffusion/wan22_a14b.py: model.path: model_index.json says boundary_ratio: …, and it is the noi": "tests/families/test_wan22.py::test_an_index_that_is_not_of_two_models_is_refused",
+    "pipelines/diffusion/wan22_i2v_5b.py: model.path: model_index.json says expand_timesteps: false, and a model": "tests/families/test_wan_i2v.py::test_a_checkpoint_of_another_kind_is_refused_with_the_pipeline_for_it",
     "pipelines/diffusion/wan22_a14b.py: model.path: model_index.json says expand_timesteps: true, which is of ": "tests/families/test_wan22.py::test_an_index_that_is_not_of_two_models_is_refused",
     "mmrl/api/recipes.py: algorithm: …; write algorithm=MyClass, algorithm='grpo', or algorithm=": "tests/config/test_edits_by_hand.py::test_an_algorithm_is_given_as_the_message_writes_it",
     "mmrl/api/recipes.py: heldout: give data too, or set data.heldout of the recipe": "tests/config/test_edits_by_hand.py::test_heldout_data_come_with_data",

@@ -19,14 +19,18 @@ FAMILIES = [
     "qwen_image",
     "qwen_image_edit",
     "wan",
+    "wan_i2v",
     "sana",
     "z_image",
     "flux2_klein",
     "flux2_klein_edit",
 ]
-EDITORS = ("flux_kontext", "flux2_klein_edit", "qwen_image_edit")
+EDITORS = ("flux_kontext", "flux2_klein_edit", "qwen_image_edit", "wan_i2v")
+CLIPS = ("wan", "wan_i2v")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
+SAME = {"flux2_klein_edit": "flux2_klein", "wan22_i2v_5b": "wan22_ti2v"}
+"""Families that share a checkpoint."""
 TOLD = ("flux", "flux_kontext")
 """Whose guidance is an input of the model, so that there is one prediction and no negative prompt."""
 
@@ -43,7 +47,7 @@ class _Folders(dict[str, Path]):
         self.root = root
 
     def __missing__(self, family: str) -> Path:
-        of = "flux2_klein" if family == "flux2_klein_edit" else family
+        of = SAME.get(family, family)
         self[family] = save(family, self.root / family) if of == family else self[of]
         return self[family]
 
@@ -55,7 +59,8 @@ def folders(tmp_path_factory):
 
 def recipe(family, folders, lora=True, **sampling):
     wan = family.startswith("wan")
-    length = 16 if wan or family in TOLD else {"sd3": 12}.get(family, 64)  # tiny tokenizers' tokens: bytes, or pieces
+    short = 16 if wan or family in TOLD else 64
+    length = {"sd3": 12, "wan_i2v": 512}.get(family, short)  # tiny tokenizers' tokens: bytes, or pieces
     size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
     own = {"frames": 5} if wan else SEEN if family == "qwen_image_edit" else {}
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **own, **sampling}

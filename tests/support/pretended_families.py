@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-EDITORS = ("flux2_klein_edit", "flux_kontext", "qwen_image_edit")
+EDITORS = ("flux2_klein_edit", "flux_kontext", "qwen_image_edit", "wan_i2v", "wan22_i2v_5b")
 SEEN = {"max_sequence_length": 512, "condition_size": 48}
 PICTURES = [{"name": "jpeg:incompressibility"}]
 KINDS = {
@@ -21,7 +21,8 @@ KINDS = {
 def settings(family, folder, kind, lora):
     size = 64 if family == "flux2_klein_edit" else 32
     wan = family.startswith("wan")
-    length = 16 if wan or family in ("flux", "flux_kontext") else {"sd3": 12}.get(family, 64)
+    short = 16 if wan or family in ("flux", "flux_kontext") else 64
+    length = {"sd3": 12, "wan_i2v": 512}.get(family, short)
     sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
     return {
         "name": "pretended",

@@ -1,6 +1,9 @@
 """Shared by the tests of saved lora and others."""
 
+from importlib.util import find_spec
+
 import torch
+from PIL import Image
 
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
@@ -8,7 +11,25 @@ allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.config.schema import Recipe  # noqa: E402
 
-FAMILIES = ["sd", "sdxl", "sd3", "flux", "flux_kontext", "qwen_image", "wan", "z_image", "flux2_klein", "sana"]
+FAMILIES = [
+    "sd",
+    "sdxl",
+    "sd3",
+    "flux",
+    "flux_kontext",
+    "qwen_image",
+    *(["qwen_image_edit"] if find_spec("torchvision") else []),
+    "wan",
+    "wan_i2v",
+    "z_image",
+    "flux2_klein",
+    "sana",
+]
+OWN = {
+    "qwen_image_edit": {"max_sequence_length": 512, "condition_size": 48},
+    "wan": {"frames": 5},
+    "wan_i2v": {"frames": 5, "max_sequence_length": 512},
+}
 
 
 def recipe(family, folder, lora):
@@ -24,7 +45,7 @@ def recipe(family, folder, lora):
             "pipeline": f"diffusion/{family}",
             "model": {"path": str(folder), "lora": lora},
             "data": {"name": "shapes"},
-            "sampling": sampling | ({"frames": 5} if family == "wan" else {}),
+            "sampling": sampling | OWN.get(family, {}),
             "rewards": [{"name": "shapes"}],
             "algorithm": {"type": "flow_grpo"},
             "train": {"steps": 1, "prompts_per_step": 2, "group_size": 4, "micro_batch_size": 8},
@@ -36,7 +57,10 @@ def recipe(family, folder, lora):
 def velocity(adapter, model):
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(2, *adapter.latent_shape(32, 32), generator=draw)
-    features = {k: torch.stack([v, v]) for k, v in adapter.encode("a red circle").items()}
+    picture = [Image.new("RGB", adapter.source_size[::-1], "red")] if adapter.edits else []
+    made = adapter.encode_seen("a red circle", picture) if adapter.sees else adapter.encode("a red circle")
+    made |= adapter.encode_source(*picture) if picture else {}
+    features = {k: torch.stack([v, v]) for k, v in made.items()}
     return adapter.predict(model, x, adapter.schedule(3).timesteps[:1].expand(2), features)
 
 

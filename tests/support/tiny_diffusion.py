@@ -245,7 +245,7 @@ def _qwen_image_edit(kind="QwenImageEditPipeline"):
     return _qwen_image(kind, VISION, processor=processor)
 
 
-def _wan(channels=4, vae=None, **pipeline):
+def _wan(channels=4, vae=None, kind="WanPipeline", inputs=None, **pipeline):
     import diffusers
     import transformers as t
 
@@ -254,13 +254,13 @@ def _wan(channels=4, vae=None, **pipeline):
     transformer = diffusers.WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=channels,
         out_channels=channels,
         text_dim=32,
         freq_dim=32,
         ffn_dim=32,
         num_layers=2,
         rope_max_seq_len=32,
+        **(inputs or {"in_channels": channels}),
     )
     autoencoder = diffusers.AutoencoderKLWan(
         base_dim=12,
@@ -272,7 +272,7 @@ def _wan(channels=4, vae=None, **pipeline):
         latents_std=[1.5, 0.8, 1.0, 2.0] * (channels // 4),
         **(vae or {}),
     )
-    return diffusers.WanPipeline(
+    return getattr(diffusers, kind)(
         tokenizer=tok,
         text_encoder=t.UMT5EncoderModel(config).eval(),
         vae=autoencoder,
@@ -287,6 +287,27 @@ def _wan22_ti2v():
     patches = {"patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
     vae = {"is_residual": True, "decoder_base_dim": 12, "scale_factor_temporal": 4} | patches
     return _wan(channels=8, vae=vae, expand_timesteps=True)
+
+
+def _wan_i2v():
+    """Wan 2.1 image-to-video, with an image encoder of five tokens."""
+    import transformers as t
+
+    eye = t.CLIPVisionConfig(**CLIP, image_size=28, patch_size=14)
+    shown = t.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    return _wan(
+        kind="WanImageToVideoPipeline",
+        inputs={"in_channels": 4 + 4 + 4, "image_dim": 32, "added_kv_proj_dim": 24},
+        image_encoder=t.CLIPVisionModel(eye).eval(),
+        image_processor=shown,
+    )
+
+
+def _wan22_i2v_a14b():
+    """Wan 2.2 A14B image-to-video: two models, and no image encoder."""
+    inputs = {"in_channels": 4 + 4 + 4}
+    second = _wan(inputs=inputs).transformer
+    return _wan(kind="WanImageToVideoPipeline", inputs=inputs, transformer_2=second, boundary_ratio=0.9)
 
 
 def _wan22_a14b():

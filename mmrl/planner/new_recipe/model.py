@@ -55,6 +55,8 @@ class _Family(Protocol):
     also_trains: tuple[str, ...]
     makes: str
     edits: bool
+    holds: bool
+    saved_as: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def _of_text(path: str, config: JsonObject) -> FirstModel:
 def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
     kind = str(index.get("_class_name"))
     known = _families()
-    fitting = [(name, one) for name, one in known.items() if one.pipeline == kind]
+    fitting = [(name, one) for name, one in known.items() if kind in (one.pipeline, *one.saved_as)]
     if not fitting:
         classes = sorted({one.pipeline for one in known.values()})
         why = mmrl.load("pipelines", "diffusion/classes").verdict(kind)
@@ -176,7 +178,15 @@ def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
             f"(there are {', '.join(classes)}; docs/families.md says how to add one)"
         )
     two = index.get("boundary_ratio") is not None  # models, each for noise of its own
-    fitting.sort(key=lambda one: (one[1].edits != edits, bool(one[1].also_trains) != two))
+    held = bool(index.get("expand_timesteps"))  # a time for each token, so that the first frame can stay
+    fitting.sort(
+        key=lambda one: (
+            one[1].holds > held,
+            one[1].edits != edits,
+            bool(one[1].also_trains) != two,
+            held > one[1].holds,
+        )
+    )
     name, family = fitting[0]
     return FirstModel(
         path, path, _MADE[family.makes], name, f"model_index.json: {kind}", size=_size(path, family.trains)
