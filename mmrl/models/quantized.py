@@ -25,7 +25,7 @@ from mmrl.models.sharded import blocks
 
 BLOCK = 64
 """Weights of nf4 that share a scale (bitsandbytes' default)."""
-_NEEDS = {"int8": ("torchao", "quantize"), "fp8": ("torchao", "quantize"), "nf4": ("bitsandbytes", "bitsandbytes")}
+NEEDS = {"int8": ("torchao", "quantize"), "fp8": ("torchao", "quantize"), "nf4": ("bitsandbytes", "bitsandbytes")}
 """The package of each kind, and the extra that has it."""
 _COMPUTES = {"int8": ("cpu", "cuda", "xpu", "mps"), "fp8": ("cpu", "cuda", "xpu"), "nf4": ("cpu", "cuda", "xpu")}
 
@@ -41,7 +41,7 @@ def refusals(recipe: Recipe, device: str) -> Iterator[str]:
 
 
 def _lacks(kind: Quantize) -> str | None:
-    package, extra = _NEEDS[kind]
+    package, extra = NEEDS[kind]
     if find_spec(package) is not None:
         return None
     return f"model.quantize: {kind} is of {package}, which is not here; {install(extra)}, or remove model.quantize"
@@ -68,6 +68,16 @@ def quantize(model: nn.Module, kind: Quantize) -> None:
             f"model.quantize: {type(model).__name__} has no linear layers in its blocks to quantise (it may be "
             "quantised already, or have its layers under names of its own); remove model.quantize"
         )
+
+
+def saved(model: nn.Module, kind: Quantize) -> int:
+    """Bytes of memory that ``quantize`` would save of ``model``, which may have a LoRA, while its largest layer is
+    dequantised."""
+    layers = {id(layer): layer for block in blocks(model) for layer in block.modules() if type(layer) is nn.Linear}
+    weights = [layer.weight for layer in layers.values() if not layer.weight.requires_grad]
+    packed = [made for weight in weights for made in _sizes_of(weight.detach().to("meta"), kind)]
+    before = [weight.nbytes for weight in weights]
+    return sum(before) - sum(made.nbytes for made in packed) - max(before, default=0)
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:

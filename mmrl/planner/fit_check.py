@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from mmrl.config.checks import impossibilities
+from mmrl.config.left_to_plan import with_values
 from mmrl.core.sizes import size
+from mmrl.models.quantized import NEEDS
 from mmrl.planner.device_roles import SAMPLED, judges_beside_sampling
 from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan_data import PhaseMemory, Plan
@@ -109,6 +112,19 @@ def _less_state(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
         yield "performance.optimizer=adamw_8bit (needs bitsandbytes)"
 
 
+def _fewer_bits(plan: Plan) -> Iterator[str]:
+    """A quantised base, if all phases fit with it: in the most bits that do."""
+    for kind, less in plan.quantized.items():
+        phases = [*plan.phases, *([plan.load] if plan.load else [])]
+        needs = [phase.total - sum(less.get(role, 0) for role in phase.parts) for phase in phases]
+        if plan.device_memory is None or max(needs) > plan.device_memory:
+            continue
+        asked = with_values(plan.recipe, {"model.quantize": kind})
+        if not [one for one in impossibilities(asked) if one.startswith("model.quantize")]:
+            yield f"model.quantize={kind} (needs {NEEDS[kind][0]}, and fits)"
+            return
+
+
 def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = plan.recipe
@@ -143,6 +159,7 @@ def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
         yield "model.lora={rank: 32} (its gradients and optimizer state take megabytes)"
     if recipe.model.dtype == "float32":
         yield "model.dtype=bfloat16"
+    yield from _fewer_bits(plan)
     if train.prompts_per_step > 1 and peak.parts.get("trajectories", 0) > peak.total // 10:
         yield f"train.prompts_per_step={train.prompts_per_step // 2}"
     yield f"a device with more memory{_holding(plan, peak)}, or a smaller model.path"

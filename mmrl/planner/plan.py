@@ -6,6 +6,7 @@ The plan is that of one controller, the one with the most work, and of one of it
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.left_to_plan import left_open
 from mmrl.config.loader import LoadedRecipe, load_recipe
+from mmrl.config.model import Quantize
 from mmrl.config.replicas import has_replicas
 from mmrl.config.sampling import Sampling, TextSampling, shares_steps
 from mmrl.config.schema import Recipe
@@ -133,6 +135,7 @@ def _planned(
         made.recordable = recipe.rollout.in_process and recordable(description.pipeline.policy)
         if made.gpu is None:
             made.problems += _without_weights(recipe.model.path)
+    made.quantized = _saved(recipe, description)
     _account(made, description, objective, prompts, inputs)
     settle(made)
     if (time := _time(made, description, objective, prompts)) is not None:
@@ -427,6 +430,18 @@ def _account(
         made.host += sum(one.kept for one in description.beside)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
+
+
+def _saved(recipe: Recipe, description: Description) -> dict[Quantize, dict[str, int]]:
+    """``Plan.quantized``; empty where the base is quantised, or trains."""
+    kinds: tuple[Quantize, ...] = ("int8", "nf4")
+    if recipe.model.lora is None or recipe.model.quantize is not None:
+        return {}
+    found: dict[Quantize, dict[str, int]] = {kind: {} for kind in kinds}
+    for kind, one in itertools.product(kinds, description.components):
+        if one.role in ("policy", "text encoders"):
+            found[kind][one.role] = found[kind].get(one.role, 0) + quantized.saved(one.module, kind)
+    return found
 
 
 def _carried(made: Plan, description: Description, prompts: list[Sequence[Prompt]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mmrl.config.model import Quantize
 from mmrl.config.schema import Recipe
 from mmrl.planner.counts import Counts
 from mmrl.planner.estimate import Episodes, Estimate
@@ -60,6 +61,9 @@ class Plan:
     """What the device holds while the run is loaded; None for a CPU with whole weights, which lie in their files."""
     by_rows: bool = False
     """Whether each rank reads only its part of the checkpoint."""
+    quantized: dict[Quantize, dict[str, int]] = field(default_factory=dict)
+    """Of each ``model.quantize`` that a frozen base could have: the bytes that it would save, by role; the most bits
+    first."""
     host: int = 0
     asked: list[Asked] = field(default_factory=list)
     """The rewards that run on a device."""

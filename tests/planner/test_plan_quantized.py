@@ -1,14 +1,18 @@
 """The plan counts the bytes of a quantised base as they are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import mmrl
 from mmrl.config.schema import Recipe
 from mmrl.models.quantized import QuantizedLinear
+from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.memory_budget import sizes_of
 from tests.support import tiny
 from tests.support.families import recipe as of_pictures
+from tests.support.planning import planned
 from tests.support.text import recipe as of_text
 from tests.support.tiny_diffusion import SHAPES
 
@@ -71,3 +75,18 @@ def test_the_plan_has_the_bytes_of_the_real_tensors(recipes, made_of, kind):
     rows = 0 if kind == "nf4" else 4 * sum(layer.out_features for layer in layers)
     width = layers[0].dtype.itemsize
     assert before.total - planned.total == pytest.approx((width - BYTES[kind]) * weights - rows, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_recipe_that_fits_with_fewer_bits_is_told_of_the_most_that_fit():
+    """The plan of the edit has the bytes that the edit was chosen by."""
+    words = ["shapes-lora", "model.dtype=bfloat16", "device=cuda", "model.offload=false", "train.micro_batch_size=1"]
+    made = {kind: planned(*words, f"model.quantize={kind}", device_memory=2**40) for kind in ("null", "int8")}
+    needs = {kind: one.peak.total for kind, one in made.items()}
+    assert needs["int8"] < needs["null"]
+    layer = 2**18  # at least the largest in bfloat16
+    for kind, memory in (("int8", needs["int8"] + layer), ("nf4", needs["int8"] - layer), (None, 2**20)):
+        (problem,) = does_not_fit(replace(made["null"], device_memory=memory))
+        told = [edit for edit in problem.partition("Try: ")[2].split("; ") if edit.startswith("model.quantize=")]
+        assert told == ([] if kind is None else [f"model.quantize={kind} (needs {PACKAGES[kind]}, and fits)"])
+    assert not does_not_fit(replace(made["int8"], device_memory=needs["int8"]))
