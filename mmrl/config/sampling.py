@@ -77,6 +77,8 @@ class Sampling(Section):
     """The picture that a prompt carries, where a family brings it to an area whatever ``height`` and ``width`` are
     (Qwen-Image-Edit): the side of a square of that area, in pixels. None: the diffusers pipeline's own, 1024. A smaller
     one makes a step cheaper: a picture of 1024 pixels is as many tokens as one that is made at 1024 x 1024."""
+    pictures: Annotated[int, Field(ge=1, le=16)] | None = None
+    """How many pictures every prompt carries, of a family that takes several (Qwen-Image-Edit-Plus); None: one."""
     buckets: Annotated[list[Bucket], Field(min_length=1, max_length=MOST_BUCKETS)] | None = None
     """Several sizes, ``[[64, 64], [48, 80]]``, height before width: each prompt is sampled at the one that fits its
     record's ``height`` and ``width``, its ``aspect_ratio``, or its picture. ``height`` and ``width`` are one of them,

@@ -389,7 +389,7 @@ def _account(
     by_block, gathered = recipe.train.backend == "fsdp", recipe.performance.gather_dtype
     sizes = sizes_of(description, shards, by_block=by_block, gathered=gathered)
     given = {"picture_pairs": 2, "given_pictures": 1}
-    media = _pair()[: given.get(recipe.algorithm.trains_on, description.pictures)]
+    media = _pictures(given.get(recipe.algorithm.trains_on, description.pictures))
     try:
         _carried(made, description, prompts)
         if description.longest is not None and not prompts:
@@ -503,12 +503,12 @@ def _shards(made: Plan, description: Description, trainers: int) -> int | Fracti
     return None if refused else shards
 
 
-def _pair() -> tuple[Media, ...]:
-    """Two pictures, for a pipeline that trains on pairs; one is enough for editing."""
-    files = [BytesIO(), BytesIO()]
+def _pictures(count: int) -> tuple[Media, ...]:
+    """``count`` different pictures of a pixel."""
+    files = [BytesIO() for _ in range(count)]
     for shade, file in enumerate(files):
         Image.new("RGB", (1, 1), (shade, shade, shade)).save(file, "png")
-    return Media("image", data=files[0].getvalue()), Media("image", data=files[1].getvalue())
+    return tuple(Media("image", data=file.getvalue()) for file in files)
 
 
 def _different(

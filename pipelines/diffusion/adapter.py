@@ -77,6 +77,8 @@ class Adapter(ABC):
     condition: ClassVar[int | None] = None
     """The side of a square with the area of the picture that is edited, in pixels; None: it has the size that is
     sampled."""
+    several: ClassVar[bool] = False
+    """Whether a prompt may carry several pictures (``sampling.pictures``)."""
     holds: ClassVar[bool] = False
     """Whether the latents of the picture that a clip begins with stay in every step: states are of the rest."""
     family: ClassVar[str]
@@ -123,6 +125,9 @@ class Adapter(ABC):
         if sampling.condition_size is not None and self.condition is None:
             has = "a prompt's picture has the size that is sampled" if self.edits else "it is shown no pictures"
             raise UserError(f"sampling.condition_size: {self.family}: {has}; remove condition_size")
+        if sampling.pictures is not None and not self.several:
+            has = "a prompt carries one picture" if self.edits else "it is shown no pictures"
+            raise UserError(f"sampling.pictures: {self.family}: {has}; remove pictures")
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
@@ -203,13 +208,20 @@ class Adapter(ABC):
         raise NotImplementedError
 
     @property
+    def pictures(self) -> int:
+        """How many pictures every prompt carries."""
+        return (self.sampling.pictures or 1) if self.edits else 0
+
+    @property
     def source_size(self) -> Size:
         """To which size a picture that a prompt carries is scaled and cut."""
         return self.sampling.size
 
-    def encode_source(self, picture: Image.Image) -> dict[str, Tensor]:
-        """Features of the picture that a prompt carries, of ``source_size``: its clean latent."""
-        return {"source": self.encode_image(scaled(picture).unsqueeze(0).to(self.device))[0].float()}
+    def encode_source(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Features of the pictures that a prompt carries, of ``source_size``: the clean latent, ``[n, ...]`` of
+        several."""
+        found = [self.encode_image(scaled(one).unsqueeze(0).to(self.device))[0].float() for one in pictures]
+        return {"source": torch.stack(found) if len(found) > 1 else found[0]}
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         """How many tokens ``text`` has for each text encoder, and how many that encoder reads; ``tokenizers`` by the

@@ -54,7 +54,7 @@ class Case:
         self.device = torch.device("cpu" if recipe.device == "auto" else recipe.device)
         self.pipeline: FlowPipeline = family.build(recipe, recipe.model.path, self.device)
         self.policy = Policy(self.pipeline.policy, recipe.optim, total_updates=2)
-        media = [(_picture(n),) if self.pipeline.adapter.edits else () for n in range(2)]
+        media = [tuple(_picture(2 * i + n) for i in range(self.pipeline.adapter.pictures)) for n in range(2)]
         prompts = [Prompt(str(n), text, media=media[n]) for n, text in enumerate(PROMPTS)]
         self.slots = [Slot(0, i // 2, 0, prompts[i // 2]) for i in range(4)]
         self.ids = [SampleId(0, i // 2, 0, i % 2) for i in range(4)]
@@ -100,7 +100,8 @@ class Case:
         given = {name: eval(text, {"pipe": pipe}) for name, text in code.items()}  # what a model card shows
         if not adapter.edits:
             return given
-        return given | {"image": pictures.source(prompt, adapter.source_size)}
+        sources = pictures.sources(prompt, adapter.source_size, adapter.pictures)
+        return given | {"image": sources if adapter.several else sources[0]}
 
     def give_negatives(self, common: str, own: str) -> None:
         """Give negative prompts: ``common`` as the recipe does, and ``own`` as the record of the second prompt does."""

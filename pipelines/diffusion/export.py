@@ -166,11 +166,11 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     asked = size | {"width": sampling.width} | adapter.call()
     arguments = {name: repr(value) for name, value in asked.items()}
     arguments |= {} if negative is None else adapter.call_negative(negative)
-    shown, source = "images" if adapter.makes == "image" else "frames", adapter.source_size
+    shown = "images" if adapter.makes == "image" else "frames"
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
         f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
-        + (f'    image=Image.open("picture.png").resize(({source.width}, {source.height})),\n' if picture else "")
+        + (f"    image={_pictures(adapter)},\n" if picture else "")
         + "".join(f"    {name}={value},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
@@ -191,6 +191,14 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     tags = [kind] if what == "merged" else [kind, "lora"]
     task = f"{'image' if adapter.edits else 'text'}-to-{adapter.makes}"
     return Usage("diffusers", task, tags, code)
+
+
+def _pictures(adapter: Adapter) -> str:
+    """Python that opens what a prompt carries."""
+    width, height = adapter.source_size.width, adapter.source_size.height
+    names = [f"picture{n + 1}.png" if adapter.several else "picture.png" for n in range(adapter.pictures)]
+    opened = [f'Image.open("{name}").resize(({width}, {height}))' for name in names]
+    return f"[{', '.join(opened)}]" if adapter.several else opened[0]
 
 
 def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:

@@ -122,16 +122,16 @@ class FlowPipeline(Denoiser):
         adapter, given = self.adapter.at(self.sizes.of(prompt)), self.negatives.given(prompt)
         text = adapter.negative if given is None else self.captions.plain(given)
         if adapter.sees:
-            return adapter.encode_seen(text, [pictures.source(prompt, adapter.source_size)])
+            return adapter.encode_seen(text, pictures.sources(prompt, adapter.source_size, adapter.pictures))
         return adapter.encode(text) if given is None else adapter.encode_negative(text)
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
         adapter, text = self.adapter.at(self.sizes.of(prompt)), self.captions.plain(prompt.text)
         if not adapter.edits:
             return adapter.encode(text)
-        picture = pictures.source(prompt, adapter.source_size)
-        embeds = adapter.encode_seen(text, [picture]) if adapter.sees else adapter.encode(text)
-        return embeds | adapter.encode_source(picture)
+        sources = pictures.sources(prompt, adapter.source_size, adapter.pictures)
+        embeds = adapter.encode_seen(text, sources) if adapter.sees else adapter.encode(text)
+        return embeds | adapter.encode_source(sources)
 
     def _kept(self, key: str) -> bool:
         """Whether the features of ``key`` were on disk from before; then they are in the store."""

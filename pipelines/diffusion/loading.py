@@ -46,7 +46,7 @@ from .caching import cache_of
 from .decoding import lay
 from .describe import empty_pipeline
 from .flow import FlowPipeline
-from .pictures import without_source
+from .pictures import without_sources
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers, tokenizer_of
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
 from .saved_lora import check_experts, reader
@@ -90,7 +90,8 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     lengths = pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_checkpoint(adapter, path))
 
     def said_of(prompts: Sequence[Prompt]) -> list[str]:
-        lacking = without_source(prompts, recipe.data.max_bad_fraction) if adapter.edits else []
+        most = recipe.data.max_bad_fraction
+        lacking = without_sources(prompts, adapter.pictures, most) if adapter.edits else []
         return [*lacking, *lengths.said_of(prompts)]
 
     return Description(
@@ -101,7 +102,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
             Component("VAE", type(pipe.vae).__name__, pipe.vae, vae_for),
         ],
         source,
-        pictures=int(adapter.edits),
+        pictures=adapter.pictures,
         by_rows=True,
         too_long=said_of,
         notes=[_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else [],

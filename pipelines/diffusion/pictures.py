@@ -56,25 +56,27 @@ def scaled(image: Image.Image) -> Tensor:
     return flat.view(image.height, image.width, 3).permute(2, 0, 1) / 127.5 - 1
 
 
-def source_of(prompt: Prompt) -> Media:
-    """The picture that is edited, or that a clip begins with. Raises ``BadPromptError`` where there is not exactly
-    one."""
-    if [medium.kind for medium in prompt.media] != ["image"]:
+def sources_of(prompt: Prompt, count: int) -> Sequence[Media]:
+    """The pictures that are edited, or the one that a clip begins with. Raises ``BadPromptError`` where they are not
+    ``count``."""
+    if [medium.kind for medium in prompt.media] != ["image"] * count:
+        what = "one picture that is edited, or that its clip begins with" if count == 1 else f"{count} pictures"
+        column = "image" if count == 1 else "images; sampling.pictures says how many"
         raise BadPromptError(
             prompt.id,
-            f"it has {len(prompt.media)} media; give every prompt the one picture that is edited, or that its clip "
-            "begins with (data: {name: jsonl}, with a column image)",
+            f"it has {len(prompt.media)} media; give every prompt the {what} (data: {{name: jsonl}}, with a column "
+            f"{column})",
         )
-    return prompt.media[0]
+    return prompt.media
 
 
-def without_source(prompts: Sequence[Prompt], most: float) -> list[str]:
-    """A note on those of ``prompts`` that do not carry exactly one picture. Raises ``UserError`` where they are more
+def without_sources(prompts: Sequence[Prompt], count: int, most: float) -> list[str]:
+    """A note on those of ``prompts`` that do not carry ``count`` pictures. Raises ``UserError`` where they are more
     than the share ``most``."""
     bad = list[BadPromptError]()
     for prompt in prompts:
         try:
-            source_of(prompt)
+            sources_of(prompt, count)
         except BadPromptError as error:
             bad.append(error)
     if not bad:
@@ -85,9 +87,9 @@ def without_source(prompts: Sequence[Prompt], most: float) -> list[str]:
     return [f"{named}: they are left out and named in failures.jsonl"]
 
 
-def source(prompt: Prompt, size: Size) -> Image.Image:
-    """``fitted`` of ``source_of``. Raises ``BadPromptError``."""
-    return fitted(prompt, source_of(prompt), size)
+def sources(prompt: Prompt, size: Size, count: int) -> list[Image.Image]:
+    """``fitted`` of ``sources_of``. Raises ``BadPromptError``."""
+    return [fitted(prompt, medium, size) for medium in sources_of(prompt, count)]
 
 
 def digest(prompt: Prompt) -> str:

@@ -91,7 +91,9 @@ class QwenImageAdapter(PackedAdapter):
         return unpacked(combined * length, tuple(positive.shape[1:]))
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        pictures = [x, features["source"]] if "source" in features else [x]
+        source = features.get("source")
+        given = () if source is None else source.unbind(1) if source.ndim == 5 else (source,)  # several, or one
+        pictures = [x, *given]
         tokens = [packed(picture.to(features["embeds"].dtype)) for picture in pictures]
         v = model(
             hidden_states=torch.cat(tokens, 1),

@@ -27,7 +27,7 @@ _PIXELS = {"min_pixels": 56 * 56, "max_pixels": 16_384 * 28 * 28}
 
 
 class QwenImageEditAdapter(QwenImageAdapter):
-    """Final class. Every prompt carries one picture. It is cut to the proportions that are sampled, and scaled to the
+    """Every prompt carries one picture. It is cut to the proportions that are sampled, and scaled to the
     area of ``sampling.condition_size`` squared, by default the stock pipeline's 1024 x 1024. The text encoder sees it
     beside the prompt and beside the negative prompt, and its tokens follow those of the picture that is made.
 
@@ -61,15 +61,23 @@ class QwenImageEditAdapter(QwenImageAdapter):
     def prepare(self) -> str:
         if self.sampling.condition_size is None:
             return super().prepare
-        area = f"{self._side} * {self._side}"
-        return super().prepare + (
+        return super().prepare + self._prepared(f"{self._side} * {self._side}")
+
+    def _prepared(self, area: str) -> str:
+        """Python that has the stock pipeline bring a picture to ``area``."""
+        return (
             "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus\n\n"
             "own = pipeline_qwenimage_edit_plus.calculate_dimensions\n"
             f"pipeline_qwenimage_edit.calculate_dimensions = lambda _, ratio: (*own({area}, ratio), None)\n"
         )
 
+    def _asked(self, text: str) -> str:
+        """``text`` with what stands for pictures before it, where the template has none of it."""
+        return text
+
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        return [Read(tokens - 1, most) for tokens, most in super().read(text, tokenizers)]  # one is the picture's
+        found = super().read(self._asked(text), tokenizers)
+        return [Read(tokens - self.pictures, most) for tokens, most in found]  # a token of each picture is its own
 
     def encode(self, text: str) -> dict[str, Tensor]:
         raise TypeError("a prompt of an editor is encoded beside its picture (encode_seen)")
@@ -93,7 +101,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
             length = self.pipe.prompt_template_encode_start_idx + self.sampling.max_sequence_length
             ids = torch.zeros(1, length + sum(self._tokens(*one.size) for one in pictures), dtype=torch.long)
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        asked = self.pipe.prompt_template_encode.format(text)
+        asked = self.pipe.prompt_template_encode.format(self._asked(text))
         made = self.pipe.processor(text=[asked], images=list(pictures), return_tensors="pt")
         return {name: made[name] for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")}
 

@@ -7,6 +7,7 @@ of its own (``expand_timesteps``): 0 of the first frame, that of the step of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import diffusers  # its parts are loaded when they are first used
@@ -57,9 +58,9 @@ class Wan22I2V5BAdapter(WanAdapter):
             )
         return (channels, frames - 1, *size)
 
-    def encode_source(self, picture: Image.Image) -> dict[str, Tensor]:
+    def encode_source(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """``source``: the latents ``[C, 1, h, w]`` of the first frame."""
-        return {"source": self.encode_image(scaled(picture).to(self.device)[None, None])[0].float()}
+        return {"source": self.encode_image(scaled(pictures[0]).to(self.device)[None, None])[0].float()}
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         embeds, given = features["embeds"], self.whole(x, features)

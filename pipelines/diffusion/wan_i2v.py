@@ -6,7 +6,7 @@ gray, joined by channel. Checkpoints with an image encoder (CLIP) show it the pi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,15 +72,15 @@ class WanI2VAdapter(WanAdapter):
     def added(cls, pipe: diffusers.DiffusionPipeline) -> int:
         return pipe.vae_scale_factor_temporal + pipe.transformer.config.out_channels
 
-    def encode_source(self, picture: Image.Image) -> dict[str, Tensor]:
+    def encode_source(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """``source``: the latents ``[C, F, h, w]`` of the clip that is only known to begin; ``seen``: the states
         ``[T, width]`` of the image encoder, where there is one."""
-        pixels = scaled(picture).to(self.device).unsqueeze(0)
+        pixels = scaled(pictures[0]).to(self.device).unsqueeze(0)
         unknown = pixels.new_zeros((self.sampling.frames or 1) - 1, *pixels.shape[1:])
         features = {"source": self.encode_image(torch.cat([pixels, unknown]).unsqueeze(0))[0].float()}
         encoder: Any = self.pipe.image_encoder
         if encoder is not None:
-            shown = self._shown(picture).to(encoder.device, encoder.dtype)
+            shown = self._shown(pictures[0]).to(encoder.device, encoder.dtype)
             features["seen"] = encoder(pixel_values=shown, output_hidden_states=True).hidden_states[-2][0]
         return {name: tensor.to(self.device) for name, tensor in features.items()}
 

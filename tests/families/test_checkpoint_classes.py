@@ -89,6 +89,7 @@ NAMED = [
     ("flux2_klein", "Flux2Pipeline"),
     ("qwen_image", "QwenImageEditInpaintPipeline"),
     ("qwen_image", "QwenImageEditPlusPipeline"),
+    ("qwen_image_edit", "QwenImageEditPlusPipeline"),
     ("sd3", "HiDreamImagePipeline"),
     ("sd3", "CogView4Pipeline"),
     ("sana", "SanaVideoPipeline"),

@@ -37,6 +37,7 @@ UNREAD = {  # the last block drops its text stream, so nothing reads its text qu
     "sd3": ["transformer_blocks.3.attn.add_q_proj"],
     "qwen_image": _LAST,
     "qwen_image_edit": _LAST,
+    "qwen_image_edit_plus": _LAST,
 }
 
 
@@ -114,6 +115,7 @@ def test_another_source_picture_changes_the_picture_as_in_the_stock_pipeline(fol
 @pytest.mark.parametrize("family", EDITORS)
 def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path, family):
     made = recipe(family, folders, guidance_scale=2.0).model_dump(mode="json")
+    made["sampling"]["pictures"] = None  # of each prompt one
     made |= {
         "data": {"name": "shape_edits"},
         "rewards": [{"name": "jpeg:incompressibility"}],

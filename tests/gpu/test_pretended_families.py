@@ -32,10 +32,12 @@ FAMILIES = [
     "wan22_a14b",
     "wan_i2v",
     "wan22_i2v_5b",
+    "qwen_image_edit_plus",
 ]
 OTHER_WAITS = {
     "qwen_image": " of Qwen-Image",
     "qwen_image_edit": " of Qwen-Image",
+    "qwen_image_edit_plus": " of Qwen-Image",
     "wan22_a14b": " of two models",
 }
 CLIPS = """

@@ -284,6 +284,7 @@ def test_the_output_says_where_the_sizes_come_from(medium):
 LARGE = (
     "qwen-image",
     "qwen-image-edit",
+    "qwen-image-edit-plus",
     "sdxl",
     "flux-dev",
     "sana15-1.6b",
@@ -307,6 +308,7 @@ PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the
     "flux-kontext": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
     "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
     "qwen-image-edit": (20_430_401_088, 8_292_166_656, 126_892_531),
+    "qwen-image-edit-plus": (20_430_401_088, 8_292_166_656, 126_892_531),
     "wan21-1.3b": (1_418_996_800, 5_680_910_336, 126_892_531),
     "wan22-ti2v-5b": (4_999_787_712, 5_680_910_336, 704_688_668),
     "z-image": (6_154_908_736, 4_022_468_096, 83_819_683),

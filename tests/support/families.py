@@ -18,6 +18,7 @@ FAMILIES = [
     "flux_kontext",
     "qwen_image",
     "qwen_image_edit",
+    "qwen_image_edit_plus",
     "wan",
     "wan_i2v",
     "sana",
@@ -25,7 +26,7 @@ FAMILIES = [
     "flux2_klein",
     "flux2_klein_edit",
 ]
-EDITORS = ("flux_kontext", "flux2_klein_edit", "qwen_image_edit", "wan_i2v")
+EDITORS = ("flux_kontext", "flux2_klein_edit", "qwen_image_edit", "qwen_image_edit_plus", "wan_i2v")
 CLIPS = ("wan", "wan_i2v")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
@@ -62,7 +63,8 @@ def recipe(family, folders, lora=True, **sampling):
     short = 16 if wan or family in TOLD else 64
     length = {"sd3": 12, "wan_i2v": 512}.get(family, short)  # tiny tokenizers' tokens: bytes, or pieces
     size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
-    own = {"frames": 5} if wan else SEEN if family == "qwen_image_edit" else {}
+    own = {"frames": 5} if wan else SEEN if family.startswith("qwen_image_edit") else {}
+    own = own | ({"pictures": 2} if family == "qwen_image_edit_plus" else {})
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **own, **sampling}
     return Recipe.model_validate(
         {

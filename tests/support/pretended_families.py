@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-EDITORS = ("flux2_klein_edit", "flux_kontext", "qwen_image_edit", "wan_i2v", "wan22_i2v_5b")
+EDITORS = ("flux2_klein_edit", "flux_kontext", "qwen_image_edit", "qwen_image_edit_plus", "wan_i2v", "wan22_i2v_5b")
 SEEN = {"max_sequence_length": 512, "condition_size": 48}
 PICTURES = [{"name": "jpeg:incompressibility"}]
 KINDS = {
@@ -30,7 +30,7 @@ def settings(family, folder, kind, lora):
         "pipeline": f"diffusion/{'wan' if family == 'wan22_ti2v' else family}",
         "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 2, "alpha": 4} if lora else None},
         "data": {"name": "shape_edits" if family in EDITORS else "shapes"},
-        "sampling": sampling | ({"frames": 5} if wan else SEEN if family == "qwen_image_edit" else {}),
+        "sampling": sampling | ({"frames": 5} if wan else SEEN if family.startswith("qwen_image_edit") else {}),
         "train": {
             "steps": 2,
             "prompts_per_step": 2,

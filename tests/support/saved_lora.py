@@ -18,15 +18,17 @@ FAMILIES = [
     "flux",
     "flux_kontext",
     "qwen_image",
-    *(["qwen_image_edit"] if find_spec("torchvision") else []),
+    *(["qwen_image_edit", "qwen_image_edit_plus"] if find_spec("torchvision") else []),
     "wan",
     "wan_i2v",
     "z_image",
     "flux2_klein",
     "sana",
 ]
+SEEN = {"max_sequence_length": 512, "condition_size": 48}
 OWN = {
-    "qwen_image_edit": {"max_sequence_length": 512, "condition_size": 48},
+    "qwen_image_edit": SEEN,
+    "qwen_image_edit_plus": SEEN,
     "wan": {"frames": 5},
     "wan_i2v": {"frames": 5, "max_sequence_length": 512},
 }
@@ -59,7 +61,7 @@ def velocity(adapter, model):
     x = torch.randn(2, *adapter.latent_shape(32, 32), generator=draw)
     picture = [Image.new("RGB", adapter.source_size[::-1], "red")] if adapter.edits else []
     made = adapter.encode_seen("a red circle", picture) if adapter.sees else adapter.encode("a red circle")
-    made |= adapter.encode_source(*picture) if picture else {}
+    made |= adapter.encode_source(picture) if picture else {}
     features = {k: torch.stack([v, v]) for k, v in made.items()}
     return adapter.predict(model, x, adapter.schedule(3).timesteps[:1].expand(2), features)
 

@@ -245,6 +245,10 @@ def _qwen_image_edit(kind="QwenImageEditPipeline"):
     return _qwen_image(kind, VISION, processor=processor)
 
 
+def _qwen_image_edit_plus():
+    return _qwen_image_edit("QwenImageEditPlusPipeline")
+
+
 def _wan(channels=4, vae=None, kind="WanPipeline", inputs=None, **pipeline):
     import diffusers
     import transformers as t
