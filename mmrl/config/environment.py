@@ -16,8 +16,8 @@ class Environment(Section):
     options: Options = Field(default_factory=dict)
     """Keyword arguments of the class; of ``tools`` the list ``tools``, of functions as path/to/file.py:NAME."""
     role: Literal["auto", "tool", "user"] = "auto"
-    """Whether answers are shown as results of tools or as messages of the user. ``auto``: as results of tools where the
-    chat template shows these."""
+    """Whether answers are shown as results of tools or as messages of the user. ``auto``: of an environment with tools
+    as their results, of others as messages; the other way where the chat template shows that alone."""
     calls: OwnClass | None = None
     """A function path/to/file.py:NAME that finds the calls in a text, as a list of mappings with ``name`` and
     ``arguments``. None: the tokenizer's ``response_template``, or Hermes' format."""

@@ -53,7 +53,7 @@ class World:
             raise UserError(
                 f"environment.name: {self._section.name} shows pictures, and {conditioner.no_pictures}; or {edit}"
             )
-        self.role: Role = role_of(conditioner, recipe)
+        self.role: Role = role_of(conditioner, recipe, calls=bool(self._factory.schemas))
         if self._section.history == "template":
             check_history(conditioner, self.role)
         self.plays = True
@@ -169,10 +169,11 @@ def _unmarked(text: str) -> str:
     return PLACEHOLDER.sub(r"< \1>", text)
 
 
-def role_of(conditioner: Conditioner, recipe: Recipe) -> Role:
-    """How answers are shown. Raises ``UserError`` where the chat template shows them in no such way."""
+def role_of(conditioner: Conditioner, recipe: Recipe, *, calls: bool) -> Role:
+    """How answers are shown: by themselves those of an environment that is called (``calls``) as results of tools, and
+    what others say as messages of the user. Raises ``UserError`` where the chat template shows them in no such way."""
     section = recipe.environment
-    roles: tuple[Role, ...] = ("tool", "user")
+    roles: tuple[Role, ...] = ("tool", "user") if calls else ("user", "tool")
     if section is not None and section.role != "auto":
         roles = (section.role,)
     why = ""
