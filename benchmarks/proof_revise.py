@@ -37,8 +37,6 @@ from statistics import mean
 from proof_shapes import of_seeds, train
 
 import mmrl
-from mmrl.core.reward_contract import Context
-from mmrl.core.trajectory import Sample
 
 COMMON = [
     "train.prompts_per_step=16",
@@ -54,7 +52,7 @@ REVISE = [
     f"environment={{name: revise, options: {_ANSWER}, role: user, max_turns: 2, max_tokens: 130}}",
     "rewards=[{name: environment}]",
 ]
-_SO_FAR = f"{Path(__file__).resolve()}:right_so_far"
+_SO_FAR = f"{Path(__file__).resolve().parent}/right_so_far.py:right_so_far"
 _NUMBER = "{name: 'answer:number', options: {after: 'answer:'}}"
 _PARTIAL = f"rewards=[{_NUMBER}, {{name: '{_SO_FAR}', label: so_far, weight: 0}}]"
 ARMS = {
@@ -64,13 +62,6 @@ ARMS = {
     "branches": [_PARTIAL, "midway={tokens: 16, group_size: 4, branches: 2, rewards: [so_far]}"],
     "raft": ["algorithm={type: raft}"],
 }
-
-
-@mmrl.reward(inputs=("text",))
-def right_so_far(samples: Sequence[Sample], *, context: Context) -> list[float]:
-    """Minus the wrong steps of a response that may be cut, whose last part is not judged."""
-    sums = mmrl.load("datasets", "sums")
-    return [-float(len(sums.wrong_steps(sample.prompt, sample.text or ""))) for sample in samples]
 
 
 def warmed(out: Path) -> Path:
