@@ -4,8 +4,9 @@
 
 is the caption ``two red circles`` of the data set ``shapes``: each of its colours and kinds has another word.
 ``meta`` has the scene's truth, which the reward ``shapes`` checks. ``meta["guess"]`` is a caption with the brief's
-number and place, and a colour and a kind drawn at random: what somebody writes who knows the words of the drawer, and
-not those of the brief. Compositions that ``shapes`` holds out are held out here.
+number and place, whose colour and kind are right in a share ``known`` of the briefs, and drawn at random in the others:
+what somebody writes who knows the words of the drawer, and is unsure of those of the brief. Compositions that
+``shapes`` holds out are held out here.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ _PLURAL = {"box": "boxes", "plus": "pluses"}
 
 
 def prompts(
-    split: Literal["train", "heldout", "all"] = "train", *, count: int = 1000, seed: int = 0
+    split: Literal["train", "heldout", "all"] = "train", *, count: int = 1000, seed: int = 0, known: float = 0.0
 ) -> Sequence[Prompt]:
     """``count`` briefs of the split, each of a random composition of one sort of object; ``seed`` chooses which. Raises
-    ``UserError`` for a count below 1."""
+    ``UserError`` for a count below 1, and a share that is none."""
     if count < 1:
         raise UserError(f"count is {count}; it is 1 or more")
+    if not 0 <= known <= 1:
+        raise UserError(f"known is {known}; it is a share, 0 to 1")
     shapes = mmrl.load("datasets", "shapes")
     captions = shapes.prompts(split, relations=0, held_out_relations=0)
     rng = random.Random(f"{split}/{seed}")
-    return [_brief(n, rng.choice(captions), shapes, rng) for n in range(count)]
+    return [_brief(n, rng.choice(captions), shapes, rng, known) for n in range(count)]
 
 
-def _brief(n: int, caption: Prompt, shapes: ModuleType, rng: random.Random) -> Prompt:
+def _brief(n: int, caption: Prompt, shapes: ModuleType, rng: random.Random, known: float) -> Prompt:
     thing = caption.meta["objects"][0]
-    known = {"colour": list(shapes.COLOURS), "kind": list(shapes.KINDS)}
-    guess = {thing[key]: rng.choice(words) for key, words in known.items()}
+    drawn = {"colour": list(shapes.COLOURS), "kind": list(shapes.KINDS)}
+    guess = {thing[key]: thing[key] if rng.random() < known else rng.choice(words) for key, words in drawn.items()}
     text = _put(caption.text, WORDS)
     meta = {**caption.meta, "guess": _put(caption.text, guess), "caption": caption.text}
     return Prompt(f"shape_briefs/{n}/{text.replace(' ', '-')}", text, meta)
