@@ -32,7 +32,7 @@ from tools.make_models.sums import CHAT, SPECIALS, Example, fit, replies_to
 
 GAME = "GuessTheNumber-v0"
 TEXT = "Play this game."
-MOST = 20
+MOST = 7
 """The largest secret number."""
 CONTEXT = 512
 _MOVE = re.compile(r"\[(\d+)\]")
@@ -65,7 +65,7 @@ def build(tokenizer: Any) -> Any:
 def walk(rng: random.Random, moves: int, *, careful: bool) -> Messages:
     """A game up to its last move, which is the message of the assistant at the end; at most ``moves`` of them. A
     ``careful`` player draws among the numbers that may still be the secret."""
-    game: Any = getattr(mmrl.load("environments", "textarena"), GAME)()
+    game: Any = getattr(mmrl.load("environments", "textarena"), GAME)(make={"max_number": MOST})
     told, least, most = game.reset(Prompt("p", TEXT), rng.randrange(2**31)), 1, MOST
     said: Messages = [{"role": "user", "content": f"{TEXT}\n\n{told}"}]
     while True:
@@ -79,7 +79,7 @@ def walk(rng: random.Random, moves: int, *, careful: bool) -> Messages:
         most = min(most, guess - 1) if "is lower" in shown.content else most
 
 
-def walks(count: int, careful: float, seed: int, most: int = 5) -> list[Messages]:
+def walks(count: int, careful: float, seed: int, most: int = 3) -> list[Messages]:
     """``count`` games of at most ``most`` moves, a share ``careful`` of them by careful players."""
     rng = random.Random(seed)
     return [walk(rng, rng.randint(1, most), careful=rng.random() < careful) for _ in range(count)]
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=4000)
     parser.add_argument("--careful", type=float, default=0.25, help="share of games by careful players")
     parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--first", type=int, default=1000, help="steps on games of careful players alone, before")
     parser.add_argument("--every", type=int, default=125, help="steps between two measurements")
     parser.add_argument("--lr", type=float, default=4e-3)
     arguments = parser.parse_args()
@@ -140,17 +141,18 @@ def main() -> None:
         log(parameters=sum(p.numel() for p in model.parameters()), vocabulary=len(tokenizer))
         examples = [example(tokenizer, said) for said in games]
         log(longest=max(len(ids) for ids, _ in examples), mean=sum(len(ids) for ids, _ in examples) / len(examples))
-        fit(
-            model,
-            examples,
-            arguments.steps,
-            arguments.lr,
-            log,
-            lambda: measured(model, tokenizer, held),
-            every=arguments.every,
-            batch=16,
-            half=False,
-        )
+        for learned_from, steps, rate in ((walks(arguments.examples, 1.0, 2), arguments.first, arguments.lr), (games, arguments.steps, arguments.lr / 2)):
+            fit(
+                model,
+                [example(tokenizer, said) for said in learned_from],
+                steps,
+                rate,
+                log,
+                lambda: measured(model, tokenizer, held),
+                every=arguments.every,
+                batch=16,
+                half=False,
+            )
         model.to(torch.bfloat16).to(torch.float32)  # what is written is what is measured
         log(**measured(model, tokenizer, held))
     model.to(torch.bfloat16).save_pretrained(arguments.out)
