@@ -9,7 +9,7 @@ tries, or finds the number of TextArena's ``GuessTheNumber``, before and after R
 Each seed trains the recipe. The shipped model of MiniGrid writes drawn moves and sees where the triangle is, and
 knows nothing of where to go; the recipe of reasoning-gym begins with SFT, and ``before`` is behind it. Every run is
 resumable. Success is the share of held-out worlds, which RL never drew, in which the square is reached within 20
-moves, the answer is right within three, or the number is found within five guesses. Of the questions only those count
+moves, the answer is right within three, or the number is found within three guesses. Of the questions only those count
 that no prompt of training asks. The interval is of paired differences, the same worlds before and after.
 """
 

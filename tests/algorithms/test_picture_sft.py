@@ -325,7 +325,7 @@ def test_what_does_not_go_together_is_refused(recipe, overrides, message):
 def test_families_refuse_what_they_are_not_trained_with(folders):
     with pytest.raises(UserError, match="density: Stable Diffusion 1 or 2 is trained at timesteps that come"):
         of_family("sd", folders, density="mode")
-    with pytest.raises(UserError, match="edits the picture that a prompt carries; use an algorithm that samples"):
+    with pytest.raises(UserError, match="starts from the picture that a prompt carries; use an algorithm that samples"):
         of_family("flux2_klein_edit", folders)
 
 
