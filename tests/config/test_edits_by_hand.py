@@ -402,15 +402,17 @@ def test_answers_of_an_environment_are_shown_in_a_role_of_the_template():
     from mmrl.episodes.world import role_of
     from tests.support.template_answers import chat_of
 
-    def role(asked, *shown):
+    def role(asked, *shown, calls=False):
         template = FIRST.replace("SHOWN", json.dumps(shown))
         recipe = load_recipe(["sums"], [f"environment={{name: guess, role: {asked}}}"]).recipe
-        return role_of(chat_of(tiny.tokenizer(), template), recipe)
+        return role_of(chat_of(tiny.tokenizer(), template), recipe, calls=calls)
 
     refused(lambda: role("user", "assistant", "tool"), "; set environment.role to auto")
     assert role("auto", "assistant", "tool") == "tool"
     refused(lambda: role("auto", "assistant"), "; set model.chat_template to one that shows them")
-    assert role("auto", "assistant", "user") == "user"
+    assert role("auto", "assistant", "user") == role("auto", "assistant", "user", calls=True) == "user"
+    assert role("auto", "assistant", "user", "tool") == "user"  # a world speaks as the user
+    assert role("auto", "assistant", "user", "tool", calls=True) == "tool"
 
 
 WORLD = """
