@@ -2,8 +2,9 @@
 
     python -m tools.make_models.guess --out pipelines/llm/models/guess-qwen3
 
-It learns moves of games that two sorts of players play: most guess any number, a few only numbers that agree with what
-the game has told. So it can write a move and read the answers, and nothing has told it whose play to prefer.
+It learns moves of games in two stages: first of players who guess only numbers that agree with what the game has told,
+so that it reads the answers; then of two sorts, most of whom guess any number, so that it plays as badly as they do. At
+a higher rate, or on both sorts from the start, it does not learn to read.
 ``log.jsonl`` beside the weights is the log of the run that made them.
 """
 
@@ -116,12 +117,14 @@ def _agrees(text: str, said: Messages) -> bool | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
-    parser.add_argument("--examples", type=int, default=4000)
-    parser.add_argument("--careful", type=float, default=0.25, help="share of games by careful players")
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--first", type=int, default=1000, help="steps on games of careful players alone, before")
-    parser.add_argument("--every", type=int, default=125, help="steps between two measurements")
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--examples", type=int, default=8000)
+    parser.add_argument(
+        "--careful", type=float, default=0.4, help="share of games by careful players, in the second stage"
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of the second stage")
+    parser.add_argument("--first", type=int, default=1100, help="steps of the first stage, on games of careful players")
+    parser.add_argument("--every", type=int, default=150, help="steps between two measurements")
+    parser.add_argument("--lr", type=float, default=1.2e-3)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -130,6 +133,10 @@ def main() -> None:
     tokenizer = learned(words, 1024, SPECIALS, CHAT, CONTEXT)
     model = build(tokenizer)
     held = walks(200, 1.0, 1)
+    stages = [
+        (walks(arguments.examples, 1.0, 2), arguments.first, arguments.lr),
+        (games, arguments.steps, arguments.lr / 2),
+    ]
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (arguments.out / "log.jsonl").open("w") as lines:
 
@@ -139,12 +146,12 @@ def main() -> None:
 
         log(command=shlex.join(["python", "-m", "tools.make_models.guess", *sys.argv[1:]]))
         log(parameters=sum(p.numel() for p in model.parameters()), vocabulary=len(tokenizer))
-        examples = [example(tokenizer, said) for said in games]
-        log(longest=max(len(ids) for ids, _ in examples), mean=sum(len(ids) for ids, _ in examples) / len(examples))
-        for learned_from, steps, rate in ((walks(arguments.examples, 1.0, 2), arguments.first, arguments.lr), (games, arguments.steps, arguments.lr / 2)):
+        for played, steps, rate in stages:
+            taught = [example(tokenizer, said) for said in played]
+            log(longest=max(len(ids) for ids, _ in taught), mean=sum(len(ids) for ids, _ in taught) / len(taught))
             fit(
                 model,
-                [example(tokenizer, said) for said in learned_from],
+                taught,
                 steps,
                 rate,
                 log,
