@@ -150,7 +150,7 @@ def _not_here(name: str, modality: Modality | None, algorithm: str | None, *, ed
     if modality in TEXTS:
         return FirstModel(name, name, modality, _CHAT[modality], says, readable=False)
     of_one = {name: family for name, family in _families().items() if not family.also_trains}  # the index says of two
-    fitting = [pipeline for pipeline, family in of_one.items() if _MADE[family.makes] is modality]
+    fitting = [name for name, one in of_one.items() if _MADE[one.makes] is modality and one.edits == edits]
     if len(fitting) > 1:
         raise UserError(f"{why}: of which of the pipelines {', '.join(fitting)} it is, its model_index.json says")
     return _with_shipped(FirstModel(name, name, modality, fitting[0], says, readable=False), algorithm)
