@@ -290,9 +290,9 @@ def test_an_archive_of_nothing_but_faults_is_given_up(tmp_path):
     path = tmp_path / "s.tar"
     good = shard_of(tmp_path, [member("a.txt", b"x")]).read_bytes()[:1024]
     path.write_bytes(b"".join((good + b"garbage!" * 64) for _ in range(5000)))
-    start = time.perf_counter()
+    start = time.process_time()
     members, bad = read_members(path)
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 60
     assert len(members) == len(bad) - 1 == 1000
     assert all("next to damage" in (m.why or "") for m in members)
     assert "the rest of it was not read" in bad[-1].why
@@ -324,9 +324,9 @@ def test_absurd_sizes_cost_nothing(tmp_path):
     }
     for name, data in hostile.items():
         path.write_bytes(good + data + bytes(1024))
-        start = time.perf_counter()
+        start = time.process_time()
         members, bad = read_members(path)
-        assert time.perf_counter() - start < 30, name
+        assert time.process_time() - start < 30, name
         usable = [m.name for m in members if m.why is None]
         assert usable[:2] == ["good.json", "good.png"], name
         assert set(usable[2:]) <= {"last.json", "last.png"}, name

@@ -49,7 +49,7 @@ class Plain(Base):
         if self.how == "raise":
             raise ValueError("no end")
         if self.how == "hang":
-            time.sleep(60)
+            time.sleep(300)
         if self.how == "exit" and self.name is not None:
             os._exit(3)
         return True
@@ -157,7 +157,7 @@ def test_what_close_does_is_counted_and_named_and_changes_nothing_else(worlds, h
         changed = [*changes, section(worlds, how=name, isolate=isolate, max_turns=2, timeout="1s", workers=64)]
         began = time.monotonic()
         mmrl.train("sums", changes=changed, out=worlds / f"run{name}")
-        assert time.monotonic() - began < 55  # else what hangs was waited for
+        assert time.monotonic() - began < 280  # else what hangs was waited for
         runs[name] = figures(worlds / f"run{name}")
     assert [row.pop("episode/unclosed") for row in runs[""]] == [0]
     assert [row.pop("episode/unclosed") for row in runs[how]] == [1]

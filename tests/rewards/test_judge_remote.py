@@ -453,8 +453,8 @@ def test_a_server_of_our_own_that_is_lost_is_started_again_and_says_the_same(tmp
         until(lambda: "thinking" in first._process.last_lines())
         began = time.monotonic()
         os.kill(int(mark.read_text()), how)
-        answers = [answer.result(60) for answer in found]
-        assert time.monotonic() - began < 60  # and no answer takes 600 s
+        answers = [answer.result(500) for answer in found]
+        assert time.monotonic() - began < 500  # and no answer takes 600 s
         assert len(mark.read_text().split()) == 2  # one other was started, for all who asked
         said = capfd.readouterr().err
         assert "the vLLM server of the judge x is lost" in said

@@ -59,7 +59,7 @@ def score(rewards, made, groups=None, step=7):
 
 BAD = {
     "raises": ("    raise ValueError('broken here')", "raised ValueError: broken here at .*mine.py:2"),
-    "hangs": ("    import time; time.sleep(60)", "did not return within 0.2 s for a batch of 3"),
+    "hangs": ("    import time; time.sleep(300)", "did not return within 0.2 s for a batch of 3"),
     "async hangs": ("ASYNC    import asyncio; await asyncio.sleep(60)", "did not return within 0.2 s"),
     "async raises": ("ASYNC    raise KeyError('k')", "raised KeyError: 'k' at .*mine.py:2"),
     "exits": ("    raise SystemExit(3)", "raised SystemExit: 3"),
@@ -135,11 +135,11 @@ def test_a_bad_reward_stops_the_run_or_drops_samples_and_never_scores_0(case, re
 def test_after_a_hang_the_next_batch_is_scored_by_a_fresh_thread(reward_file):
     root = reward_file(
         "import time\ndef score(samples, *, context):\n"
-        "    if samples[0].prompt.text == 'prompt 0': time.sleep(60)\n    return [4.0] * len(samples)\n"
+        "    if samples[0].prompt.text == 'prompt 0': time.sleep(300)\n    return [4.0] * len(samples)\n"
     )
     began = time.perf_counter()
     scores = score(make(root, timeout=1.0, batch_size=1, on_failure="drop"), samples(3))
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 280
     assert torch.isnan(scores.total).tolist() == [True, False, False]
 
 
@@ -197,10 +197,10 @@ def test_a_reward_that_was_given_up_or_closed_leaves_no_thread_and_scoring_track
 
 
 def test_an_async_reward_that_blocks_its_loop_is_given_up(reward_file):
-    root = reward_file("import time\nasync def score(samples, *, context):\n    time.sleep(60)\n    return [1.0]\n")
+    root = reward_file("import time\nasync def score(samples, *, context):\n    time.sleep(300)\n    return [1.0]\n")
     began = time.perf_counter()
     scores = score(make(root, timeout=0.2, on_failure="drop"), samples(1))
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 280
     assert "did not return" in scores.failures[0].reason
 
 

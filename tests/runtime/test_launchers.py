@@ -189,13 +189,13 @@ def test_ray_computes_the_same_to_the_bit(by_slurm, tmp_path):
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_the_job_resumes(by_slurm, tmp_path):
     out = tmp_path / "killed"
-    words = [*SMALL, "runtime.patience=120s", unhurried(out)]
+    words = [*SMALL, "runtime.patience=400s", unhurried(out)]
     first, second = tasks("sums", out, *words)
     wait_for(first, out, 2)
     second.kill()
     began = time.monotonic()
     code, said = ended(first)
-    assert time.monotonic() - began < 100  # less than the patience
+    assert time.monotonic() - began < 380  # less than the patience
     assert code == 4
     assert f"controller 1 of 2 (process {second.pid} on {socket.gethostname()}) has died" in said
     assert "--resume" in said

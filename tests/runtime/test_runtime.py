@@ -331,7 +331,7 @@ def test_a_cluster_of_others_that_loses_its_gcs_stops_the_run_which_can_be_resum
         next(c for c in children(head.pid) if c.name() == "gcs_server").kill()
         killed = time.monotonic()
         code, said = ended(process)
-        assert time.monotonic() - killed < 100  # 20 on a machine that has nothing else to do
+        assert time.monotonic() - killed < 400  # 20 on a machine that has nothing else to do
     finally:
         for child in children(head.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
