@@ -127,7 +127,9 @@ class Moved(MetaPathFinder, Loader):
             if error.name is None or not new.startswith(error.name):
                 raise
             raise ModuleNotFoundError(f"there is no module {spec.name}, nor {new}", name=spec.name) from None
-        warnings.warn(f"{spec.name} is {new} now; write the new name (docs/moved.md)", FutureWarning, stacklevel=2)
+        warnings.warn(
+            f"{spec.name} is {new} now; write the new name (docs/reference/moved.md)", FutureWarning, stacklevel=2
+        )
         return ModuleType(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
