@@ -3,8 +3,8 @@
     python -m tools.make_models.guess --out pipelines/llm/models/guess-qwen3
 
 It learns moves of games in two stages: first of players who guess only numbers that agree with what the game has told,
-so that it reads the answers; then of two sorts, most of whom guess any number, so that it plays as badly as they do. At
-a higher rate, or on both sorts from the start, it does not learn to read.
+so that it reads the answers; then of two sorts, most of whom guess any number, so that it plays as badly as they do. On
+both sorts from the start it learns to read much later.
 ``log.jsonl`` beside the weights is the log of the run that made them.
 """
 
