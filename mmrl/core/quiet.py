@@ -36,6 +36,8 @@ HARMLESS = re.compile(
     r"The config attributes \{'architectures': \[[^\]]*\]\} were passed"
     # checkpoints that torchao saved, which nothing here reads; its kernels of GPUs, which nothing here calls
     r"|Unable to import `torchao` Tensor objects|Failed to load \S+torchao\S+\.so"
+    # processors of pictures that a pipeline's import names; where a model uses one, Pillow does torchvision's work
+    r"|ImageProcessor` requires torchvision \(not installed\); falling back to"
     # how torchao tells torch of its settings
     r"|is an Enum subclass and is now natively supported by torch\.compile"
 )

@@ -110,6 +110,21 @@ def test_a_shipped_recipe_is_loaded_without_a_warning(sweep, heard, capsys):
     sweep.done()
 
 
+def test_a_processor_that_only_an_import_names_is_not_warned_of(capsys):
+    log = logging.getLogger("transformers")
+    kept = Plain("transformers")
+    try:
+        log.warning(
+            "`CLIPImageProcessor` requires torchvision (not installed); falling back to `CLIPImageProcessorPil`."
+        )
+        log.warning("`CLIPModel` requires torchvision (not installed).")
+    finally:
+        kept.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: transformers: `CLIPModel` requires torchvision (not installed)."
+    ]
+
+
 def test_what_torchao_makes_torch_say_is_dropped_until_it_is_closed(caplog, monkeypatch):
     log = logging.getLogger("torch.utils._pytree")
     monkeypatch.setattr(log, "filters", [])  # of a command of an earlier test in this process
