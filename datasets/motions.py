@@ -6,30 +6,47 @@ of colour and kind are held out, as in ``datasets/clips.py``: every colour, kind
 
 from __future__ import annotations
 
+import io
 import random
+from dataclasses import replace
 from typing import Literal
 
 from PIL import Image
 
 from mmrl.core.errors import UserError
+from mmrl.core.media import Media
 from mmrl.core.trajectory import Prompt
 
 from .clips import DIRECTIONS, clip, pairs
 from .shapes import BACKGROUND, COLOURS
 
 
-def prompts(split: Literal["train", "heldout", "all"] = "train") -> list[Prompt]:
-    """The 60 captions of training, the 20 held out, or all, in a fixed order. Raises ``UserError``."""
+def prompts(split: Literal["train", "heldout", "all"] = "train", pictures: int = 0) -> list[Prompt]:
+    """The 60 captions of training, the 20 held out, or all, in a fixed order.
+
+    ``pictures``: how often each is there with the first frame of a clip of its own, for models that go on from a
+    picture; 0: once, without one. Raises ``UserError``.
+    """
     if split not in ("train", "heldout", "all"):
         raise UserError(f"split is {split!r}; the motions have 'train', 'heldout' and 'all'")
+    if pictures < 0:
+        raise UserError(f"pictures is {pictures}; give how many first frames a caption has, or 0 for none")
     splits = ("train", "heldout") if split == "all" else (split,)
-    return [_prompt(*pair, direction) for name in splits for pair in pairs(name) for direction in DIRECTIONS]
+    plain = [_prompt(*pair, direction) for name in splits for pair in pairs(name) for direction in DIRECTIONS]
+    return [_from_picture(prompt, n) for n in range(pictures) for prompt in plain] if pictures else plain
 
 
 def frames(prompt: Prompt, rng: random.Random, count: int = 5) -> list[Image.Image]:
     """``count`` RGB frames of 32 x 32 pixels of a shape that moves as ``prompt.meta`` says, in full view throughout."""
     meta = prompt.meta
     return clip(meta["colour"], meta["kind"], meta["direction"], rng, count=count)
+
+
+def _from_picture(prompt: Prompt, n: int) -> Prompt:
+    first = frames(prompt, random.Random(f"{prompt.id}|{n}"))[0]
+    file = io.BytesIO()
+    first.save(file, "PNG")
+    return replace(prompt, id=f"{prompt.id}-{n}", media=(Media("image", data=file.getvalue()),))
 
 
 def _prompt(colour: str, kind: str, direction: str) -> Prompt:

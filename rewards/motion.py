@@ -1,8 +1,8 @@
 """Does the coloured shape of a clip move as its prompt says? A verifier that looks at pixels only.
 
 In every frame it takes the pixels of the prompt's colour (``meta`` has the truth, as the data set ``motions`` writes
-it) and follows their centroid. ``looks`` is a second measure, of what moves rather than where to: for held-out samples,
-so that a run that learns to move blobs is seen.
+it) and follows their centroid. ``looks`` and ``steady`` are further measures: what moves, and whether it moves evenly
+and stays what it was. They are for held-out samples, so that a run that learns to move blobs is seen.
 
 Lengths are in pixels of a frame whose shorter side is 32; other sizes are resampled to that first.
 """
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import mmrl
+from mmrl.core.media import open_image
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Sample
 
@@ -73,6 +74,50 @@ def looks(samples: Sequence[Sample], *, context: Context | None = None) -> dict[
     return {part: [float(np.mean([frame[part] for frame in row])) for row in rows] for part in parts}
 
 
+@mmrl.reward(inputs=("video",), checks=True)
+def steady(samples: Sequence[Sample], *, context: Context | None = None) -> dict[str, list[float]]:
+    """Does the shape move evenly, and stay what it was? Parts are in [0, 1].
+
+    - ``identity``: how much its outline in the later frames overlaps that in the first frame (intersection over union,
+      places set aside); the mean. The first frame is the prompt's picture, where it has one.
+    - ``smooth``: 1 where all steps between frames are equal, less by their deviation over their mean length plus one
+      pixel. What stands still is smooth, too.
+    - ``score``: their product.
+
+    All are scaled by ``seen``, and are 0 without a shape in the first frame. Raises ``ValueError`` as ``score`` does.
+    """
+    rows = [_steady(sample) for sample in samples]
+    return {part: [row[part] for row in rows] for part in ("score", "identity", "smooth")}
+
+
+def _steady(sample: Sample) -> dict[str, float]:
+    meta, frames = sample.prompt.meta, list(_checked(sample))
+    if sample.prompt.media and sample.prompt.media[0].kind == "image":
+        frames[0] = open_image(sample.prompt.media[0])
+    masks = [outline(frame, meta["palette"][meta["colour"]], meta["background"]) for frame in frames]
+    found = [mask for mask in masks if mask is not None]
+    first, seen = masks[0], len(found) / len(masks)
+    if first is None or len(found) < 2:
+        return {"score": 0.0, "identity": 0.0, "smooth": 0.0}
+    identity = seen * float(np.mean([_overlap(first, mask) for mask in found[1:]]))
+    steps = np.diff([_centre(mask) for mask in found], axis=0)
+    uneven = np.linalg.norm(steps - steps.mean(0), axis=1).mean() / (np.linalg.norm(steps, axis=1).mean() + 1)
+    smooth = seen * _clip(1 - float(uneven))
+    return {"score": identity * smooth, "identity": identity, "smooth": smooth}
+
+
+def _overlap(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> float:
+    """Intersection over union of two masks whose centres are laid on one another."""
+    size = max(*a.shape, *b.shape)
+    centred = []
+    for mask in (a, b):
+        canvas = np.zeros((2 * size, 2 * size), bool)
+        at = np.argwhere(mask) + np.round(size - _centre(mask)[::-1]).astype(int)
+        canvas[at[:, 0], at[:, 1]] = True
+        centred.append(canvas)
+    return float((centred[0] & centred[1]).sum() / (centred[0] | centred[1]).sum())
+
+
 def judge(frames: Sequence[Image.Image], meta: Mapping[str, Any], success_weight: float = 0.5) -> dict[str, float]:
     """The parts of ``score`` for one clip of RGB frames."""
     places = [place(frame, meta["palette"][meta["colour"]], meta["background"]) for frame in frames]
@@ -94,6 +139,12 @@ def judge(frames: Sequence[Image.Image], meta: Mapping[str, Any], success_weight
 
 def place(frame: Image.Image, rgb: Sequence[float], background: Sequence[float]) -> NDArray[Any] | None:
     """The centroid (x, y) of the one shape of colour ``rgb`` in a frame; None where there is none, or more."""
+    mask = outline(frame, rgb, background)
+    return None if mask is None else _centre(mask)
+
+
+def outline(frame: Image.Image, rgb: Sequence[float], background: Sequence[float]) -> NDArray[np.bool_] | None:
+    """The pixels ``[H, W]`` of the one shape of colour ``rgb`` in a frame; None where there is none, or more."""
     pixels = shapes.resampled(frame)
     base, line = np.asarray(background, float), np.asarray(rgb, float) - np.asarray(background, float)
     away = pixels - base
@@ -105,9 +156,11 @@ def place(frame: Image.Image, rgb: Sequence[float], background: Sequence[float])
     scipy.ndimage.label(inside, structure=np.ones((3, 3)), output=labels)
     if not shapes.AREA[0] <= area <= shapes.AREA[1] or (~mixed).sum() > STRAY * area:
         return None
-    if np.bincount(labels[inside]).max() < WHOLE * area:
-        return None
-    y, x = np.nonzero(inside)
+    return None if np.bincount(labels[inside]).max() < WHOLE * area else inside
+
+
+def _centre(mask: NDArray[np.bool_]) -> NDArray[Any]:
+    y, x = np.nonzero(mask)
     return np.array([x.mean() + 0.5, y.mean() + 0.5])
 
 

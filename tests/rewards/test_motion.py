@@ -1,6 +1,8 @@
 """Clips of moving shapes: what is drawn, and that the verifier tells a motion from what only looks like one."""
 
+import io
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import mmrl
 from mmrl.app.trainer import Trainer
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
+from mmrl.core.media import Media, open_image
 from mmrl.core.signals import Stop
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.logging.metrics import read
@@ -17,6 +20,15 @@ from mmrl.logging.rundir import RunDir
 
 motions = mmrl.load("datasets", "motions")
 motion = mmrl.load("rewards", "motion")
+
+
+BACK = motions.BACKGROUND
+
+
+def png(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def sample(prompt, frames):
@@ -78,6 +90,43 @@ def test_the_colour_has_to_be_the_prompts_and_the_kind_is_seen_by_looks():
         same = other.meta["colour"] == circle.meta["colour"]
         assert one(circle, frames)["seen"] == (1.0 if same else 0.0), other.text
         assert one(circle, frames, motion.looks)["success"] == 0.0
+
+
+def test_what_changes_or_jumps_is_not_steady():
+    prompts = motions.prompts("train")
+    circle = next(p for p in prompts if p.meta["kind"] == "circle")
+    triangle = replace(circle, meta={**circle.meta, "kind": "triangle"})
+    frames = motions.frames(circle, random.Random(4))
+    for prompt in prompts:
+        drawn = one(prompt, motions.frames(prompt, random.Random(5)), motion.steady)
+        assert min(drawn["identity"] - 0.7, drawn["smooth"] - 0.9) > 0, (prompt.text, drawn)
+    steady = one(circle, frames, motion.steady)
+    assert one(circle, frames[:1] * 5, motion.steady) == {"score": 1.0, "identity": 1.0, "smooth": 1.0}
+    changed = one(circle, [frames[0], *motions.frames(triangle, random.Random(4))[1:]], motion.steady)
+    assert changed["identity"] < steady["identity"] - 0.2
+    assert changed["smooth"] > 0.8
+    jumped = one(circle, [frames[0], frames[0], frames[0], frames[0], frames[4]], motion.steady)
+    assert jumped["smooth"] < 0.3
+    assert jumped["identity"] == pytest.approx(steady["identity"], abs=0.1)
+    empty = Image.new("RGB", frames[0].size, tuple(circle.meta["background"]))
+    assert one(circle, [empty, *frames[1:]], motion.steady)["score"] == 0.0
+    gone = one(circle, [*frames[:4], empty], motion.steady)
+    assert gone["identity"] == pytest.approx(0.8 * steady["identity"], abs=0.05)
+    small = replace(circle, media=(Media("image", data=png(frames[0].resize((24, 24)))),))
+    assert one(small, frames, motion.steady)["identity"] > 0.7  # the picture is of another size
+
+
+def test_a_prompt_has_first_frames_of_its_own():
+    plain, many = motions.prompts("heldout"), motions.prompts("heldout", pictures=3)
+    assert [p.text for p in many] == [p.text for p in plain] * 3
+    assert len({p.id for p in many}) == len({p.media[0].data for p in many}) == len(many)
+    assert many[:20] == motions.prompts("heldout", pictures=1), "more pictures begin with the fewer"
+    for prompt in many:
+        assert (
+            motion.place(open_image(prompt.media[0]), prompt.meta["palette"][prompt.meta["colour"]], BACK) is not None
+        )
+    with pytest.raises(UserError, match="how many first frames"):
+        motions.prompts(pictures=-1)
 
 
 def test_sizes_and_shifts_of_brightness_do_not_matter():

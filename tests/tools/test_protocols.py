@@ -183,6 +183,7 @@ FUNCTIONS: list[RewardFunction] = [
     jpeg.incompressibility,
     motion.looks,
     motion.score,
+    motion.steady,
     shapes.score,
     vbench.flicker,
 ]
