@@ -1,8 +1,8 @@
 """Generate the page of all algorithms from their files: ``python tools/algorithms_page.py``.
 
-Of a file's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where it
-is not its paper's. Settings and defaults are those of the class that the objective takes, without those that it has
-unchanged from a class that several share. A test compares the page with what this prints.
+Of a file's docstring the indented lines are the formula. Settings and defaults are those of the class that the
+objective takes, without those that it has unchanged from a class that several share. A test compares the page with what
+this prints. (``tools/recipe_page.py`` takes the paragraph that begins with ``Departs:``.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD = """# Algorithms
 [published.yaml](published.yaml) has what authors' scripts set, each number with its file and key. Every file is
 `mmrl/algorithms/<type>.py`. `A` is the advantage, `v` the velocity, `r` a ratio of the policy to the one that
 sampled, or a reward. The tables have each one's own settings; those that several share, such as `kl_coef`, are in the
-[reference](reference/recipe.md#algorithm).
+[reference](reference/recipe.md#algorithm), where each one's section also says how it departs from its paper.
 
 Settings rather than algorithms:
 
@@ -94,22 +94,23 @@ def page() -> str:
     known = [f"| {name} | {', '.join(f'`{one}`' for one in of)} |" for name, of in SETTINGS.items()]
     out = [HEAD + "\n".join(known), "", GUIDANCE, TAIL]
     for kind, text in KINDS.items():
-        out += [f"## {text}", "", "| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
+        out += [f"## {text}", "", "| algorithm | formula | settings |", "|---|---|---|"]
         out += [row(one) for one in shipped_algorithms() if one.settings.kind == kind]
         out.append("")
     return "\n".join([*out, OWN])
 
 
 def row(algorithm: Algorithm) -> str:
-    """What it is, its formula, settings with their defaults, and where it departs."""
+    """What it is, its formula, and settings with their defaults."""
     section, text = algorithm.settings, algorithm.module.__doc__ or ""
     formula = "<br>".join(f"`{_cell(line)}`" for line in formula_of(text))
     above = [base for base in section.__mro__[1:] if base.__module__ == algorithm_settings.__name__]
     known = {key: value for base in reversed(above) for key, value in defaults_of(base).items()}
     own = {key: value for key, value in defaults_of(section).items() if key not in known or known[key] != value}
     settings = _listed(own)
-    cells = [f"`{algorithm.name}`: {_cell((section.__doc__ or '').splitlines()[0])}", formula or "-", settings or "-"]
-    return "| " + " | ".join([*cells, _cell(departs_of(text)) or "-"]) + " |"
+    name = f"[`{algorithm.name}`](reference/recipe.md#{algorithm.name})"
+    cells = [f"{name}: {_cell((section.__doc__ or '').splitlines()[0])}", formula or "-", settings or "-"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def defaults_of(section: type) -> dict[str, object]:
@@ -120,14 +121,6 @@ def defaults_of(section: type) -> dict[str, object]:
 def formula_of(text: str) -> Iterator[str]:
     """The indented lines of a docstring."""
     return (line.strip() for line in text.splitlines() if line.startswith("    "))
-
-
-def departs_of(text: str) -> str:
-    """The paragraph that begins with ``Departs:``, on one line; empty where there is none."""
-    for paragraph in text.split("\n\n"):
-        if paragraph.startswith("Departs:"):
-            return " ".join(paragraph.removeprefix("Departs:").split())
-    return ""
 
 
 def _listed(settings: dict[str, object]) -> str:

@@ -42,7 +42,7 @@ A line has the key, its type and its default, then what it means. None in a text
 `python tools/recipe_page.py` makes this page from the code; a test compares the two.
 """
 ALGORITHM = """`type` names the algorithm; the other keys are its own. The defaults are the settings of its paper.
-[Algorithms](../algorithms.md) has the formulas, where an algorithm departs from its paper, and how to write one."""
+[Algorithms](../algorithms.md) has the formulas, and how to write one."""
 SAMPLING: Places = {Sampling: "`sampling` of pictures and clips", TextSampling: "`sampling` of text"}
 SHARED: Mapping[type[AlgorithmSettings], str] = {
     settings.TokenSettings: "Keys of policy gradients on text",
@@ -232,6 +232,16 @@ def _algorithm(algorithm: Algorithm) -> Iterator[str]:
     yield from _keys(algorithm.settings, algorithm.name, own)
     if also := [SHARED[cls] for cls in lineage if cls in SHARED]:
         yield from ("", f"It also has the {_links(also)}.")
+    if departs := departs_of(algorithm.module.__doc__ or ""):
+        yield from ("", f"Departs from its paper: {prose(departs)}")
+
+
+def departs_of(text: str) -> str:
+    """The paragraph of a docstring that begins with ``Departs:``, on one line; empty where there is none."""
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("Departs:"):
+            return " ".join(paragraph.removeprefix("Departs:").split())
+    return ""
 
 
 def _keys(section: type[AlgorithmSettings], anchors: str, defined_by: list[type[AlgorithmSettings]]) -> Iterator[str]:

@@ -57,6 +57,7 @@ def test_the_page_of_algorithms_is_what_the_code_says():
     written = (ROOT / "docs" / "algorithms.md").read_text()
     assert written == tool["page"](), "python tools/algorithms_page.py > docs/algorithms.md"
     assert "`alignprop`" in written
+    tool = runpy.run_path(str(ROOT / "tools" / "recipe_page.py"))
     assert tool["departs_of"]("x\n\nDeparts: here\nand there.\n") == "here and there."
 
 
