@@ -31,6 +31,10 @@ class ForwardObjective(EqualEntries, ABC):
         self.copies: Mapping[str, Callable[[int], float]] = {}
         self.needs = needs | ({"v_reference"} if kl_coef else set())
 
+    def in_one_update(self) -> None:
+        """Called before use where each training step has one update, so that a copy of the policy from the step's start
+        is the policy itself."""
+
     @abstractmethod
     def losses(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]

@@ -97,6 +97,10 @@ class AlgorithmSettings(Section):
         """The settings that cannot work, alone or with this sampling: ``key: why; edit`` each."""
         yield from ()
 
+    def unread(self, updates: int) -> Iterator[str]:
+        """The settings without effect where a step has so many ``updates``: ``key: why; edit`` each."""
+        yield from ()
+
 
 class TokenSettings(AlgorithmSettings):
     """What the policy gradients over tokens share (abstract)."""
@@ -293,6 +297,8 @@ class ForwardSettings(AlgorithmSettings):
 
     kind: ClassVar[Kind] = "forward_process"
     takes_older_samples: ClassVar[bool] = False
+    stratified: ClassVar[bool] = False
+    """Whether a sample's levels are drawn one from each of equal parts of those that train, not all from the whole."""
     guidance: NonNegative | Literal["sampling"] = 1.0
     """Guidance scale of the predictions in the loss. 1 (or less) predicts with the prompt alone, as the authors do;
     ``sampling`` takes sampling.guidance_scale (Flow-Factory's and verl-omni's DiffusionNFT)."""

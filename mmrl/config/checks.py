@@ -361,6 +361,7 @@ def _batches(recipe: Recipe) -> Iterator[str]:
             f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
             f"{train.updates_per_step} updates; use a divisor of train.group_size"
         )
+    yield from recipe.algorithm.unread(train.updates_per_step)
 
 
 def _performance(recipe: Recipe) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.objective import PROTOCOLS, Objective, lacking
 from mmrl.config.algorithm_settings import with_length_limit
 from mmrl.config.algorithms import AlgorithmError, find_algorithm, one_line
@@ -28,4 +29,6 @@ def load_objective(recipe: Recipe) -> Objective:
             f"{settings.type} is of kind {objective.kind} and lacks {', '.join(missing)}; write what the protocol "
             f"{PROTOCOLS[objective.kind].__name__} of mmrl.algorithms.objective requires"
         )
+    if recipe.train.updates_per_step == 1 and isinstance(objective, ForwardObjective):
+        objective.in_one_update()
     return objective

@@ -108,7 +108,11 @@ class Renoising:
         asked = algorithm.loss_guidance(recipe.denoising.guidance_scale)
         self.guidance = asked if adapter.combines else 1.0
         every = list(range(self.steps - 1))
-        self.levels = algorithm.levels(self.steps) if isinstance(algorithm, ForwardSettings) else every
+        self.levels = every
+        self._parts: int | None = None
+        if isinstance(algorithm, ForwardSettings):
+            self.levels = algorithm.levels(self.steps)
+            self._parts = (algorithm.noise_levels or self.entries) if algorithm.stratified else None
 
     @property
     def entries(self) -> int:
@@ -140,7 +144,11 @@ class Renoising:
         return out
 
     def sigma(self, rows: DenoisingRows, level: int, seed: int) -> Tensor:
-        """The noise level of each row, ``[B]``: the ``level``-th of an order that is the sample's own."""
+        """The noise level of each row, ``[B]``: the ``level``-th of an order that is the sample's own, or stratified a
+        draw from the ``level``-th part."""
         sigmas = self.sizes.adapted(rows.slots).schedule(self.steps).sigmas[self.levels]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "levels") for i in rows.ids]
+        if self._parts is not None:
+            part = sigmas.tensor_split(self._parts)[level]
+            return part[[int(torch.randint(len(part), (self._parts,), generator=draw)[level]) for draw in draws]]
         return sigmas[[int(torch.randperm(len(sigmas), generator=draw)[level]) for draw in draws]]

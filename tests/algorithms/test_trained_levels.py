@@ -10,6 +10,7 @@ from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import DenoisingRows, SampleId
 from mmrl.pipelines.diffusion.predictor import Renoising
+from mmrl.step.batch import with_group_noise
 
 STEPS = 10
 
@@ -66,6 +67,20 @@ def test_dgpo_trains_four_of_the_levels_above_t_min(pipeline):
     assert {level for row in rows for level in row} == set(range(7))
     assert renoising(pipeline, type="dgpo", noise_levels=None).entries == 7
     assert renoising(pipeline, type="dgpo", noise_levels=None, t_min=0.0).entries == 9
+
+
+def test_v_grpo_draws_a_level_of_each_part_for_a_whole_group(pipeline):
+    """The parts are those of ``torch.tensor_split``, as in the authors' code; every level may train."""
+    of = renoising(pipeline, type="v_grpo")
+    assert of.levels == list(range(STEPS))
+    ids = [SampleId(3, n // 2, 0, n % 2) for n in range(80)]
+    rows = with_group_noise(DenoisingRows([], ids, torch.zeros(80, 0)))
+    table = of.adapter.schedule(STEPS).sigmas.tolist()
+    parts = [[table.index(s) for s in of.sigma(rows, part, seed=1).tolist()] for part in range(4)]
+    assert [sorted(set(part)) for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+    assert all(part[::2] == part[1::2] for part in parts)
+    assert len(set(zip(*parts, strict=True))) > 10, "the parts are drawn apart"
+    assert renoising(pipeline, type="v_grpo", noise_levels=None).entries == 9
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
-"""V-GRPO: the authors' surrogate and clipped loss, levels that are stratified and shared, one update without a copy."""
+"""V-GRPO: the authors' surrogate and clipped loss, one update without a copy, and refusals."""
 
 import pytest
 import torch
 
 from mmrl.algorithms.v_grpo import VGRPO, VGRPOSettings, adaptive_loss
-from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
-from mmrl.core.trajectory import DenoisingRows, SampleId
-from mmrl.step.batch import with_group_noise
 from tests.support.training_loop import FORWARD, SMALL, make, step, update_gradient
 
 
@@ -72,19 +69,6 @@ def test_one_update_needs_no_copy_and_has_the_same_gradient():
     assert found[0] == found[1]
 
 
-def test_levels_are_stratified_and_shared_by_a_group():
-    """Each of four parts of ten levels, as ``torch.tensor_split`` makes them, has one level; all levels may train."""
-    pipeline = build(load_recipe(["shapes-nft"], ["algorithm={type: v_grpo}"]).recipe).pipeline
-    ids = [SampleId(3, n // 2, 0, n % 2) for n in range(80)]
-    rows = with_group_noise(DenoisingRows([], ids, torch.zeros(80, 0)))
-    table = pipeline.adapter.schedule(10).sigmas.tolist()
-    assert pipeline.renoising.levels == list(range(10))
-    drawn = [[table.index(s) for s in pipeline.renoising.sigma(rows, part, seed=1).tolist()] for part in range(4)]
-    assert [sorted(set(part)) for part in drawn] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
-    assert all(part[::2] == part[1::2] for part in drawn)
-    assert len({tuple(pair) for pair in zip(*drawn, strict=True)}) > 10, "parts are drawn apart"
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -113,7 +97,7 @@ def test_several_updates_have_the_copys_gradient_first_and_a_ratio_that_moves():
     row, _ = step(run)
     assert row["policy/first_ratio_max_dev"] <= 1e-6 < row["policy/ratio_max_dev"]
     alone = make("algorithm={type: v_grpo, noise_levels: 2}", reward, *FORWARD)
-    assert not alone.policy.copies
+    assert "old" not in alone.policy.copies
     gradient, row = update_gradient(alone)
     assert row["policy/ratio_max_dev"] == 0
     assert gradient.norm() > 0

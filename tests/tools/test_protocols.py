@@ -42,6 +42,7 @@ from mmrl.algorithms import (
     sapo,
     sft,
     srpo,
+    v_grpo,
 )
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
 from mmrl.config.algorithms import algorithm_names
@@ -149,6 +150,7 @@ FORWARD_PROCESS: list[type[ForwardProcess]] = [
     diffusion_dpo.DiffusionDPO,
     diffusion_nft.DiffusionNFT,
     rwr.RWR,
+    v_grpo.VGRPO,
 ]
 PATHWISE: list[type[Pathwise]] = [
     alignprop.AlignProp,
