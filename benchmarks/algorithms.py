@@ -87,6 +87,7 @@ ARMS: dict[str, list[str]] = {
     "awm": ["algorithm={type: awm, noise_levels: 2}", *CLEAN],
     "dgpo": ["algorithm={type: dgpo, noise_levels: 2}", *CLEAN],
     "v_grpo": ["algorithm={type: v_grpo, noise_levels: 2}", *CLEAN],
+    "crd": ["algorithm={type: crd, noise_levels: 2}", *CLEAN],
     "diffusion_dpo": ["algorithm={type: diffusion_dpo, noise_levels: 2}", *CLEAN],
     "rwr": ["algorithm={type: rwr, noise_levels: 2}", *CLEAN],
     "draft, last step": ["algorithm={type: draft}", *PATHWISE],

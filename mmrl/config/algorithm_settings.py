@@ -308,6 +308,10 @@ class ForwardSettings(AlgorithmSettings):
     def loss_guidance(self, sampling: float) -> float:
         return sampling if self.guidance == "sampling" else self.guidance
 
+    def guidance_of_reference(self, sampling: float) -> float:
+        """The guidance scale of the reference's predictions in the loss."""
+        return self.loss_guidance(sampling)
+
     def levels(self, steps: int) -> list[int]:
         """Which of the noise levels of a rollout's ``steps`` may train: all but the last."""
         return list(range(steps - 1))

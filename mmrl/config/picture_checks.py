@@ -72,8 +72,11 @@ def _window(recipe: Recipe) -> Iterator[str]:
 
 
 def _negative_prompt(recipe: Recipe) -> Iterator[str]:
-    scale = recipe.denoising.guidance_scale
-    if recipe.denoising.negative_prompt is not None and max(scale, recipe.algorithm.loss_guidance(scale)) <= 1:
+    scale, algorithm = recipe.denoising.guidance_scale, recipe.algorithm
+    most = max(scale, algorithm.loss_guidance(scale))
+    if isinstance(algorithm, ForwardSettings):
+        most = max(most, algorithm.guidance_of_reference(scale))
+    if recipe.denoising.negative_prompt is not None and most <= 1:
         yield (
             f"sampling.negative_prompt: sampling.guidance_scale is {scale:g}, and without guidance no negative prompt "
             "is used; set sampling.guidance_scale above 1 (4.5, say), or remove sampling.negative_prompt"

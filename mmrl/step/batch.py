@@ -142,9 +142,13 @@ def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:
     return found
 
 
-def rows_with_weight(batch: Batch, rows: list[int]) -> list[int]:
-    """Those of ``rows`` with a weight above 0; all of them if there are none, because every rank needs a slice for
-    collectives."""
+def rows_with_weight(batch: Batch, rows: list[int], *, whole: bool = False) -> list[int]:
+    """Those of ``rows`` with a weight above 0; ``whole``: all rows of their groups. All of them if there are none,
+    because every rank needs a slice for collectives."""
+    if whole:
+        groups = [(i.step, i.slot, i.attempt) for i in batch.ids]
+        kept = {groups[n] for n in rows if batch.weights[n] > 0}
+        return [n for n in rows if groups[n] in kept] or rows
     return [n for n in rows if batch.weights[n] > 0] or rows
 
 

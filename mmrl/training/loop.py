@@ -83,7 +83,7 @@ def optimizer_step(
     devices = context.compute.devices
     rows = rows_of_update(batch, update, context.recipe.train.updates_per_step)
     if context.objective.kind == "forward_process" or context.recipe.algorithm.trains_few:
-        rows = rows_with_weight(batch, rows)
+        rows = rows_with_weight(batch, rows, whole=context.recipe.algorithm.whole == "group")
     # Over all controllers: each slice's loss is divided by it, so that the slices' gradients add up.
     total = context.controller.count(context.objective.loss_denominator(batch.weights[rows], batch.lengths[rows]))
     with clock("train"):

@@ -257,11 +257,11 @@ class FlowPipeline(Denoiser):
         self, rows: DenoisingRows, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         self.offloaded.rest()  # what decoded
-        guidance = self.renoising.guidance
-        features = self.batch_features(rows.slots, guided=guidance > 1)
+        scales = {self.renoising.guidance, self.renoising.reference_guidance}
+        features = {guided: self.batch_features(rows.slots, guided=guided) for guided in {s > 1 for s in scales}}
 
-        def velocity(x: Tensor, timestep: Tensor) -> Tensor:
-            return self.velocity(x, timestep, features, guidance)
+        def velocity(x: Tensor, timestep: Tensor, guidance: float) -> Tensor:
+            return self.velocity(x, timestep, features[guidance > 1], guidance)
 
         return self.renoising(rows, level, seed, needs, weights, velocity)
 

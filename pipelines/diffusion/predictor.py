@@ -41,7 +41,8 @@ class Predictor:
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
         self.renoising = Renoising(adapter, recipe)
-        self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or self.renoising.guidance > 1)
+        guided_loss = max(self.renoising.guidance, self.renoising.reference_guidance) > 1
+        self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or guided_loss)
         moves = recipe.model.offload and apart(device)
         self.offloaded = Offloaded((*adapter.text_encoders, adapter.vae) if moves else (), device)
 
@@ -93,8 +94,8 @@ class Predictor:
 
 
 class Renoising:
-    """Final class. Which noise levels of a rollout train, and with which guidance. Raises ``UserError`` where the
-    recipe asks for guidance in the loss and the model takes none."""
+    """Final class. Which noise levels of a rollout train, and with which ``guidance``; ``reference_guidance`` is the
+    reference's. Raises ``UserError`` where the recipe asks for guidance in the loss and the model takes none."""
 
     def __init__(self, adapter: Adapter, recipe: Recipe) -> None:
         self.adapter, self.steps, algorithm = adapter, recipe.denoising.steps, recipe.algorithm
@@ -106,13 +107,25 @@ class Renoising:
                 "guidance of its own; remove algorithm.guidance"
             )
         asked = algorithm.loss_guidance(recipe.denoising.guidance_scale)
-        self.guidance = asked if adapter.combines else 1.0
+        self.guidance = self.reference_guidance = asked if adapter.combines else 1.0
+        if isinstance(algorithm, ForwardSettings):
+            beside = algorithm.guidance_of_reference(recipe.denoising.guidance_scale)
+            self.reference_guidance = self.guidance if beside == asked else self._of_reference(beside)
         every = list(range(self.steps - 1))
         self.levels = every
         self._parts: int | None = None
         if isinstance(algorithm, ForwardSettings):
             self.levels = algorithm.levels(self.steps)
             self._parts = (algorithm.noise_levels or self.entries) if algorithm.stratified else None
+
+    def _of_reference(self, scale: float) -> float:
+        """``scale``, where the model combines two predictions."""
+        if scale > 1 and not self.adapter.combines:
+            raise UserError(
+                f"algorithm.reference_guidance: this {self.adapter.family} makes one prediction and combines no two, "
+                "so that the reference has no guidance of its own; set algorithm.reference_guidance to loss"
+            )
+        return scale
 
     @property
     def entries(self) -> int:
@@ -127,9 +140,10 @@ class Renoising:
         seed: int,
         needs: frozenset[str],
         weights: Weights,
-        velocity: Callable[[Tensor, Tensor], Tensor],
+        velocity: Callable[[Tensor, Tensor, float], Tensor],
     ) -> dict[str, Tensor]:
-        """See ``mmrl.models.protocol.DenoisingPipeline.renoise``; ``velocity`` predicts for states and timesteps."""
+        """See ``mmrl.models.protocol.DenoisingPipeline.renoise``; ``velocity`` predicts for states and timesteps with a
+        guidance."""
         x0 = self.adapter.free(rows.clean)
         sigma = to_device(self.sigma(rows, level, seed), x0.device)
         eps = to_device(noise(seed, rows.ids, f"forward{level}", tuple(x0.shape[1:])), x0.device)
@@ -139,8 +153,9 @@ class Renoising:
         out = {"x0": x0, "x_s": x_s, "sigma": sigma} | ({"target": eps - x0} if "target" in needs else {})
         for name in sorted(name for name in needs if name.startswith("v_")):
             with torch.no_grad(), weights(name.removeprefix("v_")):
-                out[name] = velocity(x_s, timestep)
-        out["v"] = velocity(x_s, timestep)
+                scale = self.reference_guidance if name == "v_reference" else self.guidance
+                out[name] = velocity(x_s, timestep, scale)
+        out["v"] = velocity(x_s, timestep, self.guidance)
         return out
 
     def sigma(self, rows: DenoisingRows, level: int, seed: int) -> Tensor:

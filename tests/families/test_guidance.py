@@ -20,6 +20,7 @@ KINDS = {
     "rwr": "{type: rwr, kl_coef: 0.1}",
     "awm": "{type: awm, noise_levels: 2, weighting: t}",
     "diffusion_nft": "{type: diffusion_nft, beta: 0.5, kl_coef: 0.01}",
+    "crd": "{type: crd, beta: 0.5, kl_coef: 0.01, reference_guidance: 3.0}",
 }
 ROWS = 4
 ADVANTAGES = {"diffusion_dpo": [1.0, -1.0, 1.0, -1.0], "rwr": [0.5, 1.5, 1.9, 0.1]}
@@ -69,10 +70,11 @@ def ours(run, kind, trajectory):
 def by_hand(run, kind, trajectory, new, velocity):
     """The loss of each algorithm, written out over ``velocity`` (row) of each policy."""
     a, rows, policy = known(kind)["advantages"], range(ROWS), run.policy
+    guided = velocities(run, trajectory, new, 3.0) if kind == "crd" else velocity
 
     def under(name):
         with torch.no_grad(), policy.using(name):
-            return [velocity(i) for i in rows]
+            return [(guided if name == "reference" else velocity)(i) for i in rows]
 
     x0, x_s, s = trajectory.clean, new["x_s"], new["sigma"]
     target = [(x_s[i] - (1 - s[i]) * x0[i]) / s[i] - x0[i] for i in rows]
@@ -97,6 +99,8 @@ def by_hand(run, kind, trajectory, new, velocity):
                 loss = loss + (0.0 if past else weight * a[i] * error[i])
         return loss / ROWS
     old = under("old")
+    if kind == "crd":
+        return crd_by_hand(a, v, old, reference, target)
     if kind == "awm":
         average, loss = under("average"), 0.0
         for i in rows:
@@ -112,6 +116,21 @@ def by_hand(run, kind, trajectory, new, velocity):
             weight = (guess - x0[i]).abs().mean().detach().clamp(min=1e-5)
             loss = loss + 5 * share * (guess - x0[i]).square().mean() / weight / 0.5
         loss = loss + 0.01 * to_reference[i]
+    return loss / ROWS
+
+
+def crd_by_hand(a, v, old, reference, target):
+    def error(one, t):
+        return (one - t).square().mean() / (one - t).abs().mean().detach()
+
+    better = [error(o, t) - error(one, t) for one, o, t in zip(v, old, target, strict=True)]
+    share, loss = [a[i] / 10 + 0.5 for i in range(ROWS)], 0.0
+    for i in range(ROWS):
+        group = (i - i % 2, i - i % 2 + 1)
+        mean, mean_share = sum(better[k].detach() for k in group) / 2, sum(share[k] for k in group) / 2
+        gap = 0.5 * (better[i] - mean) - (share[i] - mean_share)
+        pull = 0.01 * (0.01 + share[i] * 0.99) * (v[i] - reference[i]).square().mean()
+        loss = loss + 5 / 0.5 * gap.square() + pull
     return loss / ROWS
 
 

@@ -94,6 +94,11 @@ DRAFT = [
             id="awm",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            ["algorithm={type: crd, noise_levels: 2}", "sampling.same_initial_noise=false"],
+            id="crd",
+            marks=pytest.mark.long,
+        ),
         pytest.param(["model.dtype=bfloat16"], id="half", marks=pytest.mark.slow),
         pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
         pytest.param(["algorithm={type: draft, renoise: 2}", *DRAFT[1:]], id="draft-lv", marks=pytest.mark.long),

@@ -15,6 +15,7 @@ from mmrl.algorithms import (
     awm,
     capo,
     cispo,
+    crd,
     dapo,
     dgpo,
     diffusion_dpo,
@@ -146,6 +147,7 @@ POLICY_GRADIENT: list[type[PolicyGradient]] = [
 ]
 FORWARD_PROCESS: list[type[ForwardProcess]] = [
     awm.AWM,
+    crd.CRD,
     dgpo.DGPO,
     diffusion_dpo.DiffusionDPO,
     diffusion_nft.DiffusionNFT,

@@ -47,6 +47,7 @@ TARGET = [
         ("awm", ["algorithm={type: awm, noise_levels: 2}", "train.updates_per_step=2", *FORWARD]),
         ("dgpo", ["algorithm={type: dgpo, noise_levels: 2}", *FORWARD]),
         ("v_grpo", ["algorithm={type: v_grpo, noise_levels: 2}", "train.updates_per_step=2", *FORWARD]),
+        ("crd", ["algorithm={type: crd, noise_levels: 2}", *FORWARD]),
         ("diffusion_dpo", ["algorithm={type: diffusion_dpo, noise_levels: 2}", *FORWARD]),
         ("rwr", ["algorithm={type: rwr, noise_levels: 2}", *FORWARD]),
         ("sft", ["algorithm={type: rwr, weights: best, noise_levels: 2}", *FORWARD]),
