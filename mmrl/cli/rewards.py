@@ -19,29 +19,39 @@ DeviceOption = Annotated[str, typer.Option(metavar="DEVICE", help="Where its mod
 
 def score(
     reward: RewardArgument,
-    images: Annotated[Path, typer.Option(metavar="DIR", help="A folder of pictures.")],
+    images: Annotated[Path | None, typer.Option(metavar="DIR", help="A folder of pictures or clips.")] = None,
+    responses: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Records with prompt and response, JSONL or a table.")
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="What each picture should show.")] = None,
     device: DeviceOption = "cpu",
     options: OptionsOption = None,
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Try a reward alone: a row per picture, latency and memory.
+    """Try a reward alone, on pictures or responses: a row for each, latency and memory.
 
-    Exit code 1 where a picture got no score.
+    Exit code 1 where one got no score.
     """
+    if (images is None) == (responses is None):
+        raise UserError("give --images a folder of pictures, or --responses a file of prompts and responses")
+    if responses is not None and prompts is not None:
+        raise UserError("--prompts is of pictures, and the records of --responses have prompts; remove --prompts")
     arguments = reward_options(options)
     _check_reward(reward)
     _check_device(device)
-    from mmrl.rewards.bench import measure_folder, score_folder
+    from mmrl.rewards import bench
 
+    items = bench.pictures(images, prompts) if images is not None else bench.responses(responses or Path())
+    of = "picture" if images is not None else "response"
     if as_json:
         with json_alone() as write:
-            measured = measure_folder(reward, images, prompts, arguments, device=device)
+            measured = bench.measure(reward, items, arguments, device=device, of=of)
             write(measured.as_json())
         unscored = measured.unscored
     else:
-        unscored = score_folder(reward, images, prompts, arguments, console(), device=device)
+        shown = console()
+        unscored = bench.show(bench.measure(reward, items, arguments, device=device, bar=shown, of=of), shown)
     raise typer.Exit(1 if unscored else 0)
 
 

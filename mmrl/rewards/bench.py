@@ -1,7 +1,7 @@
-"""Run one reward on a folder of pictures or clips (``mmrl score``), for its author.
+"""Run one reward on a folder of pictures or clips, or on a file of responses (``mmrl score``), for its author.
 
-A row per file, then mean, spread, time per picture and memory. Pictures that cannot be read are skipped, counted and
-named. Off a terminal the rows are tab-separated. Imports no torch unless the reward does.
+A row per sample, then mean, spread, time per sample and memory. What cannot be read is skipped, counted and named. Off
+a terminal the rows are tab-separated. Imports no torch unless the reward does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageSequence
 from rich.console import Console
@@ -22,26 +26,42 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, open_clip
 from mmrl.core.media.images import BadImageError, read_rgb, to_tensor
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.data.fields import COMPLETION, Columns, UnreadColumns, unread
+from mmrl.data.sources import Rows, open_rows
 from mmrl.rewards.calling import Caller
-from mmrl.rewards.loading import build, find
+from mmrl.rewards.loading import Found, build, find
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"),
     *(f".{suffix}" for suffix, kind in KINDS.items() if kind == "video"),
 )
+RESPONSE = ("response", COMPLETION)
+"""The columns that may have the responses."""
 _TIMEOUT_S = 600.0
 _SAMPLING_S = 0.005
 
 
 @dataclass(frozen=True)
+class Item:
+    """What is scored: its name, its prompt, and how its content is read. ``read`` gets what the reward asks for, and
+    returns fields of ``Sample`` and a note; it raises ``BadImageError``. ``why``: why there is no prompt."""
+
+    name: str
+    prompt: Prompt | None
+    read: Callable[[Collection[str]], tuple[dict[str, Any], str | None]]
+    why: str = "no prompt for it in the prompts file"
+
+
+@dataclass(frozen=True)
 class Row:
-    """One picture: its score (None where there is none), named parts, what to note, and seconds of its call."""
+    """One sample: its score (None where there is none), named parts, what to note, and seconds of its call."""
 
     file: str
     score: float | None
@@ -52,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A folder's rows, and what scoring took. ``memory_mib``: growth of this process at its peak; ``device_mib``: the
+    """The rows, and what scoring took. ``memory_mib``: growth of this process at its peak; ``device_mib``: the
     peak on an accelerator, None without one."""
 
     reward: str
@@ -60,6 +80,7 @@ class Measured:
     rows: list[Row]
     memory_mib: float
     device_mib: float | None
+    of: str = "picture"
 
     @property
     def scores(self) -> list[float]:
@@ -104,83 +125,161 @@ def score_folder(
 ) -> int:
     """Score the pictures in ``images`` and print the table. Returns how many have no score.
 
-    The arguments and errors are those of ``measure_folder``.
+    The arguments and errors are those of ``pictures`` and ``measure``.
     """
+    return show(measure(name, pictures(images, prompts), options, device=device, bar=console), console)
+
+
+def show(measured: Measured, console: Console | None = None) -> int:
+    """Print the table of what was ``measured``. Returns how many samples have no score."""
     console = console or Console()
-    measured = measure_folder(name, images, prompts, options, device=device, bar=_bar(console))
     _print(console, measured.rows)
     _summary(console, measured)
     return measured.unscored
 
 
-def measure_folder(
+def pictures(images: Path, prompts: Path | None = None) -> list[Item]:
+    """The pictures and clips of a folder.
+
+    ``prompts``: a text file (a line per picture, in the order of their names), or JSON or JSONL records
+    ``{"file", "prompt", "meta"}``. Raises ``UserError`` when the folder or the prompts cannot be used.
+    """
+    files = _files(images)
+    told = _prompts(prompts, files)
+    return [Item(file.name, told.get(file.name), partial(_picture, file)) for file in files]
+
+
+def responses(path: Path) -> list[Item]:
+    """The responses of a file of records, as the data set ``jsonl`` reads them: each has a prompt, ``response`` (or
+    ``completion``, as TRL calls it), and further columns, which the reward finds in the prompt's ``meta``.
+
+    Raises ``UserError`` when the file cannot be used.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give --responses a .jsonl, .json, .csv, .tsv or .parquet file")
+    every, some = _columns(open_rows(str(path), "train", None))
+    column = next((name for name in RESPONSE if name in some), None)
+    if column is None:
+        raise UserError(
+            f"{path}: its records have {', '.join(some[:9]) or 'no columns'}; name the column with the responses "
+            f"{' or '.join(RESPONSE)}"
+        )
+    asked = Columns(meta=[column])
+    if lost := unread((name for name in some if name not in every), asked):
+        told = f"{', '.join(lost)}: not in every record, so the reward does not get it; add it to the others"
+        warnings.warn(f"{path}: {told}", UnreadColumns, stacklevel=2)
+    meta = [*({column} - {COMPLETION}), *unread(every, asked)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreadColumns)  # said above
+        found = mmrl.load("datasets", "jsonl").prompts("heldout", path=str(path), heldout=0, meta=meta)
+    bad = [Item(one.where, None, _nothing, one.why) for one in found.bad]
+    return [*(_response(prompt, column) for prompt in found), *bad]
+
+
+def _columns(rows: Rows) -> tuple[list[str], list[str]]:
+    """The columns that every record has, and those that any has, of the records that are mappings."""
+    records = list[list[str]]()
+    for i in range(len(rows)):
+        with suppress(ValueError):
+            record = rows.row(i)
+            records += [[*record]] if isinstance(record, Mapping) else []
+    some = [*dict.fromkeys(name for names in records for name in names)]
+    return [name for name in some if all(name in names for names in records)], some
+
+
+def _response(prompt: Prompt, column: str) -> Item:
+    said = prompt.meta[column]
+    if isinstance(said, Sequence) and not isinstance(said, str):  # messages: the last is the response
+        said = said[-1].get("content") if said and isinstance(said[-1], Mapping) else None
+    known = replace(prompt, meta={name: value for name, value in prompt.meta.items() if name != column})
+    if not isinstance(said, str):
+        return Item(prompt.id, None, _nothing, f"its {column} is no text")
+    return Item(prompt.id, known, lambda inputs: ({"text": said}, None))
+
+
+def _nothing(inputs: Collection[str]) -> tuple[dict[str, Any], str | None]:
+    return {}, None
+
+
+def measure(
     name: str,
-    images: Path,
-    prompts: Path | None = None,
+    items: Sequence[Item],
     options: JsonObject | None = None,
     *,
     device: str = "cpu",
     bar: Console | None = None,
+    of: str = "picture",
 ) -> Measured:
-    """Score the pictures in ``images``; ``bar`` is where the progress goes, None shows none.
-
-    ``prompts``: a text file (a line per picture, in the order of their names), or JSON or JSONL records
-    ``{"file", "prompt", "meta"}``. Raises ``UserError`` when the reward, the folder or the prompts cannot be used.
-    """
-    files = _files(images)
-    told = _prompts(prompts, files)
+    """Score ``items``, each ``of`` this kind; ``bar`` is where the progress goes, None shows none. Raises ``UserError``
+    when the reward cannot be used."""
+    found = find(name)
+    _refuse_other_kind(found, found.reads(options or {}), of)
     with _PeakMemory() as memory:
-        caller = Caller(build(find(name), dict(options or {})).awake(device), _TIMEOUT_S)
-        shown = bar or Console(stderr=True, quiet=True)
-        rows = list(track(_rows(caller, files, told, device), "scoring", len(files), console=shown))
+        caller = Caller(build(found, dict(options or {})).awake(device), _TIMEOUT_S)
+        shown = Console(stderr=True, quiet=bar is None or not bar.is_terminal)  # beside the table, and nowhere else
+        rows = list(track(_rows(caller, items, device), "scoring", len(items), console=shown))
         caller.close()
-    return Measured(name, device, rows, memory.growth_mib, _device_mib(device))
+    return Measured(name, device, rows, memory.growth_mib, _device_mib(device), of)
 
 
-def _rows(caller: Caller, files: list[Path], told: dict[str, Prompt], device: str) -> Iterator[Row]:
-    """Rows in the files' order; a reward per group gets the pictures of equal prompts together."""
+def _refuse_other_kind(reward: Found, inputs: Sequence[str], of: str) -> None:
+    """Raise ``UserError`` where the reward reads what samples ``of`` this kind do not have."""
+    if of == "response" and "text" not in inputs:
+        edit = f"declare what it reads at {reward.place}: @mmrl.reward(inputs=('text',)), or give --images"
+        raise UserError(f"{reward.name} reads {', '.join(inputs)}, and a response has text; {edit}")
+    if of == "picture" and [*inputs] == ["text"]:
+        raise UserError(f"{reward.name} reads text, and a picture has none; give --responses in place of --images")
+
+
+def _rows(caller: Caller, items: Sequence[Item], device: str) -> Iterator[Row]:
+    """Rows in the items' order; a reward per group gets the samples of equal prompts together."""
     if caller.reward.declaration.per == "sample":
-        for i, file in enumerate(files):
-            yield from _score_together(caller, [(i, file)], told, device)
+        for i, item in enumerate(items):
+            yield from _score_together(caller, [(i, item)], device)
         return
-    numbered = sorted(enumerate(files), key=lambda item: told[item[1].name].text if item[1].name in told else "")
-    groups = itertools.groupby(numbered, key=lambda item: told[item[1].name].text if item[1].name in told else "")
-    rows = [row for _, group in groups for row in _score_together(caller, list(group), told, device)]
-    yield from sorted(rows, key=lambda row: row.file)
+
+    def text(numbered: tuple[int, Item]) -> str:
+        return "" if numbered[1].prompt is None else numbered[1].prompt.text
+
+    groups = itertools.groupby(sorted(enumerate(items), key=text), key=text)
+    rows = [row for _, group in groups for row in _score_together(caller, list(group), device)]
+    place = {item.name: i for i, item in enumerate(items)}
+    yield from sorted(rows, key=lambda row: place[row.file])
 
 
-def _score_together(
-    caller: Caller, batch: list[tuple[int, Path]], told: dict[str, Prompt], device: str
-) -> Iterator[Row]:
-    inputs = caller.reward.declaration.inputs
+def _score_together(caller: Caller, batch: list[tuple[int, Item]], device: str) -> Iterator[Row]:
     samples: list[Sample] = []
     notes: list[str | None] = []
-    for i, file in batch:
-        prompt = told.get(file.name)
-        if prompt is None:
-            yield Row(file.name, None, {}, "skipped: no prompt for it in the prompts file")
+    for i, item in batch:
+        if item.prompt is None:
+            yield Row(item.name, None, {}, f"skipped: {item.why}")
             continue
         try:
-            clip = _read_clip(file) if "video" in inputs else None
-            image, note = (None, None) if clip else read_rgb(file)
+            content, note = item.read(caller.reward.declaration.inputs)
         except BadImageError as error:
-            yield Row(file.name, None, {}, f"skipped: {error}")
+            yield Row(item.name, None, {}, f"skipped: {error}")
             continue
-        tensor = to_tensor(image) if image is not None and "tensor" in inputs else None
-        samples.append(Sample(prompt, SampleId(-1, i, 0, 0), image=image, tensor=tensor, video=clip))
+        samples.append(Sample(item.prompt, SampleId(-1, i, 0, 0), **content))
         notes.append(note)
     if not samples:
         return
     began = time.perf_counter()
     answer = caller.one(samples, Context(-1, device))
     seconds = (time.perf_counter() - began) / len(samples)
+    names = {i: item.name for i, item in batch}
     for j, sample in enumerate(samples):
         reason = answer.reasons[j]
         parts = {key: values[j] for key, values in answer.parts.items()}
         score = None if math.isnan(answer.total[j]) else answer.total[j]
         note = f"failed: {reason}" if reason else notes[j] or ""
-        file = next(f.name for i, f in batch if i == sample.id.slot)
-        yield Row(file, score, parts, note, seconds)
+        yield Row(names[sample.id.slot], score, parts, note, seconds)
+
+
+def _picture(file: Path, inputs: Collection[str]) -> tuple[dict[str, Any], str | None]:
+    clip = _read_clip(file) if "video" in inputs else None
+    image, note = (None, None) if clip else read_rgb(file)
+    tensor = to_tensor(image) if image is not None and "tensor" in inputs else None
+    return {"image": image, "tensor": tensor, "video": clip}, note
 
 
 def _read_clip(source: Path) -> tuple[Image.Image, ...]:
@@ -244,11 +343,6 @@ def _records(path: Path, text: str) -> dict[str, Prompt]:
         ) from error
 
 
-def _bar(console: Console) -> Console:
-    """Progress goes to the terminal beside the table, and nowhere else."""
-    return Console(stderr=True, quiet=not console.is_terminal)
-
-
 def _print(console: Console, rows: list[Row]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row.parts))
     noted = any(row.note for row in rows)
@@ -281,7 +375,7 @@ def _summary(console: Console, measured: Measured) -> None:
     if times:
         of_device = "" if measured.device_mib is None else f", {measured.device_mib:.0f} MiB on {measured.device}"
         console.out(
-            f"{1000 * statistics.median(times):.3g} ms per picture (median; the first {1000 * times[0]:.3g} ms), "
+            f"{1000 * statistics.median(times):.3g} ms per {measured.of} (median; the first {1000 * times[0]:.3g} ms), "
             f"memory up by {measured.memory_mib:.0f} MiB at its peak{of_device}",
             highlight=False,
         )

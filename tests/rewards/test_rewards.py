@@ -15,14 +15,16 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from typer.testing import CliRunner
 
 import mmrl
+from mmrl.cli import app
 from mmrl.config.schema import Reward
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.user_code import column_hint, raised
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import calling
-from mmrl.rewards.bench import score_folder
+from mmrl.rewards.bench import measure, responses, score_folder
 from mmrl.rewards.scoring import RewardError, RewardSet, check, normalise
 from tests.support import tiny
 
@@ -584,6 +586,64 @@ def test_mmrl_score_gives_clips_to_a_reward_that_reads_them(tmp_path):
     assert missing == 1
     assert (float(lines["a.webp"][1]), float(lines["b.png"][1])) == (320.0, 90.0)
     assert "skipped" in "".join(lines["c.webp"])
+
+
+LENGTHS = """
+import mmrl
+
+@mmrl.reward(inputs=("text",), per="group")
+def score(samples, *, context):
+    return [len(s.text) + (s.prompt.meta["level"] == "hard") + 10 * len(samples) for s in samples]
+
+@mmrl.reward(inputs=("image",))
+def looks(samples, *, context):
+    return [1.0 for s in samples]
+"""
+RECORDS = [
+    {"prompt": "a", "response": "four", "level": "hard"},
+    {"prompt": "b", "response": "no", "level": "easy"},
+    {"prompt": "a", "response": "three", "level": "easy", "rare": 1},
+    {"prompt": "b", "response": 5, "level": "easy"},
+    {"prompt": 7, "response": "no", "level": "easy"},
+]
+
+
+def test_mmrl_score_gives_responses_with_their_columns(tmp_path, recwarn):
+    (tmp_path / "mine.py").write_text(LENGTHS)
+    file = tmp_path / "said.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS) + "{torn\n")
+    rows = measure(str(tmp_path / "mine.py"), responses(file), of="response").rows
+    assert [row.score for row in rows] == [25, 12, 25, None, None, None]
+    assert [row.note.partition(":")[0] for row in rows[3:]] == ["skipped"] * 3
+    assert ["rare: not in every record" in str(one.message) for one in recwarn] == [True]
+    trl = tmp_path / "trl.jsonl"
+    said = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "yes"}]}
+    trl.write_text(json.dumps(said | {"level": "hard"}))
+    assert [row.score for row in measure(str(tmp_path / "mine.py"), responses(trl), of="response").rows] == [14]
+
+
+def test_mmrl_score_refuses_what_does_not_fit_the_reward(tmp_path):
+    (tmp_path / "mine.py").write_text(LENGTHS)
+    file, nothing = tmp_path / "said.jsonl", tmp_path / "none.jsonl"
+    file.write_text(json.dumps(RECORDS[0]))
+    nothing.write_text('{"prompt": "a"}')
+    Image.new("RGB", (4, 4)).save(tmp_path / "one.png")
+    with pytest.raises(UserError, match=r"looks reads image, and a response has text; declare .*mine.py:\d+"):
+        measure(str(tmp_path / "mine.py:looks"), responses(file), of="response")
+    with pytest.raises(UserError, match="reads text, and a picture has none; give --responses"):
+        score_folder(str(tmp_path / "mine.py"), tmp_path)
+    with pytest.raises(UserError, match="its records have prompt; name the column"):
+        responses(nothing)
+    with pytest.raises(UserError, match="does not exist; give --responses a"):
+        responses(tmp_path / "gone.jsonl")
+    run = CliRunner()
+    for arguments, said in (
+        ([], "give --images a folder of pictures, or --responses"),
+        (["--responses", str(file), "--prompts", str(file)], "remove --prompts"),
+    ):
+        found = run.invoke(app, ["score", "answer:number", *arguments])
+        assert found.exit_code == 1
+        assert said in str(found.exception)
 
 
 def test_mmrl_score_shows_a_table_on_a_terminal_and_measures_memory(tmp_path, reward_file):
