@@ -79,6 +79,7 @@ ARMS: dict[str, list[str]] = {
         "flow_grpo", *FAST, "algorithm.clip_range=1e-3", "midway={step: 3, group_size: 12}", "train.group_size=6"
     ),
     "grpo_guard": stepwise("grpo_guard", *FAST, "algorithm.clip_range=1e-3"),
+    "stepwise_flow_grpo": stepwise("stepwise_flow_grpo", *FAST, "algorithm.clip_range=1e-3", "algorithm.centre=step"),
     "flow_dppo": stepwise("flow_dppo", *FAST),
     "diffusion_nft": ["algorithm={type: diffusion_nft, noise_levels: 2}", *CLEAN],
     "diffusion_nft, 12 of 24 kept": [

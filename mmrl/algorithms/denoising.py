@@ -52,17 +52,19 @@ class DenoisingObjective(EqualEntries, ABC):
     def surrogate(
         self, log_ratio: Tensor, advantages: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
     ) -> StepLoss:
-        """``log_ratio`` ``[B, T]`` with its graph, ``advantages`` ``[B, 1]``; ``new`` and ``old`` as in ``loss``."""
+        """``log_ratio`` ``[B, T]`` with its graph, ``advantages`` ``[B, 1]`` or ``[B, T]``; ``new`` and ``old`` as in
+        ``loss``."""
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: log_probs ``[B, T]``, and reference_distance and old_distance ``[B, T]`` if ``needs`` has them.
 
-        ``old``: log_probs ``[B, T]``, advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std, kl_std, dt and
-        c_v ``[T]``, every_std and every_c_v ``[S]`` of all steps that may be trained, optionally importance ``[B, T]``
-        (for samples that a different policy drew: ``mmrl.algorithms.mismatch``).
+        ``old``: log_probs ``[B, T]``, advantages ``[B]`` or ``[B, T]``, weights ``[B]`` (0 leaves a sample out), std,
+        kl_std, dt and c_v ``[T]``, every_std and every_c_v ``[S]`` of all steps that may be trained, optionally
+        importance ``[B, T]`` (for samples that a different policy drew: ``mmrl.algorithms.mismatch``).
         """
         weights = old["weights"].unsqueeze(1)
-        advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip).unsqueeze(1)
+        advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip)
+        advantages = advantages if advantages.ndim == 2 else advantages.unsqueeze(1)
         log_ratio = new["log_probs"] - old["log_probs"]
         step = self.surrogate(log_ratio, advantages, new, old)
         loss = step.loss * old.get("importance", 1.0)

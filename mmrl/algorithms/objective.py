@@ -51,6 +51,9 @@ class Scored:
     """``[B, T]`` of the critic before this step's updates."""
     all_sum: AllSum = alone
     """Sums over all controllers, for statistics of the whole batch."""
+    step_rewards: Tensor | None = None
+    """``[B, T]`` float64, of the results predicted before each recorded denoising step, NaN where one is missing; None
+    unless the algorithm ``scores_steps``."""
     parts: Sequence[tuple[float, Tensor]] = ()
     """The weight and the values ``[B]`` float64 of each reward, NaN where ``rewards`` is; empty if one advantage is
     computed from their sum."""

@@ -56,6 +56,8 @@ class AlgorithmSettings(Section):
     """Whether only a few rows of a step have a weight, so that an update leaves out the others' work."""
     trains_scores: ClassVar[bool] = False
     """Whether the model scores a text, in place of writing it."""
+    scores_steps: ClassVar[bool] = False
+    """Whether the results that are predicted before each recorded denoising step are scored, too."""
     exact_replay: ClassVar[bool] = False
     """Whether the mean of a denoising step is compared with the mean at sampling time, so that replay must reproduce it
     almost exactly."""

@@ -21,6 +21,7 @@ def of_pictures(recipe: Recipe) -> list[str]:
         *_replaced(recipe),
         *_whole(recipe),
         *_pathwise(recipe),
+        *_scored_steps(recipe),
     ]
 
 
@@ -196,3 +197,21 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
         yield f"sampling.solver: {name} back-propagates through Euler's steps; set it to euler"
     if recipe.train.updates_per_step != 1:
         yield f"train.updates_per_step: {name} samples inside its one update; set it to 1"
+
+
+def _scored_steps(recipe: Recipe) -> Iterator[str]:
+    """Check algorithms that have the predictions of steps scored."""
+    name = recipe.algorithm.type
+    if not recipe.algorithm.scores_steps:
+        return
+    if recipe.midway is not None:
+        yield (
+            f"midway: {name} scores the predictions of every recorded step, and groups are pruned before they are "
+            "complete; remove midway, or set algorithm.type to flow_grpo"
+        )
+    for n, reward in enumerate(recipe.rewards):
+        if reward.weight and reward.normalize != "none":
+            yield (
+                f"rewards[{n}].normalize: {name} subtracts the reward of a step's prediction from that of the next, "
+                "and both would be divided by different deviations; set it to none"
+            )

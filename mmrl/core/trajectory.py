@@ -166,7 +166,8 @@ class DenoisingRows(Rows):
     after each recorded action; ``actions`` ``[T]``: the places of those in the schedule; ``log_probs`` ``[B, T]``. All
     three are None where no action was recorded (forward-process objectives). ``paused`` ``[B, 2 or 3, ...]``, of
     samples that are begun and not finished (``midway``): the latents, the velocity there and, of a solver of second
-    order, the prediction before; ``clean`` is then the predicted result.
+    order, the prediction before; ``clean`` is then the predicted result. ``predicted`` ``[B, T, ...]``: the clean
+    results predicted before each recorded action, where they are to be scored, until they are decoded.
     """
 
     clean: torch.Tensor
@@ -174,6 +175,7 @@ class DenoisingRows(Rows):
     actions: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
     paused: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
 
     def rows(self, index: Sequence[int]) -> Self:
         return replace(super().rows(index), **{name: picked(c, index) for name, c in self._columns()})
@@ -186,7 +188,8 @@ class DenoisingRows(Rows):
 
     def _columns(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors that have a row per sample."""
-        found = {"clean": self.clean, "states": self.states, "log_probs": self.log_probs, "paused": self.paused}
+        names = ("clean", "states", "log_probs", "paused", "predicted")
+        found = {name: getattr(self, name) for name in names}
         return [(name, column) for name, column in found.items() if column is not None]
 
 

@@ -36,6 +36,8 @@ METRICS: dict[str, str] = {
     "source/<label>/reward/<name>/<part>": "data.mixture: a named part of that reward, mean.",
     "sampler/<name>": "data.sampler: what its method learn returned.",
     "advantage/zero_std_groups": "Fraction of groups whose samples all got the same reward and so give no gradient.",
+    "advantage/first_gain": "stepwise_flow_grpo: size of the gain in reward of the first recorded step, mean.",
+    "advantage/last_gain": "stepwise_flow_grpo: the same of the last recorded step, to the finished sample.",
     "policy/first_ratio_max_dev": "Largest |ratio - 1| before the step's first update; above 1e-5 a float32 run stops.",
     "policy/ratio_max_dev": "Largest |ratio - 1| over all updates of the step.",
     "policy/ratio": "Probability ratio of the current policy to the one that sampled, mean.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from mmrl.algorithms.objective import copies_of
 from mmrl.core.clock import Clock
 from mmrl.core.errors import NotFiniteError
 from mmrl.core.out_of_memory import in_parts, in_phase
-from mmrl.core.trajectory import R, Rows, Sample, TextRows
+from mmrl.core.trajectory import DenoisingRows, R, Rows, Sample, TextRows
 from mmrl.models.policy import Version
 from mmrl.models.protocol import of_text
 from mmrl.placement.utilisation import of_gpu
@@ -30,7 +31,8 @@ from mmrl.step.update import recompute
 def sample(
     context: StepContext, chunk: Chunk, how: SamplingSpec, clock: Clock | None = None
 ) -> tuple[Rows, list[Sample]]:
-    """Sample a micro-batch and decode it; of samples that are begun only (``how.until``) the predicted results."""
+    """Sample a micro-batch and decode it; of samples that are begun only (``how.until``) the predicted results. Where
+    results of steps are scored (``scores_steps``), those predicted before each recorded step are behind the samples."""
     clock = clock or Clock(torch.device("cpu"))
     with context.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
@@ -41,7 +43,12 @@ def sample(
 
             parts = in_parts(context.compute.local.at_once, "sample", len(chunk.ids), drawn, _batch_size_edit(context))
             made = parts[0] if len(parts) == 1 else Rows.join(parts)
-        return made, _shown(context, made, how, clock)
+        shown = _shown(context, made, how, clock)
+        if isinstance(made, DenoisingRows) and made.predicted is not None:
+            before, made = made.predicted.unbind(1), replace(made, predicted=None)
+            for clean in before:
+                shown += _shown(context, replace(made, clean=clean), how, clock)
+        return made, shown
 
 
 def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -> Rows:

@@ -39,6 +39,8 @@ class Counts:
     """Denoising steps of single samples that are therefore not computed, if one device samples."""
     begun: int = 0
     """Samples that are begun if ``midway`` prunes groups; ``samples`` of them are finished."""
+    predicted: int = 0
+    """Results predicted before recorded steps, which are decoded and scored beside ``samples`` (``scores_steps``)."""
     sample_steps: int = 0
     """Denoising steps of single samples that are computed, if one device samples. Of text: tokens at most."""
 
@@ -83,8 +85,15 @@ def count(
         shared_steps=shared_steps,
         saved_steps=round(shared_steps * ((begun or samples) - prompts)),
         begun=begun,
+        predicted=samples * entries_recorded(recipe) if recipe.algorithm.scores_steps else 0,
         sample_steps=_sample_steps(recipe, samples, begun) - round(shared_steps * ((begun or samples) - prompts)),
     )
+
+
+def entries_recorded(recipe: Recipe) -> int:
+    """The denoising steps of a picture that are recorded."""
+    window = recipe.denoising.window
+    return window.size if window else recipe.denoising.steps - 1
 
 
 def _sample_steps(recipe: Recipe, samples: int, begun: int) -> int:

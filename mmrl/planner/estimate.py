@@ -106,7 +106,7 @@ def estimated(
         turns = c.samples / c.batch if step.samplers == 1 else ceil(c.micro_batches / step.samplers)
         computed = c.sample_steps / (c.samples * recipe.denoising.steps)
         found["sample"] = lasts(policy(o.sample, recipe), turns * computed)
-        found["decode"] = lasts(o.decode, turns * (1 + c.begun / c.samples))
+        found["decode"] = lasts(o.decode, turns * (1 + (c.begun + c.predicted) / c.samples))
     found["judge"] = step.judged / bandwidth
     found["judge"] += sum(n * one.seconds(lasts, rates.token) for one, n in step.answering)
     slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models) / recipe.train.width

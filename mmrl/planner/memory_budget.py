@@ -294,7 +294,7 @@ def _own_of_phases(
     """What each phase holds in addition to the tensors of all phases; ``judges``: bytes of the judge models."""
     counts, measured = made.known
     trained = sum(size.trained for size in sizes.values())
-    shown = max(counts.samples, counts.begun)
+    shown = max(counts.samples + counts.predicted, counts.begun)
     pictures = measured.picture * shown if "tensor" in inputs else 0
     if inputs & {"image", "video"} and made.device == "cpu":
         pictures += measured.picture * shown // 4  # 8-bit copies, if the host is the device

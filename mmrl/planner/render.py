@@ -136,6 +136,8 @@ def _arithmetic(plan: Plan) -> list[str]:
             forwards = f"{c.sampling_forwards:,} forwards{_engine(plan)}{_shared(plan)}"
             chosen = f", drawn by {recipe.rollout.engine_name}: it chooses its own forwards"
             lines[-1] = f"{batches}; {_pruned(plan)}{chosen if own else f' = {forwards}'}"
+    if c.predicted:
+        lines.append(f"  scoring: {c.samples:,} samples, and {c.predicted:,} results predicted before recorded steps")
     without = f" and {m.forwards} without" if m.forwards else ""
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
@@ -319,7 +321,7 @@ def _cut(plan: Plan) -> str:
 
 def _crossing(plan: Plan) -> str:
     (c, m), n = plan.known, plan.recipe.controllers
-    shown = c.samples + c.begun
+    shown = c.samples + c.begun + c.predicted
     pictures = f"; the rewards get {shown:,} pictures a step, {size(shown * m.picture // 4)} as bytes"
     crossing = "0 bytes, there is one"
     if n > 1:

@@ -52,7 +52,8 @@ class Scores:
     reward's raw values ``[B]`` under its label, and its named parts under ``label/part``. ``spans``: for a reward that
     declares them, the rewards of pieces of each response as it returned them (no weight, no normalisation); None where
     the sample failed. ``seconds``: the time, by label, in which a reward had at least one running call. ``waited``:
-    how long ``finish`` waited for them; the rest ran at the same time as sampling, or as another reward.
+    how long ``finish`` waited for them; the rest ran at the same time as sampling, or as another reward. ``steps``
+    ``[B, T]``: the totals of the results predicted before each recorded step, where the algorithm has them scored.
     """
 
     total: torch.Tensor
@@ -61,6 +62,7 @@ class Scores:
     seconds: dict[str, float] = field(default_factory=dict)
     spans: dict[str, list[list[Span] | None]] = field(default_factory=dict)
     waited: float = 0.0
+    steps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ def credit(
         span_rewards(context, batch, groups),
         **prepared,
         all_sum=context.controller.total,
+        step_rewards=groups.steps,
         parts=[(weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in weights.items()],
     )
     advantages = with_credit(context.recipe, aggregated(advantages_of(context.objective), scored, algorithm.aggregates))

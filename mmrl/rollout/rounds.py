@@ -10,6 +10,7 @@ from mmrl.models.protocol import recorded_steps
 from mmrl.rollout.encoding import encode
 from mmrl.rollout.midway import Beginning, Pruned, chunked, measures
 from mmrl.rollout.moving import Coming, prompts_move
+from mmrl.rollout.scored_steps import Steps
 from mmrl.step.batch import Round, samples_of
 from mmrl.step.step_context import SamplingSpec, StepContext
 
@@ -56,6 +57,7 @@ class Sampling:
         self._scoring = context.rewards.start(
             step, self._size, scale=not context.rollout.strategy.replaces_groups, round=number
         )
+        self._steps = Steps(context, how) if context.recipe.algorithm.scores_steps else None
         self._micro_batches: dict[int, Rows] = {}
         if self._coming is not None:
             self._rows = self._coming.rows
@@ -76,13 +78,17 @@ class Sampling:
             )
         for n, rows, samples in self._drawn:
             self._micro_batches[n] = rows
-            self._scoring.add(samples, self._rows[n])
+            self._scoring.add(samples[: len(rows)], self._rows[n])
+            if self._steps is not None:
+                self._steps.add(samples[len(rows) :], self._rows[n])
 
     def finish(self, clock: Clock) -> Round:
         """Wait for the rewards; returns the round. Raises ``RewardError``."""
         size, n = self._size, len(self._slots) * self._size
         with clock("reward"):
             scores = self._scoring.finish([list(range(first, first + size)) for first in range(0, n, size)])
+            if self._steps is not None:
+                scores = self._steps.beside(scores, size)
         scores.failures.extend(self._bad)
         micro_batches = [self._micro_batches[i] for i in sorted(self._micro_batches)]
         measured = None if self._coming is None else self._coming.measured()

@@ -74,6 +74,13 @@ class Groups:
         """The rows ``[B]`` of what ``values`` takes from the scores of a round, a value per sample."""
         return torch.cat([values(self.rounds[r].scores)[n * self.size : (n + 1) * self.size] for r, n in self.chosen])
 
+    @property
+    def steps(self) -> Tensor | None:
+        """The rewards ``[B, T]`` of what was predicted before each recorded step; None where nobody asked for them."""
+        parts = [(self.rounds[r].scores.steps, n * self.size) for r, n in self.chosen]
+        found = [of[first : first + self.size] for of, first in parts if of is not None]
+        return torch.cat(found) if found else None
+
 
 @dataclass
 class Batch:

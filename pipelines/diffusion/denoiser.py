@@ -63,6 +63,7 @@ class _State:
         self.x, self.noiseless = x, noiseless
         self.states: list[Tensor] = []
         self.log_probs: list[Tensor] = []
+        self.predicted: list[Tensor] = []
         self.finite: list[Tensor] = []
         self.velocity: Tensor | None = None
         """At ``x``, where it is known."""
@@ -174,6 +175,9 @@ class Denoiser(Predictor):
             state.noiseless.forget()
             if not state.states:
                 state.states.append(state.x)
+            if self.recipe.algorithm.scores_steps:
+                clean = state.x - rows.schedule.sigmas[i].item() * velocity
+                state.predicted.append(self.adapter.whole(clean, rows.features))
             z = self.noise(rows.ids, f"step{i}", rows.seed, rows.shape)
             state.x = mean + rows.c.std[i].item() * z
             state.states.append(state.x)
@@ -196,6 +200,7 @@ class Denoiser(Predictor):
             states=torch.stack(state.states, 1) if recorded else None,
             actions=torch.tensor(list(rows.actions)[: len(state.log_probs)]) if recorded else None,
             log_probs=torch.stack(state.log_probs, 1) if recorded else None,
+            predicted=torch.stack(state.predicted, 1) if state.predicted else None,
         )
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mmrl.algorithms.crd import CRD, CRDSettings
-from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import SampleId
@@ -119,7 +118,7 @@ def test_what_cannot_work_is_refused_with_the_edit(overrides, message):
 
 
 @pytest.mark.slow
-def test_a_dropped_sample_is_left_out_and_a_model_of_one_prediction_is_told_the_edit(tmp_path, monkeypatch):
+def test_a_dropped_sample_is_left_out_of_its_group(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def score(samples, *, context):\n"
         "    return [float('nan') if s.id.sample == 1 else float(s.id.sample) for s in samples]\n"
@@ -131,7 +130,12 @@ def test_a_dropped_sample_is_left_out_and_a_model_of_one_prediction_is_told_the_
     assert len(failures) == 2
     assert all(math.isfinite(value) for value in row.values())
     assert row["policy/v_change"] == 0, "the old policy is the policy in the first step"
-    loaded = load_recipe(["shapes-lora"], [*SMALL, "algorithm={type: crd}", *FORWARD])
+
+
+@pytest.mark.slow
+def test_a_model_of_one_prediction_guides_no_reference(monkeypatch):
     monkeypatch.setattr("mmrl.pipelines.diffusion.adapter.Adapter.combines", False)
     with pytest.raises(UserError, match=r"set algorithm\.reference_guidance to loss"):
-        build(loaded.recipe)
+        make("algorithm={type: crd, noise_levels: 2}", *FORWARD)
+    run = make("algorithm={type: crd, noise_levels: 2, reference_guidance: loss}", *FORWARD)
+    assert run.pipeline.renoising.reference_guidance == 1

@@ -147,7 +147,20 @@ def test_what_cannot_work_is_refused_with_the_edit(overrides, message):
 
 @pytest.mark.parametrize(
     "name",
-    ["grpo_guard", "flow_dppo", "awm", "dgpo", "diffusion_dpo", "rwr", "refl", "alignprop", "srpo", "v_grpo", "crd"],
+    [
+        "grpo_guard",
+        "flow_dppo",
+        "awm",
+        "dgpo",
+        "diffusion_dpo",
+        "rwr",
+        "refl",
+        "alignprop",
+        "srpo",
+        "v_grpo",
+        "crd",
+        "stepwise_flow_grpo",
+    ],
 )
 def test_a_text_recipe_refuses_what_trains_denoising(name):
     with pytest.raises(UserError, match=f"{name} trains denoising steps, and this recipe samples text .* use grpo"):

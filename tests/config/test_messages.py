@@ -60,6 +60,7 @@ PLANS = [
     ("sd15", {"sampling.shift": 3.0}),
     ("sd15", {"sampling.schedule": "checkpoint"}),
     ("flux-dev", {"sampling.negative_prompt": "x"}),
+    ("shapes-nft", {"algorithm": {"type": "v_grpo", "old_kl_coef": 0.3}}),
     ("scenes", {"model.min_pixels": 1_000_000}),
     ("scenes", {"model.max_pixels": 100}),
     ("sums", {"model.path": WINDOWED, "train.context_parallel": 2, "train.backend": "fsdp", **APART}),

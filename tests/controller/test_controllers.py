@@ -25,6 +25,9 @@ allow_cpu_only()  # before transformers imports torchvision
 GIVEN = {"sft", "kto", "pictures"}
 """Of given data: nothing is sampled."""
 
+DRAWN = {"diffusion", "pictures", "stepwise", "crd", "v_grpo"}
+"""Of pictures, whose rows are alike."""
+
 LOAD = {"balance/load", "balance/load_predicted"}
 """Metrics that one controller does not have."""
 
@@ -69,7 +72,7 @@ def check(name, sizes, folder):
         for one in found:
             assert (one["gradient"] - gradient).norm() <= 1e-5 * gradient.norm()
             assert torch.equal(one["gradient"], found[0]["gradient"])
-            assert set(one["row"]) - set(row) == (set() if name in ("diffusion", "pictures") else LOAD)
+            assert set(one["row"]) - set(row) == (set() if name in DRAWN else LOAD)
             for key, value in row.items():
                 if key == "balance/padding":
                     assert value >= 0  # micro-batches are of fewer rows
@@ -87,8 +90,11 @@ def check(name, sizes, folder):
     return sampled
 
 
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("stepwise", "crd", "v_grpo")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto", "pictures", "normalized"])
+@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto", "pictures", "normalized", *LONG])
 def test_two_controllers_do_what_one_does(name, tmp_path):
     check(name, [2], tmp_path)
 

@@ -99,6 +99,7 @@ DRAFT = [
             id="crd",
             marks=pytest.mark.long,
         ),
+        pytest.param(["algorithm={type: stepwise_flow_grpo}"], id="stepwise", marks=pytest.mark.long),
         pytest.param(["model.dtype=bfloat16"], id="half", marks=pytest.mark.slow),
         pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
         pytest.param(["algorithm={type: draft, renoise: 2}", *DRAFT[1:]], id="draft-lv", marks=pytest.mark.long),

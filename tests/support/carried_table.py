@@ -5,6 +5,7 @@ PLANNED = "tests/config/test_messages.py, its plans"
 SEEING = "tests/config/test_messages.py, its plans of models that see"
 CARRIED: dict[str, str] = {
     "mmrl/algorithms/dpo.py: algorithm.label_smoothing: the … loss has none; remove it, or set algo": PLANNED,
+    "mmrl/algorithms/v_grpo.py: algorithm.old_kl_coef: with one update a step the old policy is the po": PLANNED,
     "mmrl/models/context_parallel.py: train.context_parallel: no rows are cut of a …, …; remove train.contex": PLANNED,
     "mmrl/models/megatron/mapping.py: model.freeze: megatron trains all weights…, and … is frozen; remove it": PLANNED,
     "mmrl/models/megatron/mapping.py: set train.backend to fsdp": PLANNED,
@@ -39,6 +40,7 @@ CARRIED: dict[str, str] = {
 """The message, by file and beginning, and the test that causes it, after which its edits are carried out."""
 
 BY_HAND: dict[str, str] = {
+    "pipelines/diffusion/predictor.py: algorithm.reference_guidance: this … makes one prediction and combines": "tests/algorithms/test_crd.py::test_a_model_of_one_prediction_guides_no_reference",
     "pipelines/diffusion/pictures.py: data: …; or raise data.max_bad_fraction to leave them out": "tests/families/test_qwen_image_edit.py::test_a_prompt_without_its_picture_or_with_two_is_refused_in_the_plan",
     "pipelines/diffusion/loading.py: train.…: … has two models, of which a row meets the one of its time, a": "tests/families/test_wan22.py::test_two_models_are_not_sharded",
     "pipelines/diffusion/saved_lora.py: model.lora.path: … lacks …, and … has a LoRA for each of …; give the f": "tests/families/test_wan22.py::test_the_lora_of_each_of_two_models_is_a_file_and_goes_on",

@@ -14,9 +14,22 @@ from tests.support.rows import add_gap, contents
 allow_cpu_only()  # before transformers imports torchvision
 EQUAL_SHAPES = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
 PICTURES = [*EQUAL_SHAPES, "sampling.steps=4", "sampling.window={size: 2}", "algorithm.kl_coef=0.01"]
+CLEAN = [
+    *(*EQUAL_SHAPES, "sampling.steps=4", "sampling.window=null", "sampling.same_initial_noise=false"),
+    "rewards=[{name: 'jpeg:compressibility'}]",
+]
 RESAMPLED = [*EQUAL_SHAPES, "algorithm={type: dapo}"]  # at a low temperature many groups are flat
 RECIPES = {
     "diffusion": ("shapes-lora", PICTURES),
+    "stepwise": (
+        "shapes-lora",
+        [
+            *PICTURES,
+            "algorithm={type: stepwise_flow_grpo, advantage_std: batch}",
+            "rewards=[{name: 'jpeg:compressibility'}]",
+        ],
+    ),
+    **{name: ("shapes-lora", [*CLEAN, f"algorithm={{type: {name}, noise_levels: 2}}"]) for name in ("crd", "v_grpo")},
     "text": ("sums", [*EQUAL_SHAPES, "train.updates_per_step=2"]),
     "critic": ("sums", [*EQUAL_SHAPES, "algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"]),
     "vision": ("scenes", EQUAL_SHAPES),

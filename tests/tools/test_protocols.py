@@ -43,6 +43,7 @@ from mmrl.algorithms import (
     sapo,
     sft,
     srpo,
+    stepwise_flow_grpo,
     v_grpo,
 )
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
@@ -144,6 +145,7 @@ POLICY_GRADIENT: list[type[PolicyGradient]] = [
     reinforce_pp.ReinforcePP,
     rloo.RLOO,
     sapo.SAPO,
+    stepwise_flow_grpo.StepwiseFlowGRPO,
 ]
 FORWARD_PROCESS: list[type[ForwardProcess]] = [
     awm.AWM,

@@ -1,5 +1,6 @@
 """The step program on the shipped model, in this process: what must hold whatever the numbers in the recipe."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ TARGET = [
         ("srpo", ["algorithm={type: srpo, threshold: 5.0}", *TARGET]),
         ("direct_align", ["algorithm={type: srpo, wanted: [], unwanted: [], threshold: 5.0}", *TARGET]),
         ("alignprop", ["algorithm={type: alignprop, target: 2.0}", *TARGET]),
+        (
+            "stepwise_flow_grpo",
+            [
+                "algorithm={type: stepwise_flow_grpo, trained_steps: 2}",
+                "sampling.window=null",
+                "train.updates_per_step=2",
+            ],
+        ),
         ("flow_grpo", ["algorithm.kl_coef=0.01", "train.updates_per_step=2"]),
         ("flow_grpo_full", ["model.lora=null", "algorithm.kl_coef=0.01", "sampling.guidance_scale=2.0"]),
         (
@@ -117,6 +126,28 @@ def test_a_step_is_a_function_of_the_weights_and_its_number():
     b.policy.load_state(*a.policy.state())
     row_a, row_b = step(a, 1)[0], step(b, 1)[0]
     assert row_a == row_b
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm={type: crd, noise_levels: 1, sampling_decay_after: 0, sampling_decay_rate: 0.2}", *FORWARD],
+        ["algorithm={type: v_grpo, noise_levels: 2, old_kl_coef: 0.1}", "train.updates_per_step=2", *FORWARD],
+        ["algorithm={type: stepwise_flow_grpo, kl_coef: 0.01}", "model.lora=null"],
+    ],
+    ids=["crd", "v_grpo", "stepwise_flow_grpo"],
+)
+def test_steps_after_a_load_are_those_that_would_have_come(overrides):
+    """The copies of the weights are in the state."""
+    run = make(*overrides)
+    step(run, 0)
+    step(run, 1)
+    state = copy.deepcopy(run.policy.state())
+    then = [step(run, n)[0] for n in (2, 3)]
+    again = make(*overrides)
+    again.policy.load_state(*state)
+    assert [step(again, n)[0] for n in (2, 3)] == then
 
 
 def test_sampling_and_replay_that_disagree_stop_the_run():

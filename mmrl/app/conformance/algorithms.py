@@ -142,7 +142,7 @@ def advantages_are_sound(case: Case) -> str:
     rewards = REWARDS.clone()
     rewards[2] = float("nan")
     found = make(scored(rewards, case.settings))
-    shapes = [[ROWS], [ROWS, TOKENS]]
+    shapes = [[ROWS], [ROWS, STEPS if case.settings.trains_on == "denoising" else TOKENS]]
     expect(list(found.values.shape) in shapes, f"values have shape {list(found.values.shape)}; it is [B] or [B, T]")
     expect(bool(found.values.isfinite().all()), "an advantage is not finite where a sample was dropped (NaN)")
     expect(
@@ -465,7 +465,8 @@ def scored(rewards: Tensor, settings: AlgorithmSettings, order: Tensor | None = 
     order = torch.arange(ROWS) if order is None else order
     rows = torch.zeros_like(order) if alike else order
     if settings.trains_on != "tokens":
-        return Scored(rewards[order], GROUPS[order])
+        before = rewards[order].unsqueeze(1) * torch.linspace(-0.5, 0.5, STEPS, dtype=torch.float64).square()
+        return Scored(rewards[order], GROUPS[order], step_rewards=before if settings.scores_steps else None)
     generator = torch.Generator().manual_seed(5)
     made = _tokens(lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64), 1.0)
     return Scored(
