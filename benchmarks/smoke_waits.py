@@ -21,6 +21,7 @@ LIBRARIES = {
     "transformers/generation/utils.py": "generate asks after every token whether a response goes on",
     "transformers/masking_utils.py": "every forward asks whether its rows are padded",
     "diffusers/models/transformers/transformer_qwenimage.py": "every forward takes the length of its texts to the GPU",
+    "diffusers/models/transformers/transformer_hunyuan_video15.py": "every forward picks tokens by masks",
 }
 """Files of libraries that make the host wait again and again, and what for."""
 
@@ -41,6 +42,9 @@ BUDGETS = {
     "a denoising step": Budget(),
     "a denoising step of Qwen-Image": Budget(
         libraries={"diffusers/models/transformers/transformer_qwenimage.py": 2}  # with guidance, two predictions
+    ),
+    "a denoising step of HunyuanVideo": Budget(  # twelve picks for each of four rows, and whether there is a picture
+        libraries={"diffusers/models/transformers/transformer_hunyuan_video15.py": 49}
     ),
     "a denoising step of two models": Budget({"pipelines/diffusion/experts.py": 1}),
     "a slice of pictures": Budget(),

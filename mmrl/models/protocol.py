@@ -234,6 +234,11 @@ class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
         """What its samples are."""
         ...
 
+    @property
+    def masks(self) -> bool:
+        """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
+        ...
+
     def noisy_steps(self, step: int) -> list[int]:
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
         ...

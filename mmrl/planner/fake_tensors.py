@@ -135,10 +135,14 @@ class KnownMasks(TorchDispatchMode):
 
 
 _LARGE = 2**24
+_LARGE_MASK = 2**18
+"""Of four dimensions, as masks of attention are; nothing is picked by them, and every block may make them anew."""
 
 
 def _is_large(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta and x.numel() >= _LARGE
+    if not isinstance(x, Tensor) or isinstance(x, FakeTensor) or x.is_meta:
+        return False
+    return x.numel() >= (_LARGE_MASK if x.ndim == 4 else _LARGE)
 
 
 def _faked(mode: FakeTensorMode, x: Tensor) -> FakeTensor:

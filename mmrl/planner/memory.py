@@ -38,8 +38,8 @@ from mmrl.step.update import recompute
 
 
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:
-    """``KnownMasks`` for text, whose models may take pictures. Diffusion does not need it, and it costs time."""
-    return KnownMasks(live) if pipeline.makes == "text" else nullcontext()
+    """``KnownMasks`` for text, whose models may take pictures. Most diffusion does not need it, and it costs time."""
+    return KnownMasks(live) if pipeline.makes == "text" or of_pictures(pipeline).masks else nullcontext()
 
 
 @dataclass(frozen=True)

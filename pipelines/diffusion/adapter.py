@@ -79,6 +79,8 @@ class Adapter(ABC):
     sampled."""
     several: ClassVar[bool] = False
     """Whether a prompt may carry several pictures (``sampling.pictures``)."""
+    masks: ClassVar[bool] = False
+    """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
     holds: ClassVar[bool] = False
     """Whether the latents of the picture that a clip begins with stay in every step: states are of the rest."""
     family: ClassVar[str]
@@ -94,6 +96,12 @@ class Adapter(ABC):
     encoders: ClassVar[tuple[str, ...]]
     """Components that encode text, and an ``image_encoder`` that encodes the picture of a prompt; those a checkpoint
     lacks are left out."""
+    shows: ClassVar[str] = "image_processor"
+    """The component that makes the pixels of an ``image_encoder``."""
+    guider: ClassVar[str | None] = None
+    """The component that combines two predictions, of a pipeline whose call takes no scale; ``prepare`` sets it."""
+    sized: ClassVar[bool] = True
+    """Whether the stock call takes a height and a width."""
     may_lack: ClassVar[tuple[str, ...]] = ()
     """Those of ``encoders`` that a checkpoint may be without."""
     unused: ClassVar[tuple[str, ...]] = ()
@@ -147,6 +155,11 @@ class Adapter(ABC):
     def trained(cls) -> tuple[str, ...]:
         """All components that predict and train."""
         return (cls.trains, *cls.also_trains)
+
+    @classmethod
+    def tokenizer_of(cls, encoder: str) -> str:
+        """The component that makes the tokens of a text encoder, or the pixels of an image encoder."""
+        return encoder.replace("text_encoder", "tokenizer").replace("image_encoder", cls.shows)
 
     def weights_without_gradient(self) -> dict[str, str]:
         """Parts of names of weights, whole between dots, that the architecture never reads, each with the reason. Other
@@ -333,6 +346,17 @@ class Adapter(ABC):
     def _spacing(self, steps: int) -> dict[str, Json]:
         """Arguments of the stock pipeline for the scheduler's ``set_timesteps``, besides the number of steps."""
         return {}
+
+    def _latent_frames(self, time: int) -> int:
+        """How many frames the latents of a clip have, each but the first for ``time`` frames. Raises ``UserError``
+        where those of ``sampling.frames`` are another number."""
+        frames = self.sampling.frames or 1
+        if (frames - 1) % time:
+            raise UserError(
+                f"sampling.frames: {frames} is not one more than a multiple of {time}, which this checkpoint's VAE "
+                f"needs; use {(frames - 1) // time * time + 1}"
+            )
+        return (frames - 1) // time + 1
 
     def _fits(self, height: int, width: int, multiple: int) -> None:
         """Raises ``UserError`` unless both are multiples."""

@@ -18,7 +18,6 @@ from mmrl.controller.feature_cache import FeatureCache, digest_of
 from mmrl.core.json_types import JsonObject
 
 from .adapter import Adapter
-from .describe import tokenizer_of
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +60,7 @@ def _parts(adapter: Adapter) -> Iterator[str]:
         yield _as_text(config.to_dict() if hasattr(config, "to_dict") else dict(config))
         yield str(getattr(config, "_attn_implementation", None))
         yield from _weights(encoder)
-    for name in (*map(tokenizer_of, adapter.encoders), *([adapter.sees] if adapter.sees else [])):
+    for name in (*map(adapter.tokenizer_of, adapter.encoders), *([adapter.sees] if adapter.sees else [])):
         if getattr(pipe, name, None) is not None:
             yield from _files(getattr(pipe, name))
 

@@ -71,16 +71,16 @@ class Case:
         """The same pictures by the stock pipeline's own call."""
         adapter, sampling = self.pipeline.adapter, self.recipe.denoising
         pipe.set_progress_bar_config(disable=True)
-        if adapter.condition is not None:
+        if adapter.condition is not None or adapter.guider is not None:
             exec(adapter.prepare, {"pipe": pipe})  # what a model card shows
         pipe.to(self.device)
+        size = {"height": sampling.height, "width": sampling.width} if adapter.sized else {}
         rows = [
             adapter.shown(
                 pipe(
                     prompt=slot.prompt.text,
                     num_inference_steps=sampling.steps,
-                    height=sampling.height,
-                    width=sampling.width,
+                    **size,
                     latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape).to(self.device)),
                     output_type="pt",
                     **(adapter.call() | self._given(slot.prompt, pipe)),

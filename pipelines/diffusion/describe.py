@@ -17,7 +17,7 @@ from mmrl.core.library_loading import refused
 from mmrl.core.stored import read_object
 
 from .adapter import Adapter
-from .prompt_lengths import readers, tokenizer_of
+from .prompt_lengths import readers
 from .refusals import check_classes, check_path, check_scheduler
 
 if TYPE_CHECKING:  # slow to import
@@ -55,9 +55,9 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
     diffusers = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
     kind = getattr(diffusers, family.pipeline)
     made: dict[str, Any] = dict.fromkeys((*family.encoders, *family.unused, *([family.sees] if family.sees else [])))
-    made |= {tokenizer_of(name): None for name in family.encoders}
+    made |= {family.tokenizer_of(name): None for name in family.encoders}
     with init_empty_weights(include_buffers=True):
-        for name in configs.keys() - {"scheduler", _INDEX}:
+        for name in configs.keys() - {"scheduler", family.guider, _INDEX}:
             dtype = dtypes.get(name, dtypes["default"])
             wanted = name in family.encoders
             module = _module(configs[name], wanted)
@@ -66,9 +66,9 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
     length = next(iter(_lengths(made[name] for name in readers(family))), 512)
     for name in readers(family):
         own = next(iter(_lengths([made[name]])), length)
-        made[tokenizer_of(name)] = TokenShapes(own)
-    scheduler = configs["scheduler"]
-    made["scheduler"] = getattr(diffusers, scheduler["_class_name"]).from_config(scheduler)
+        made[family.tokenizer_of(name)] = TokenShapes(own)
+    for name in ("scheduler", *([family.guider] if family.guider else [])):
+        made[name] = getattr(diffusers, configs[name]["_class_name"]).from_config(configs[name])
     given = {name: value for name, value in configs.get(_INDEX, {}).items() if name in _settings(kind) - made.keys()}
     return kind(**made, **(given | family.options))
 
@@ -119,9 +119,11 @@ class TokenShapes:
         """About as many ids as the text has tokens, for the length of a text before every prompt."""
         return [0] * (len(text) // 4)
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
-        """The text of the last message: the length is padded, so that a template does not change it."""
-        return messages[-1]["content"]
+    def apply_chat_template(
+        self, messages: list[Any], *, tokenize: bool = False, padding: str = "longest", **given: Any
+    ) -> str | BatchEncoding:
+        """The text of the last message, or its ids: the length is padded, so that a template does not change it."""
+        return self("", padding, **given) if tokenize else messages[-1]["content"]
 
     def tokenize(self, text: str) -> list[str]:
         """Empty: the text has no token of textual inversion."""
@@ -166,7 +168,8 @@ def _of_checkpoint(family: type[Adapter], path: str) -> Configs:
 def _files(family: type[Adapter]) -> dict[str, str]:
     """Where the configuration of each component lies in a checkpoint."""
     modules = {name: f"{name}/config.json" for name in (*family.trained(), "vae", *family.encoders)}
-    return modules | {"scheduler": "scheduler/scheduler_config.json"}
+    guider = {family.guider: f"{family.guider}/guider_config.json"} if family.guider else {}
+    return modules | guider | {"scheduler": "scheduler/scheduler_config.json"}
 
 
 def _read(path: str, file: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from mmrl.models.merging import merged_weights
 from mmrl.models.text.base_model import peft_model
 
 from .adapter import Adapter
-from .describe import tokenizer_of
 from .saved_lora import convert
 
 if TYPE_CHECKING:  # slow to import
@@ -155,15 +154,15 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it; with a
     ``negative`` prompt, where one is given."""
     pipe, dtype, sampling = adapter.pipe, recipe.model.dtype, adapter.sampling
-    encoders = [*adapter.encoders, *map(tokenizer_of, adapter.encoders)]
+    encoders = [*adapter.encoders, *map(adapter.tokenizer_of, adapter.encoders)]
     absent = [f"{n}=None" for n in encoders if pipe.components.get(n, "") is None]
     given = [f"{name}={value!r}" for name, value in adapter.options.items()]
     options = ", ".join([f"torch_dtype=torch.{dtype}", *absent, *given])
     picture = "from PIL import Image\n" if adapter.edits else ""
     loader = adapter.pipeline if adapter.saved_as else "DiffusionPipeline"  # the checkpoint names another
     head = f"import torch\nfrom diffusers import {loader}\n{picture}"
-    size = {"num_inference_steps": recipe.eval.steps or sampling.steps, "height": sampling.height}
-    asked = size | {"width": sampling.width} | adapter.call()
+    size = {"height": sampling.height, "width": sampling.width} if adapter.sized else {}
+    asked = {"num_inference_steps": recipe.eval.steps or sampling.steps} | size | adapter.call()
     arguments = {name: repr(value) for name, value in asked.items()}
     arguments |= {} if negative is None else adapter.call_negative(negative)
     shown = "images" if adapter.makes == "image" else "frames"

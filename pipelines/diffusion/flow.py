@@ -38,7 +38,7 @@ from .decoding import Decoder
 from .denoiser import Denoiser
 from .experts import trained_steps
 from .given import given_of
-from .prompt_lengths import PromptLengths, readers, tokenizer_of
+from .prompt_lengths import PromptLengths, readers
 
 
 class FlowPipeline(Denoiser):
@@ -65,6 +65,10 @@ class FlowPipeline(Denoiser):
     @property
     def reads_media(self) -> bool:
         return self.adapter.edits
+
+    @property
+    def masks(self) -> bool:
+        return self.adapter.masks
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
@@ -328,7 +332,7 @@ class Captions:
     """Final class. The captions of the pipeline of ``adapter``, which may have several tokenizers."""
 
     def __init__(self, adapter: Adapter) -> None:
-        found = [getattr(adapter.pipe, tokenizer_of(name), None) for name in readers(adapter)]
+        found = [getattr(adapter.pipe, adapter.tokenizer_of(name), None) for name in readers(adapter)]
         self._tokens = [ControlTokens(tokenizer) for tokenizer in found if tokenizer is not None]
         self._told = False
 

@@ -47,7 +47,7 @@ from .decoding import lay
 from .describe import empty_pipeline
 from .flow import FlowPipeline
 from .pictures import without_sources
-from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers, tokenizer_of
+from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
 from .saved_lora import check_experts, reader
 from .sizes import Sizes
@@ -197,7 +197,7 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.Diffusi
         index = kind.load_config(path)
         assert isinstance(index, dict)
         check_classes(family, path, index)
-        optional = [*family.encoders, *map(tokenizer_of, family.encoders)]
+        optional = [*family.encoders, *map(family.tokenizer_of, family.encoders)]
         absent = [name for name in optional if index.get(name, [None])[0] is None]
         given: dict[str, nn.Module | None] = dict.fromkeys([*family.unused, *absent])
         if (model := _rows(family, recipe, path, kind, index)) is not None:
@@ -205,7 +205,7 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.Diffusi
         variant = variant_of(family, path)
         with whole_weights(f"model.path: {path}"):
             pipe = kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
-        for encoder, name in ((getattr(pipe, one, None), tokenizer_of(one)) for one in readers(family)):
+        for encoder, name in ((getattr(pipe, one, None), family.tokenizer_of(one)) for one in readers(family)):
             try_tokenizer(tokenizer := getattr(pipe, name, None), f"{name}/tokenizer_config.json")
             if encoder is not None:
                 check_tokens(tokenizer, encoder.config)

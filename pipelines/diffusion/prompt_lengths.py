@@ -83,7 +83,7 @@ def _deciding(reads: Sequence[Read]) -> Read | None:
 
 def of_pipe(adapter: Adapter) -> dict[str, Any]:
     """The tokenizers of a loaded pipeline."""
-    named = {name: getattr(adapter.pipe, tokenizer_of(name), None) for name in readers(adapter)}
+    named = {name: getattr(adapter.pipe, adapter.tokenizer_of(name), None) for name in readers(adapter)}
     return {name: one for name, one in named.items() if one is not None and hasattr(one, "vocab_size")}
 
 
@@ -93,21 +93,17 @@ def of_checkpoint(adapter: Adapter, path: str) -> dict[str, Any]:
     try:
         index = json_of(path, "model_index.json")
         for name in readers(adapter):
-            library, kind = as_list(index.get(tokenizer_of(name)) or [None, None])
+            tokenizer = adapter.tokenizer_of(name)
+            library, kind = as_list(index.get(tokenizer) or [None, None])
             if kind is not None:
-                folder = Path(path) / tokenizer_of(name) if Path(path).exists() else None
+                folder = Path(path) / tokenizer if Path(path).exists() else None
                 loaded = getattr(import_module(str(library)), str(kind))
                 where = (folder,) if folder else (path,)
-                more = {} if folder else {"subfolder": tokenizer_of(name), "local_files_only": True}
+                more = {} if folder else {"subfolder": tokenizer, "local_files_only": True}
                 made[name] = loaded.from_pretrained(*where, **more)
     except Exception:  # a tokenizer's parser in Rust has no narrower class; loading will name it
         return {}
     return made
-
-
-def tokenizer_of(encoder: str) -> str:
-    """The component that makes the tokens of a text encoder, or the pixels of an image encoder."""
-    return encoder.replace("text_encoder", "tokenizer").replace("image_encoder", "image_processor")
 
 
 def readers(family: Adapter | type[Adapter]) -> list[str]:

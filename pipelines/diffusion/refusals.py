@@ -27,7 +27,6 @@ from mmrl.core.untrusted import printable
 from .adapter import Adapter
 from .classes import same_weights, verdict
 from .fields import as_json, declared, is_number, latent_channels, plain
-from .prompt_lengths import tokenizer_of
 
 # -- classes ---------------------------------------------------------------------------------------------------------
 
@@ -88,30 +87,32 @@ def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
     if kind not in (family.pipeline, *family.saved_as):
         raise UserError(f"model.path: {path} {_another(family, path, kind)}")
     allowed = declared(family.pipeline)
-    if "image_encoder" in family.encoders:  # its states are read, and no projection of them
-        allowed["image_encoder"] += (import_module("transformers").CLIPVisionModelWithProjection,)
+    transformers = import_module("transformers")
+    if transformers.CLIPVisionModel in allowed.get("image_encoder", ()):  # its states are read, no projection of them
+        allowed["image_encoder"] += (transformers.CLIPVisionModelWithProjection,)
     wrong = [
         f"model.path: {path} has a {_named(index.get(name))} as its {name}, and the {name} of a {family.pipeline} is a "
         f"{' or a '.join(sorted(one.__name__ for one in allowed[name]))}; give a checkpoint that has one"
-        for name in (*family.trained(), "vae", *family.encoders)
+        for name in (*family.trained(), "vae", *family.encoders, *([family.guider] if family.guider else []))
         if not _fits(index.get(name), allowed[name], absent=name in family.may_lack)
     ]
     wrong += [
-        f"model.path: {path} has a {name} and no {tokenizer_of(name)} for it; give a checkpoint that has one"
+        f"model.path: {path} has a {name} and no {family.tokenizer_of(name)} for it; give a checkpoint that has one"
         for name in family.encoders
-        if _named(index.get(name)) != _NOTHING == _named(index.get(tokenizer_of(name)))
+        if _named(index.get(name)) != _NOTHING == _named(index.get(family.tokenizer_of(name)))
     ]
     wrong += [
         f"model.path: {path} has {json.dumps(index.get(name))[:60]} as its {name}, which is no class of diffusers or "
         "transformers; give a checkpoint that has one"
-        for name in ("scheduler", *map(tokenizer_of, family.encoders))
+        for name in ("scheduler", *map(family.tokenizer_of, family.encoders))
         if _class(index.get(name)) is None and (name == "scheduler" or _named(index.get(name)) != _NOTHING)
     ]
     wrong += [  # of which transformers would make one that knows no word
-        f"model.path: {path} has no files in {tokenizer_of(name)}, which its model_index.json names; download it again"
+        f"model.path: {path} has no files in {family.tokenizer_of(name)}, which its model_index.json names; download "
+        "it again"
         for name in family.encoders
-        if Path(path).is_dir() and _named(index.get(tokenizer_of(name))) != _NOTHING
-        if not any(Path(path, tokenizer_of(name)).glob("*"))
+        if Path(path).is_dir() and _named(index.get(family.tokenizer_of(name))) != _NOTHING
+        if not any(Path(path, family.tokenizer_of(name)).glob("*"))
     ]
     if wrong:
         raise UserError("\n".join(wrong))

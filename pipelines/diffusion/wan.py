@@ -90,14 +90,8 @@ class WanAdapter(EulerAdapter):
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         space, time = self.pipe.vae_scale_factor_spatial, self.pipe.vae_scale_factor_temporal
         self._fits(height, width, max(self.pipe.transformer.config.patch_size[1:]) * space)
-        frames = self.sampling.frames or 1
-        if (frames - 1) % time:
-            raise UserError(
-                f"sampling.frames: {frames} is not one more than a multiple of {time}, which this checkpoint's VAE "
-                f"needs; use {(frames - 1) // time * time + 1}"
-            )
         channels = self.pipe.transformer.config.out_channels
-        return (channels, (frames - 1) // time + 1, height // space, width // space)
+        return (channels, self._latent_frames(time), height // space, width // space)
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         embeds = features["embeds"]

@@ -234,6 +234,7 @@ COMPONENTS = [
     ("flux", {"text_encoder": (None, None)}, "CLIPTextModel"),
     ("qwen_image", {"transformer": ("my_module", "Mine")}, "QwenImageTransformer2DModel"),
     ("wan", {"vae": ("diffusers", "AutoencoderKLHunyuanVideo")}, "AutoencoderKLWan"),
+    ("hunyuan_video15", {"guider": ("diffusers", "AutoGuidance")}, "ClassifierFreeGuidance"),
     ("z_image", {"transformer": ("diffusers", "Lumina2Transformer2DModel")}, "ZImageTransformer2DModel"),
     ("flux2_klein", {"text_encoder": ("transformers", "Mistral3ForConditionalGeneration")}, "Qwen3ForCausalLM"),
 ]

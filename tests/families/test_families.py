@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import mmrl
+from mmrl.algorithms.objective import GraphSteps
 from mmrl.app.build import build
 from mmrl.app.trainer import Trainer
 from mmrl.config.loader import load_recipe, shipped_recipes
@@ -33,11 +34,14 @@ from tests.support.families import CLIPS, EDITORS, FAMILIES, TOLD, folders, reci
 KOHYAS = ("module", "dim", "alpha")
 GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in FAMILIES if f not in TOLD)]
 _LAST = [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")]
+_LAST_HUNYUAN = [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "ff_context")]
 UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
     "sd3": ["transformer_blocks.3.attn.add_q_proj"],
     "qwen_image": _LAST,
     "qwen_image_edit": _LAST,
     "qwen_image_edit_plus": _LAST,
+    "hunyuan_video15": _LAST_HUNYUAN,
+    "hunyuan_video15_i2v": _LAST_HUNYUAN,
 }
 
 
@@ -188,6 +192,71 @@ def test_a_family_without_a_known_file_is_refused(folders, tmp_path):
     case = contract.Case(recipe("wan", folders))
     with pytest.raises(UserError, match=r"not known how other programs name .* use --what lora"):
         case.pipeline.write(tmp_path, "lora-file")
+
+
+# -- what one family has ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "algorithm"),
+    [
+        ("hunyuan_video15", {"type": "diffusion_nft"}),
+        ("hunyuan_video15_i2v", {"type": "draft", "last_steps": 1}),
+    ],
+)
+def test_all_weights_have_gradients_of_every_kind(folders, family, algorithm):
+    """A policy gradient moves them; these are the others. Weights that the prompts have no use for have zeros."""
+    contract.first_ratio_is_one(recipe(family, folders, lora=False))
+    made = recipe(family, folders, lora=False, steps=2).model_dump(mode="json") | {"algorithm": algorithm}
+    case = contract.Case(Recipe.model_validate(made))
+    if algorithm["type"] == "draft":
+        out = case.pipeline.generate(case.slots, case.ids, GraphSteps(0, 1), 0, frozenset(), case.policy.using)
+        out["images"].sum().backward()
+    else:
+        rows = case.pipeline.sample(case.slots, case.ids, [], seed=0)
+        out = case.pipeline.renoise(rows, 0, 0, frozenset({"target"}), case.policy.using)
+        assert out["x_s"].shape[1:] == out["target"].shape[1:] == case.pipeline.shape
+        out["v"].square().sum().backward()
+    unread = case.pipeline.adapter.weights_without_gradient()
+    for name, p in case.policy.trainable.items():
+        assert (p.grad is None) == any(part in name for part in unread), name
+        assert p.grad is None or p.grad.isfinite().all(), name
+    moved = [name for name, p in case.policy.trainable.items() if p.grad is not None and p.grad.abs().sum() > 0]
+    assert {name for name, p in case.policy.trainable.items() if "transformer_blocks.0" in name} <= {*moved}
+
+
+@pytest.mark.slow
+def test_texts_in_quotes_are_read_by_a_second_encoder_as_in_the_stock_pipeline(folders):
+    case = contract.Case(recipe("hunyuan_video15", folders, guidance_scale=4.0, steps=2))
+    said = [replace(s, prompt=replace(s.prompt, text=f'{s.prompt.text} "{s.index}!"')) for s in case.slots]
+    case.slots = said
+    case.pipeline.encode(said)
+    stock = case.stock(case.pipeline.adapter.pipe)
+    assert (case.drawn() - stock).abs().max() < contract.CLOSE
+    for key in {case.pipeline.key(slot.prompt) for slot in said}:
+        own = case.pipeline.features.get(key)
+        assert own["quoted_mask"].any()
+        case.pipeline.features.put(key, own | {"quoted_mask": torch.zeros_like(own["quoted_mask"])})
+    assert (case.drawn() - stock).abs().flatten(1).amax(1).min() > 100 * contract.CLOSE
+
+
+def test_guidance_that_is_an_object_is_refused_where_it_does_more(folders, tmp_path):
+    folder = tmp_path / "hunyuan"
+    shutil.copytree(folders["hunyuan_video15"], folder)
+    config, index = folder / "guider" / "guider_config.json", folder / "model_index.json"
+    own = config.read_text()
+    config.write_text(own.replace('"start": 0.0', '"start": 0.2'))
+    with pytest.raises(UserError, match=r"guider_config.json says start: 0.2, .* write 0.0 for it"):
+        contract.Case(recipe("hunyuan_video15", {"hunyuan_video15": folder}))
+    config.write_text(own)
+    made = contract.Case(recipe("hunyuan_video15", {"hunyuan_video15": folder}, guidance_scale=3.0)).pipeline
+    code = made.usage("out", "merged", Prompt("p", "p")).code["With diffusers"]
+    assert "pipe.guider = pipe.guider.new(guidance_scale=3.0)" in code
+    assert "guidance_scale=3.0,\n" not in code
+    index.write_text(index.read_text().replace("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"))
+    with pytest.raises(UserError, match=r"ImageToVideoPipeline, .* set pipeline to diffusion/hunyuan_video15_i2v"):
+        contract.Case(recipe("hunyuan_video15", {"hunyuan_video15": folder}))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

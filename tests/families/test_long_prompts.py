@@ -22,7 +22,7 @@ allow_cpu_only()  # before transformers imports torchvision
 from mmrl.pipelines.diffusion import contract  # noqa: E402
 
 LENGTHS = {"qwen_image": 300, "sana": 64}
-AFTER = dict.fromkeys(("qwen_image", "z_image", "flux2_klein"), 64)
+AFTER = dict.fromkeys(("qwen_image", "z_image", "flux2_klein", "hunyuan_video15"), 64)
 """Tokens that a chat template may write after the text."""
 WORDS = "red blue small large circle square above below beside two three green bright".split()  # noqa: SIM905
 

@@ -33,12 +33,16 @@ FAMILIES = [
     "wan_i2v",
     "wan22_i2v_5b",
     "qwen_image_edit_plus",
+    "hunyuan_video15",
+    "hunyuan_video15_i2v",
 ]
 OTHER_WAITS = {
     "qwen_image": " of Qwen-Image",
     "qwen_image_edit": " of Qwen-Image",
     "qwen_image_edit_plus": " of Qwen-Image",
     "wan22_a14b": " of two models",
+    "hunyuan_video15": " of HunyuanVideo",
+    "hunyuan_video15_i2v": " of HunyuanVideo",
 }
 CLIPS = """
 import mmrl
@@ -59,7 +63,8 @@ COMBINED = [  # of SD3 all; of another family one kind, which takes turns, as ad
     for k, kind in enumerate(KINDS)
     for lora in (True, False)
     if kind != "offline"
-    or family not in (*EDITORS, "wan", "wan22_ti2v", "wan22_a14b")  # which the recipe's checks refuse
+    or family
+    not in (*EDITORS, "wan", "wan22_ti2v", "wan22_a14b", "hunyuan_video15")  # which the recipe's checks refuse
 ]
 
 

@@ -302,6 +302,8 @@ LARGE = (
     "wan22-ti2v-5b",
     "wan22-a14b",
     "wan21-i2v-14b",
+    "hunyuan-video15",
+    "hunyuan-video15-i2v",
 )
 """Recipes whose step takes half a minute and more to imagine."""
 SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-gsm8k", "qwen25-0.5b-long", "qwen25-vl-3b")

@@ -21,13 +21,22 @@ FAMILIES = [
     "qwen_image_edit_plus",
     "wan",
     "wan_i2v",
+    "hunyuan_video15",
+    "hunyuan_video15_i2v",
     "sana",
     "z_image",
     "flux2_klein",
     "flux2_klein_edit",
 ]
-EDITORS = ("flux_kontext", "flux2_klein_edit", "qwen_image_edit", "qwen_image_edit_plus", "wan_i2v")
-CLIPS = ("wan", "wan_i2v")
+EDITORS = (
+    "flux_kontext",
+    "flux2_klein_edit",
+    "qwen_image_edit",
+    "qwen_image_edit_plus",
+    "wan_i2v",
+    "hunyuan_video15_i2v",
+)
+CLIPS = ("wan", "wan_i2v", "hunyuan_video15", "hunyuan_video15_i2v")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
 SAME = {"flux2_klein_edit": "flux2_klein", "wan22_i2v_5b": "wan22_ti2v"}
@@ -61,9 +70,10 @@ def folders(tmp_path_factory):
 def recipe(family, folders, lora=True, **sampling):
     wan = family.startswith("wan")
     short = 16 if wan or family in TOLD else 64
-    length = {"sd3": 12, "wan_i2v": 512}.get(family, short)  # tiny tokenizers' tokens: bytes, or pieces
+    own_length = {"sd3": 12, "wan_i2v": 512}
+    length = 96 if family.startswith("hunyuan") else own_length.get(family, short)  # tiny tokens: bytes, or pieces
     size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
-    own = {"frames": 5} if wan else SEEN if family.startswith("qwen_image_edit") else {}
+    own = {"frames": 5} if wan or family in CLIPS else SEEN if family.startswith("qwen_image_edit") else {}
     own = own | ({"pictures": 2} if family == "qwen_image_edit_plus" else {})
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **own, **sampling}
     return Recipe.model_validate(

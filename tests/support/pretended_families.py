@@ -4,7 +4,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-EDITORS = ("flux2_klein_edit", "flux_kontext", "qwen_image_edit", "qwen_image_edit_plus", "wan_i2v", "wan22_i2v_5b")
+EDITORS = (
+    "flux2_klein_edit",
+    "flux_kontext",
+    "qwen_image_edit",
+    "qwen_image_edit_plus",
+    "wan_i2v",
+    "wan22_i2v_5b",
+    "hunyuan_video15_i2v",
+)
 SEEN = {"max_sequence_length": 512, "condition_size": 48}
 PICTURES = [{"name": "jpeg:incompressibility"}]
 KINDS = {
@@ -20,9 +28,9 @@ KINDS = {
 
 def settings(family, folder, kind, lora):
     size = 64 if family == "flux2_klein_edit" else 32
-    wan = family.startswith("wan")
-    short = 16 if wan or family in ("flux", "flux_kontext") else 64
-    length = {"sd3": 12, "wan_i2v": 512}.get(family, short)
+    clips = family.startswith(("wan", "hunyuan"))
+    short = 16 if family.startswith("wan") or family in ("flux", "flux_kontext") else 64
+    length = {"sd3": 12, "wan_i2v": 512, "hunyuan_video15": 96, "hunyuan_video15_i2v": 96}.get(family, short)
     sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
     return {
         "name": "pretended",
@@ -30,7 +38,7 @@ def settings(family, folder, kind, lora):
         "pipeline": f"diffusion/{'wan' if family == 'wan22_ti2v' else family}",
         "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 2, "alpha": 4} if lora else None},
         "data": {"name": "shape_edits" if family in EDITORS else "shapes"},
-        "sampling": sampling | ({"frames": 5} if wan else SEEN if family.startswith("qwen_image_edit") else {}),
+        "sampling": sampling | ({"frames": 5} if clips else SEEN if family.startswith("qwen_image_edit") else {}),
         "train": {
             "steps": 2,
             "prompts_per_step": 2,
@@ -41,5 +49,5 @@ def settings(family, folder, kind, lora):
         "checkpoint": {"every": 2},
         **KINDS[kind],
         **({"algorithm": {"type": "draft", "last_steps": 3}} if (family, kind) == ("wan22_a14b", "pathwise") else {}),
-        **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if wan else {}),
+        **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if clips else {}),
     }

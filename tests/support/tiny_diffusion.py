@@ -3,6 +3,7 @@ the shipped model's tokenizers."""
 
 import atexit
 import json
+import re
 import shutil
 import tempfile
 from functools import cache
@@ -318,6 +319,63 @@ def _wan22_a14b():
     """Wan 2.2 A14B: two models, here with the first of three steps for that of high noise."""
     second = _wan().transformer
     return _wan(transformer_2=second, boundary_ratio=0.9)
+
+
+def _hunyuan_video15(kind="HunyuanVideo15Pipeline", **parts):
+    """HunyuanVideo 1.5: texts in quotes are read by a second encoder, and guidance is an object. Words of its long
+    template are tokens."""
+    import inspect
+
+    import diffusers
+    import transformers as t
+
+    from tests.support.tiny import tokenizer
+
+    told = inspect.signature(diffusers.HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"]
+    words = [word.replace(" ", "\u0120") for word in re.findall(" ?[a-zA-Z]{2,}", told.default)]
+    tok, tok_2 = tokenizer(dict.fromkeys(words)), t.ByT5Tokenizer()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = LANGUAGE | {"num_hidden_layers": 4, "rope_parameters": rope, "max_position_embeddings": 2048}
+    encoder = t.Qwen2_5_VLTextModel(t.Qwen2_5_VLTextConfig(**text, vocab_size=len(tok)))
+    config = t.T5Config(vocab_size=len(tok_2), d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=32,
+        text_embed_2_dim=32,
+        image_embed_dim=32,
+        rope_axes_dim=(4, 6, 6),
+    )
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(16, 16, 16), layers_per_block=1, spatial_compression_ratio=4
+    )
+    return getattr(diffusers, kind)(
+        text_encoder=encoder.eval(),
+        tokenizer=tok,
+        transformer=transformer,
+        vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=t.T5EncoderModel(config).eval(),
+        tokenizer_2=tok_2,
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+        **parts,
+    )
+
+
+def _hunyuan_video15_i2v():
+    """Its image encoder has four tokens."""
+    import transformers as t
+
+    shown = CLIP | {"image_size": 28, "patch_size": 14}
+    return _hunyuan_video15(
+        "HunyuanVideo15ImageToVideoPipeline",
+        image_encoder=t.SiglipVisionModel(t.SiglipVisionConfig(**shown)).eval(),
+        feature_extractor=t.SiglipImageProcessor(size={"height": 28, "width": 28}),
+    )
 
 
 def _sana():
