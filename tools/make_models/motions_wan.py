@@ -6,9 +6,6 @@ Two stages on drawn clips of the ``motions`` data set (all compositions, so that
 only): the VAE by reconstruction, then transformer and text encoder together by flow matching. The captions were written
 carelessly: a share of them (``--careless``) names another direction than the clip's, so the model draws what it is told
 and often moves it elsewhere. ``log.jsonl`` beside the weights is the log of the run that made them.
-
-With ``--pictures`` the model learns to go on from a given first frame, as Wan 2.2 TI2V-5B does: that frame has no noise
-and the time 0, and the loss is of the others.
 """
 
 # The model libraries annotate these constructors more narrowly than they are documented.
@@ -39,13 +36,7 @@ from mmrl.core.torchvision_on_cpu import allow_cpu_only
 allow_cpu_only()  # before diffusers imports torchvision
 
 # ruff: noqa: E402
-from diffusers import (
-    AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
-    WanImageToVideoPipeline,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
@@ -165,31 +156,10 @@ def encoded(vae: Any, clips: Tensor) -> Tensor:
     return torch.cat([vae.encode(x).latent_dist.mean for x in clips.split(128)])
 
 
-def velocity(pipe: WanPipeline, x0: Tensor, eps: Tensor, sigma: Tensor, embeds: Tensor, held: int) -> Tensor:
-    """What the transformer predicts of the frames ``x0`` with noise of level ``sigma``, but for the first ``held``
-    latent frames, which are as they are."""
-    s = sigma.view(-1, 1, 1, 1, 1)
-    noisy, times = (1 - s) * x0 + s * eps, sigma * 1000
-    if held:
-        noisy[:, :, :held] = x0[:, :, :held]
-        _, down, across = pipe.transformer.config.patch_size
-        frame = (x0.shape[3] // down) * (x0.shape[4] // across)
-        times = times.unsqueeze(1).repeat(1, frame * x0.shape[2])
-        times[:, : frame * held] = 0
-    return pipe.transformer(noisy, times, embeds, return_dict=False)[0]
-
-
 def train_flow(
-    pipe: WanPipeline,
-    captions: list[str],
-    given: Tensor,
-    latents: Tensor,
-    minutes: float,
-    log: Callable[..., None],
-    held: int = 0,
+    pipe: WanPipeline, captions: list[str], given: Tensor, latents: Tensor, minutes: float, log: Callable[..., None]
 ) -> None:
-    """Flow matching with 10 % caption dropout; keeps the exponential moving average of the weights. The first ``held``
-    latent frames are given to the model, and are not learned."""
+    """Flow matching with 10 % caption dropout; keeps the exponential moving average of the weights."""
     tokens: Any = pipe.tokenizer([*captions, ""], padding="max_length", max_length=TEXT_LENGTH, return_tensors="pt")
     parameters = list(itertools.chain(pipe.transformer.parameters(), pipe.text_encoder.parameters()))
     average = [p.detach().clone() for p in parameters]
@@ -206,8 +176,9 @@ def train_flow(
         embeds = pipe.text_encoder(tokens.input_ids[text], mask).last_hidden_state * mask[..., None]
         sigma = torch.sigmoid(torch.randn(BATCH, generator=generator))
         sigma = SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
-        v = velocity(pipe, x0, eps, sigma, embeds, held)
-        loss = F.mse_loss(v[:, :, held:], (eps - x0)[:, :, held:])
+        s = sigma.view(-1, 1, 1, 1, 1)
+        v = pipe.transformer((1 - s) * x0 + s * eps, sigma * 1000, embeds, return_dict=False)[0]
+        loss = F.mse_loss(v, eps - x0)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -232,7 +203,6 @@ def main() -> None:
     parser.add_argument("--vae-minutes", type=float, default=3.5, help="of CPU time")
     parser.add_argument("--flow-minutes", type=float, default=4.5, help="of CPU time")
     parser.add_argument("--vae-from", type=Path, help="take the VAE of this pipeline, and its log")
-    parser.add_argument("--pictures", action="store_true", help="learn to go on from a given first frame")
     parser.add_argument("--continue-from", type=Path, help="go on training all but the VAE of this pipeline")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -261,11 +231,7 @@ def main() -> None:
         config: Any = pipe.vae.config
         mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
         latents = (encoded(pipe.vae, clips) - mean) / std
-        train_flow(pipe, captions, given, latents, arguments.flow_minutes, log, held=int(arguments.pictures))
-    if arguments.pictures:
-        pipe = WanImageToVideoPipeline(
-            **pipe.components, image_encoder=None, image_processor=None, expand_timesteps=True
-        )
+        train_flow(pipe, captions, given, latents, arguments.flow_minutes, log)
     pipe.to(dtype=torch.float16).save_pretrained(arguments.out)
 
 
