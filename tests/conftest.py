@@ -2,8 +2,10 @@
 
 import gc
 import importlib
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,8 @@ from tests.support.carried_table import BY_HAND, CARRIED  # noqa: E402
 from tests.support.hangs import Watch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+LAST_BEGIN = pytest.StashKey[float]()
+"""With ``--begin-within``: when the last test may begin, by the monotonic clock."""
 PRETENDED = pytest.StashKey[str]()
 """With ``--pretend-cuda``: why there is no pretended device; empty where there is one."""
 
@@ -39,11 +43,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of a slow test run N of its cases at most: the first, the last, some between",
     )
     parser.addoption(
+        "--begin-within",
+        type=float,
+        metavar="SECONDS",
+        help="skip tests that would begin later than this, so that a slow machine keeps to a limit of its own",
+    )
+    parser.addoption(
         "--long-sweeps", action="store_true", help="sweeps try many inputs, for minutes (tests/support/sweeps.py)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (seconds := config.getoption("begin_within")) is not None:
+        config.stash[LAST_BEGIN] = time.monotonic() + seconds
     config.pluginmanager.register(Watch(distributed=hasattr(config, "workerinput")))
     if config.getoption("pretend_cuda"):
         from tests.support import pretend
@@ -73,6 +85,13 @@ def beyond(most: int, items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for of in cases.values():
         kept = {round(n * (len(of) - 1) / max(1, most - 1)) for n in range(most)}
         yield from (item for n, item in enumerate(of) if n not in kept)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what would begin too late, by name."""
+    if time.monotonic() > item.config.stash.get(LAST_BEGIN, math.inf):
+        pytest.skip("NOT RUN: the time of --begin-within is over")
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
