@@ -69,7 +69,7 @@ NO_GUIDANCE = {
 def why_missing(section: type[AlgorithmSettings], name: str, key: str) -> str:
     """Why the settings of ``name`` lack ``key``; empty if no reason is known."""
     if key in TURN_KEYS:
-        return f"{name} has no group's advantage for each turn; grpo, dr_grpo, dapo, cispo and sapo have"
+        return f"{name} has no group's advantage for each turn; grpo, dr_grpo, dapo, cispo, sapo and drpo have"
     if key != "guidance" or section.trains_on not in ("denoising", "picture_pairs", "given_pictures"):
         return ""
     return NO_GUIDANCE.get(section.kind, "").format(name)

@@ -41,7 +41,7 @@ METRICS: dict[str, str] = {
     "policy/first_ratio_max_dev": "Largest |ratio - 1| before the step's first update; above 1e-5 a float32 run stops.",
     "policy/ratio_max_dev": "Largest |ratio - 1| over all updates of the step.",
     "policy/ratio": "Probability ratio of the current policy to the one that sampled, mean.",
-    "policy/clip_fraction": "Fraction of ratios outside the clip range; flow_dppo: of steps left out; dgpo: of errors.",
+    "policy/clip_fraction": "Fraction outside the clip range, of ratios; flow_dppo: steps; dgpo: errors; drpo: shifts.",
     "policy/approx_kl": "KL divergence from the policy that sampled, as half the squared log-ratio, mean.",
     "policy/kl": "KL divergence from the reference, mean per action; without actions: squared distance of velocities.",
     "policy/loss": "The objective's loss without its KL term.",

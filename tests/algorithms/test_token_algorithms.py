@@ -39,6 +39,7 @@ TOKEN_TYPES = [
     "gmpo",
     "cispo",
     "sapo",
+    "drpo",
     "ppo",
     "capo",
     "raft",
@@ -936,6 +937,33 @@ def test_sapo_is_trls():
 def test_sapo_begins_with_the_policy_gradient():
     plain = gradient(objective("grpo", kl_coef=0), log_probs=OLD)
     torch.testing.assert_close(gradient(objective("sapo"), log_probs=OLD), plain)
+
+
+BOUND = [-0.0344398656, -0.0416525875, -0.0210590448, 0.0329471782, 0.0254488429, 0.0140790142]
+BEYOND = [-0.0224458979, 0.0241294414, -0.0348904170, 0.0447217725, 0.0085236960, 0.0067542816]
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "value", "gradients"),
+    [
+        (12.5, -0.2178818383, [*BOUND, -0.0465902952, -0.0827833488, -0.0625]),
+        (0.1, -0.1711321227, [*BEYOND, -0.0824456837, 0.1134871621, -0.0625]),
+    ],
+)
+def test_golden_of_drpos_authors(epsilon, value, gradients):
+    """Tencent-Hunyuan/UniRL at 1a7b501, ``unirl.algorithms.drpo._drpo_loss`` on these rows in float64, summed over a
+    response's tokens and divided by 8. Beyond epsilon a gradient turns."""
+    drpo = objective("drpo", epsilon=epsilon)
+    assert run(drpo)[0].value.item() == pytest.approx(value, abs=1e-9)
+    assert gradient(drpo)[MASK > 0].tolist() == pytest.approx(gradients, abs=1e-9)
+
+
+def test_drpo_begins_with_the_policy_gradient_and_counts_what_lies_beyond_epsilon():
+    plain = gradient(objective("dr_grpo"), log_probs=OLD)
+    torch.testing.assert_close(gradient(objective("drpo"), log_probs=OLD), plain)
+    beyond = run(objective("drpo", epsilon=0.1))[0].sums["policy/clip_fraction"] * 8
+    shift = (NEW.exp() - OLD.exp()) * ADVANTAGES.sign().unsqueeze(1)
+    assert beyond.item() == pytest.approx(((shift > 0.1) * MASK / LENGTHS.unsqueeze(1)).sum().item() * 8)
 
 
 # All of it together.

@@ -246,7 +246,7 @@ def figures(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "cispo", "sapo"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "drpo"])
 def test_a_real_run_has_it_and_is_verified(tmp_path, kind):
     changes = [*SMALL, f"algorithm={{type: {kind}, credit: turn}}", "checkpoint.every=1", "train.updates_per_step=2"]
     mmrl.train("sums", changes=changes, rewards=["environment"], out=tmp_path / "run")

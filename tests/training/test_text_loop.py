@@ -91,6 +91,7 @@ ALGORITHMS = {
     "gmpo": "{type: gmpo}",
     "cispo": "{type: cispo, entropy_coef: 0.01}",
     "sapo": "{type: sapo, kl_coef: 0.01, kl_estimator: k3+}",
+    "drpo": "{type: drpo, epsilon: 0.05}",
     "ppo": "{type: ppo, critic_lr: 1.0e-3}",
     "capo": "{type: capo}",
     "raft": "{type: raft, keep: 2}",
