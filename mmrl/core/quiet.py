@@ -40,6 +40,8 @@ HARMLESS = re.compile(
     r"|ImageProcessor` requires torchvision \(not installed\); falling back to"
     # how torchao tells torch of its settings
     r"|is an Enum subclass and is now natively supported by torch\.compile"
+    # how diffusers calls transformers' processors, and what it says of its own guiders
+    r"|Kwargs passed to `processor\.__call__` have to be|Guiders are currently an experimental feature"
 )
 """What a user can do nothing about, each with its reason."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")

@@ -23,7 +23,7 @@ from .packed import own_sigmas
 
 
 class Flux2KleinAdapter(Adapter):
-    """Final class. Latents are the VAE's in patches of 2 x 2, normalised by its batch norm: ``[128, H / 16, W / 16]``.
+    """Latents are the VAE's in patches of 2 x 2, normalised by its batch norm: ``[128, H / 16, W / 16]``.
 
     A distilled checkpoint takes no guidance, whatever ``sampling.guidance_scale`` says, as in the stock pipeline.
     """
@@ -89,20 +89,24 @@ class Flux2KleinAdapter(Adapter):
         return (self.pipe.transformer.config.in_channels, height // factor, width // factor)
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        embeds, (rows, columns) = features["embeds"], x.shape[2:]
-        pictures = [x, features["source"]] if "source" in features else [x]
+        embeds, (rows, columns), source = features["embeds"], x.shape[2:], features.get("source")
+        pictures = [x, *(() if source is None else source.unbind(1) if source.ndim == 5 else (source,))]
         tokens = [p.to(embeds.dtype).flatten(2).transpose(1, 2) for p in pictures]
         places = [_places(rows, columns, 1, 10 * i) for i in range(len(pictures))]  # 10: as the stock pipeline counts
         v = model(
             hidden_states=torch.cat(tokens, 1),
             timestep=timestep / 1000,
-            guidance=None,
+            guidance=self._told(timestep),
             encoder_hidden_states=embeds,
             txt_ids=to_device(_places(1, 1, embeds.shape[1]), embeds.device),
             img_ids=to_device(torch.cat(places), embeds.device),
             return_dict=False,
         )[0]
         return v[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
+
+    def _told(self, timestep: Tensor) -> Tensor | None:
+        """The scale of guidance that the model is told, ``[B]``; None for one that takes none."""
+        return None
 
     def decode(self, latents: Tensor) -> Tensor:
         mean, std = self._statistics()

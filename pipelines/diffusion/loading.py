@@ -206,7 +206,9 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.Diffusi
         with whole_weights(f"model.path: {path}"):
             pipe = kind.from_pretrained(path, dtype=_dtypes(family, recipe), variant=variant, **family.options, **given)
         for encoder, name in ((getattr(pipe, one, None), family.tokenizer_of(one)) for one in readers(family)):
-            try_tokenizer(tokenizer := getattr(pipe, name, None), f"{name}/tokenizer_config.json")
+            saved = getattr(pipe, name, None)
+            tokenizer = getattr(saved, "tokenizer", saved)  # of a processor its own
+            try_tokenizer(tokenizer, f"{name}/tokenizer_config.json")
             if encoder is not None:
                 check_tokens(tokenizer, encoder.config)
         return pipe

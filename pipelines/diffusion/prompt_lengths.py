@@ -84,7 +84,7 @@ def _deciding(reads: Sequence[Read]) -> Read | None:
 def of_pipe(adapter: Adapter) -> dict[str, Any]:
     """The tokenizers of a loaded pipeline."""
     named = {name: getattr(adapter.pipe, adapter.tokenizer_of(name), None) for name in readers(adapter)}
-    return {name: one for name, one in named.items() if one is not None and hasattr(one, "vocab_size")}
+    return {name: one for name, one in named.items() if hasattr(getattr(one, "tokenizer", one), "vocab_size")}
 
 
 def of_checkpoint(adapter: Adapter, path: str) -> dict[str, Any]:

@@ -203,6 +203,8 @@ def test_a_family_without_a_known_file_is_refused(folders, tmp_path):
     [
         ("hunyuan_video15", {"type": "diffusion_nft"}),
         ("hunyuan_video15_i2v", {"type": "draft", "last_steps": 1}),
+        ("flux2", {"type": "draft", "last_steps": 1}),
+        ("flux2_edit", {"type": "diffusion_nft"}),
     ],
 )
 def test_all_weights_have_gradients_of_every_kind(folders, family, algorithm):
@@ -239,6 +241,19 @@ def test_texts_in_quotes_are_read_by_a_second_encoder_as_in_the_stock_pipeline(f
         assert own["quoted_mask"].any()
         case.pipeline.features.put(key, own | {"quoted_mask": torch.zeros_like(own["quoted_mask"])})
     assert (case.drawn() - stock).abs().flatten(1).amax(1).min() > 100 * contract.CLOSE
+
+
+def test_a_model_that_is_told_the_scale_draws_otherwise_with_another(folders):
+    """As the stock pipeline, which the test of it without noise compares; klein's model takes none."""
+    drawn = [contract.Case(recipe("flux2", folders, guidance_scale=scale, steps=2)).drawn() for scale in (1.0, 4.0)]
+    assert (drawn[0] - drawn[1]).abs().flatten(1).amax(1).min() > 10 * contract.CLOSE
+    klein = recipe("flux2_klein", {"flux2_klein": folders["flux2"]})
+    with pytest.raises(
+        UserError, match=r"is a Flux2Pipeline, .* set pipeline to diffusion/flux2 or diffusion/flux2_edit"
+    ):
+        contract.Case(klein)
+    with pytest.raises(UserError, match=r"sampling.negative_prompt: this FLUX.2 makes one prediction"):
+        contract.Case(recipe("flux2", folders, negative_prompt="red", guidance_scale=4.0))
 
 
 def test_guidance_that_is_an_object_is_refused_where_it_does_more(folders, tmp_path):

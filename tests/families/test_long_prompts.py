@@ -15,14 +15,14 @@ from mmrl.core.trajectory import Prompt, Slot
 from mmrl.planner.data_check import check_recipe
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
-from tests.support.families import EDITORS, FAMILIES, folders, recipe  # noqa: F401
+from tests.support.families import EDITORS, FAMILIES, TOLD, folders, recipe  # noqa: F401
 
 allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.pipelines.diffusion import contract  # noqa: E402
 
 LENGTHS = {"qwen_image": 300, "sana": 64}
-AFTER = dict.fromkeys(("qwen_image", "z_image", "flux2_klein", "hunyuan_video15"), 64)
+AFTER = dict.fromkeys(("qwen_image", "z_image", "flux2_klein", "flux2", "hunyuan_video15"), 64)
 """Tokens that a chat template may write after the text."""
 WORDS = "red blue small large circle square above below beside two three green bright".split()  # noqa: SIM905
 
@@ -114,7 +114,7 @@ def test_only_the_encoder_that_reads_most_decides(folders):
         assert pipeline.lengths_of_prompts.of(Prompt("p", "red")).most == decides
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("flux", *EDITORS)])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in (*TOLD, *EDITORS)])
 def test_a_negative_prompt_is_too_long_where_its_end_is_not_read(folders, family):
     length = {"max_sequence_length": LENGTHS[family]} if family in LENGTHS else {}
     pipeline = contract.Case(recipe(family, folders, guidance_scale=3.0, **length)).pipeline

@@ -33,6 +33,8 @@ FAMILIES = [
     "wan_i2v",
     "wan22_i2v_5b",
     "qwen_image_edit_plus",
+    "flux2",
+    "flux2_edit",
     "hunyuan_video15",
     "hunyuan_video15_i2v",
 ]
@@ -75,7 +77,7 @@ def folder_of(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("families")
     saved = cache(lambda family: save(family, root / family))
-    of = {"flux2_klein_edit": "flux2_klein", "wan22_i2v_5b": "wan22_ti2v"}
+    of = {"flux2_klein_edit": "flux2_klein", "flux2_edit": "flux2", "wan22_i2v_5b": "wan22_ti2v"}
     return lambda family: SHAPES if family == "sd3" else saved(of.get(family, family))
 
 

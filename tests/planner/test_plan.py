@@ -302,6 +302,8 @@ LARGE = (
     "wan22-ti2v-5b",
     "wan22-a14b",
     "wan21-i2v-14b",
+    "flux2-dev",
+    "flux2-dev-edit",
     "hunyuan-video15",
     "hunyuan-video15-i2v",
 )

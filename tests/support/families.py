@@ -27,10 +27,13 @@ FAMILIES = [
     "z_image",
     "flux2_klein",
     "flux2_klein_edit",
+    "flux2",
+    "flux2_edit",
 ]
 EDITORS = (
     "flux_kontext",
     "flux2_klein_edit",
+    "flux2_edit",
     "qwen_image_edit",
     "qwen_image_edit_plus",
     "wan_i2v",
@@ -39,9 +42,9 @@ EDITORS = (
 CLIPS = ("wan", "wan_i2v", "hunyuan_video15", "hunyuan_video15_i2v")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
-SAME = {"flux2_klein_edit": "flux2_klein", "wan22_i2v_5b": "wan22_ti2v"}
+SAME = {"flux2_klein_edit": "flux2_klein", "flux2_edit": "flux2", "wan22_i2v_5b": "wan22_ti2v"}
 """Families that share a checkpoint."""
-TOLD = ("flux", "flux_kontext")
+TOLD = ("flux", "flux_kontext", "flux2", "flux2_edit")
 """Whose guidance is an input of the model, so that there is one prediction and no negative prompt."""
 
 SEEN = {"max_sequence_length": 512, "condition_size": 48}
@@ -70,11 +73,13 @@ def folders(tmp_path_factory):
 def recipe(family, folders, lora=True, **sampling):
     wan = family.startswith("wan")
     short = 16 if wan or family in TOLD else 64
-    own_length = {"sd3": 12, "wan_i2v": 512}
+    own_length = {"sd3": 12, "wan_i2v": 512, "flux2": 288, "flux2_edit": 288}
     length = 96 if family.startswith("hunyuan") else own_length.get(family, short)  # tiny tokens: bytes, or pieces
-    size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
+    size = (
+        64 if family in ("flux2_klein_edit", "flux2_edit") else 32
+    )  # the least that the stock pipeline takes of a picture
     own = {"frames": 5} if wan or family in CLIPS else SEEN if family.startswith("qwen_image_edit") else {}
-    own = own | ({"pictures": 2} if family == "qwen_image_edit_plus" else {})
+    own = own | ({"pictures": 2} if family in ("qwen_image_edit_plus", "flux2_edit") else {})
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **own, **sampling}
     return Recipe.model_validate(
         {

@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 EDITORS = (
     "flux2_klein_edit",
+    "flux2_edit",
     "flux_kontext",
     "qwen_image_edit",
     "qwen_image_edit_plus",
@@ -27,10 +28,11 @@ KINDS = {
 
 
 def settings(family, folder, kind, lora):
-    size = 64 if family == "flux2_klein_edit" else 32
+    size = 64 if family in ("flux2_klein_edit", "flux2_edit") else 32
     clips = family.startswith(("wan", "hunyuan"))
     short = 16 if family.startswith("wan") or family in ("flux", "flux_kontext") else 64
-    length = {"sd3": 12, "wan_i2v": 512, "hunyuan_video15": 96, "hunyuan_video15_i2v": 96}.get(family, short)
+    own = {"sd3": 12, "wan_i2v": 512, "hunyuan_video15": 96, "hunyuan_video15_i2v": 96, "flux2": 288, "flux2_edit": 288}
+    length = own.get(family, short)
     sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
     return {
         "name": "pretended",

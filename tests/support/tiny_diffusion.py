@@ -459,10 +459,10 @@ def _z_image():
     )
 
 
-def _flux2_klein():
+def _flux2_klein(kind="Flux2KleinPipeline", guided=False, encoder=None):
     import diffusers
 
-    tok, encoder = _qwen3("Qwen3ForCausalLM", num_hidden_layers=4)
+    tok, encoder = encoder or _qwen3("Qwen3ForCausalLM", num_hidden_layers=4)
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16,
         num_layers=1,
@@ -472,7 +472,7 @@ def _flux2_klein():
         joint_attention_dim=3 * 32,
         timestep_guidance_channels=32,
         axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
+        guidance_embeds=guided,
     )
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(16, 32),
@@ -484,13 +484,38 @@ def _flux2_klein():
     )
     vae.bn.running_mean.normal_()
     vae.bn.running_var.uniform_(0.5, 2)
-    return diffusers.Flux2KleinPipeline(
+    return getattr(diffusers, kind)(
         scheduler=_shifting(base_shift=0.5, max_shift=1.15, shift=3.0),
         vae=vae,
         text_encoder=encoder,
         tokenizer=tok,
         transformer=transformer,
     )
+
+
+def _flux2():
+    """FLUX.2 dev: its tokenizer is a processor of pictures, too."""
+    import pytest
+
+    pytest.importorskip("torchvision")
+    import transformers as t
+
+    from tests.support.tiny import SEES, tokenizer
+
+    tok = tokenizer(special=("[IMG]", "[IMG_BREAK]", "[IMG_END]"), template=SEES.replace("IMAGE", "[IMG]"))
+    processor = t.PixtralProcessor(
+        image_processor=t.PixtralImageProcessor(size={"longest_edge": 28}, patch_size=14),
+        tokenizer=tok,
+        patch_size=14,
+        chat_template=tok.chat_template,
+    )
+    text = t.MistralConfig(**LANGUAGE | {"num_hidden_layers": 4}, vocab_size=len(tok), head_dim=8)
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = t.PixtralVisionConfig(**sees, image_size=28, patch_size=14, head_dim=8)
+    image = tok.convert_tokens_to_ids("[IMG]")
+    config = t.Mistral3Config(text_config=text, vision_config=vision, image_token_index=image)
+    encoder = t.Mistral3ForConditionalGeneration(config).eval()
+    return _flux2_klein("Flux2Pipeline", guided=True, encoder=(processor, encoder))
 
 
 LAYERS = {

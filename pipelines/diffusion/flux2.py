@@ -1,0 +1,54 @@
+"""FLUX.2 dev (``Flux2Pipeline``): the scale of guidance is an input of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.schema import Recipe
+
+from . import loading
+from .adapter import Read
+from .flow import FlowPipeline
+from .flux2_klein import Flux2KleinAdapter
+
+
+class Flux2Adapter(Flux2KleinAdapter):
+    """FLUX.2-klein with a larger model, which ``sampling.guidance_scale`` is told, so that there is one prediction a
+    step, and with another text encoder (Mistral), whose system message comes before every prompt."""
+
+    family = "FLUX.2"
+    pipeline = "Flux2Pipeline"
+    fixed = {"guidance_embeds": (True,), "patch_size": (1,)}  # noqa: RUF012
+
+    @property
+    def combines(self) -> bool:
+        return False
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        """Whose states are the text's features: 10, 20 and 30 of the published encoder's 40."""
+        count = self.pipe.text_encoder.config.get_text_config().num_hidden_layers
+        return tuple(count * quarter // 4 for quarter in (1, 2, 3))
+
+    def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        asked = format_input([text], self.pipe.system_message)
+        ids = tokenizers["text_encoder"].apply_chat_template(asked, tokenize=True, return_dict=True)["input_ids"]
+        return [Read(len(ids[0]), self.sampling.max_sequence_length)]
+
+    def _told(self, timestep: Tensor) -> Tensor | None:
+        return torch.full_like(timestep, self.sampling.guidance_scale)
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(Flux2Adapter, recipe, path, device)
+
+
+describe = partial(loading.describe, Flux2Adapter)
