@@ -28,6 +28,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -136,6 +137,7 @@ def _packages() -> list[str]:
 def _made(spec: Any, given: JsonObject, show: Show) -> Any:
     gym = optional("gymnasium", "gymnasium", "environment.name")
     modes = getattr(gym.envs.registration.load_env_creator(spec.entry_point), "metadata", {}).get("render_modes", ())
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory, and looks for no screen
     mode = "rgb_array" if show != "text" else "ansi" if "ansi" in modes else None
     if mode not in (None, *modes):
         raise UserError(f"environment.options.show is {show}, and {spec.id} draws no pictures; write show: text")
@@ -188,12 +190,19 @@ def _words(space: Any, given: Mapping[str, Json] | None) -> dict[str, Any]:
             fits, action = False, None
         if not fits:
             raise UserError(
-                f"environment.options.actions: {word!r} is {value!r}, and an action is one of {space}; correct it"
+                f"environment.options.actions: {word!r} is {value!r}, and an action is {_named(space)}; correct it"
             )
         found[word.lower()] = action
     if not found:
         raise UserError("environment.options.actions is empty; name an action, or leave the key out")
     return found
+
+
+def _named(space: Any) -> str:
+    """The actions of ``space``, in words."""
+    if type(space).__name__ != "Discrete":
+        return f"one of {space}"
+    return f"a whole number from {int(space.start)} to {int(space.start + space.n) - 1}"
 
 
 def _keywords(given: Json) -> JsonObject:

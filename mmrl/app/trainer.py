@@ -21,7 +21,7 @@ from mmrl.core import notices
 from mmrl.core.checkpoint_manifest import directory_of
 from mmrl.core.checkpoint_reader import BEST, PartState, Saved, Stateful
 from mmrl.core.clock import Clock, memory
-from mmrl.core.episode import note_of_calls
+from mmrl.core.episode import notes_of_episodes
 from mmrl.core.errors import NotFiniteError, StoppedError, UserError
 from mmrl.core.garbage import rarely_collected
 from mmrl.core.json_types import JsonObject
@@ -369,7 +369,7 @@ class Trainer:
         progress.advance(1, line + self._left_out(row, failures), self._spent)
         if not self._paced and not self.finished:
             progress.line(self._expected(row["time/step"], self._spent - spent))
-            if note := note_of_calls(row):
+            for note in notes_of_episodes(row):
                 progress.line(note)
         self._paced = True
         return row | logged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
@@ -192,6 +192,10 @@ def _shown(turn: Exchange) -> list[tuple[str | Media, ...]]:
     return [line for line in lines if any(line)]
 
 
+MOSTLY = 0.5
+"""The share of turns or episodes from which on a note says that something is wrong with all."""
+
+
 def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
     """Numbers of the episodes of a step: means, and shares of all."""
     n = max(1, len(played))
@@ -206,6 +210,7 @@ def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
             any(NO_ACTION in told.info for told in turn.told) for one in played for turn in one.turns
         )
         / max(1, sum(len(one.turns) for one in played)),
+        "episode/cut": sum(one.end == "tokens" for one in played) / n,
         "episode/reward": sum(one.reward for one in played) / n,
         "episode/failed": sum(one.end == "failed" for one in played) / n,
         "episode/unclosed": sum(bool(one.unclosed) for one in played) / n,
@@ -213,11 +218,21 @@ def of_episodes(played: Sequence[Episode]) -> Mapping[str, float]:
     }
 
 
-def note_of_calls(row: Mapping[str, float]) -> str:
-    """A line where every call of a step failed; else empty."""
-    if not row.get("episode/calls") or row.get("episode/failed_calls", 0.0) < 1:
-        return ""
-    return (
-        f"note: no tool has answered: all calls of this step failed ({row['episode/calls']:.2g} an episode); read what "
-        "was called and told in the samples, or in the files of episodes/"
-    )
+def notes_of_episodes(row: Mapping[str, float]) -> Iterator[str]:
+    """Lines on what kept the episodes of a step from going on: calls that all failed, turns without an action, and
+    what did not fit."""
+    if row.get("episode/calls") and row.get("episode/failed_calls", 0.0) >= 1:
+        yield (
+            f"note: no tool has answered: all calls of this step failed ({row['episode/calls']:.2g} an episode); read "
+            "what was called and told in the samples, or in the files of episodes/"
+        )
+    if (idle := row.get("episode/turns_without_action", 0.0)) >= MOSTLY:
+        yield (
+            f"note: {idle:.0%} of the turns were no action that the environment takes: let it take words that the "
+            "model writes (environment.options), or teach the model its words first (algorithm.type: sft)"
+        )
+    if (cut := row.get("episode/cut", 0.0)) >= MOSTLY:
+        yield (
+            f"note: {cut:.0%} of the episodes ended because what the environment said, or the next turn, did not fit: "
+            "raise environment.max_tokens, or let it show less (model.max_pixels makes pictures smaller)"
+        )

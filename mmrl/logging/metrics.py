@@ -73,6 +73,8 @@ METRICS: dict[str, str] = {
     "episode/failed_calls": "Fraction of the calls that a tool did not answer: unusable ones, wrong arguments or "
     "names, and those that raised.",
     "episode/turns_without_action": "Fraction of the turns that were no action which the environment could take.",
+    "episode/cut": "Fraction of episodes that ended because what they were told, or the next turn, did not fit into "
+    "environment.max_tokens.",
     "episode/reward": "The environment's own reward of an episode, mean.",
     "episode/failed": "Fraction of episodes whose environment failed; they are not trained on.",
     "episode/unclosed": "Fraction of episodes whose environment could not be closed; they are trained on.",

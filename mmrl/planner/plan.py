@@ -85,7 +85,7 @@ def plan(
     if gpu is not None:
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
     made = chosen(loaded, lambda one: _planned(one, device_memory, gpu, gpus, episodes))
-    made.problems += problems_of_first_stage(loaded)
+    made.problems = [*dict.fromkeys([*made.problems, *problems_of_first_stage(loaded)])]  # two parts may say the same
     if loaded.recipe.warm_start is not None:
         made.notes.append("warm_start: a run of its own comes first, which this plan does not count")
     return made

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from mmrl.core.episode import MOSTLY
 from mmrl.report.heldout import Change, label_in
 from mmrl.report.recorded import RecordedRun
 
@@ -174,6 +175,22 @@ def too_hard(facts: Facts) -> Advice | None:
     return Advice("easier prompts (data.train), or first SFT (algorithm.type: sft)", why)
 
 
+def episodes_cut(facts: Facts) -> Advice | None:
+    share = facts.above("episode/cut", TRUNCATED)
+    if share is None:
+        return None
+    why = f"{share:.0%} of the episodes ended because what the environment said, or the next turn, did not fit."
+    return Advice(facts.times("environment.max_tokens", 4), why)
+
+
+def turns_without_action(facts: Facts) -> Advice | None:
+    share = facts.above("episode/turns_without_action", MOSTLY)
+    if share is None:
+        return None
+    why = f"{share:.0%} of the turns were no action that the environment takes: the model does not write its words."
+    return Advice("other words for the actions (environment.options), or first SFT (algorithm.type: sft)", why)
+
+
 def groups_without_spread(facts: Facts) -> Advice | None:
     share = facts.above("advantage/zero_std_groups", NO_SPREAD)
     if share is None:
@@ -290,6 +307,8 @@ def no_other_reward(facts: Facts) -> Advice | None:
 RULES: tuple[Callable[[Facts], Advice | None], ...] = (
     no_evaluation,
     rewards_failed,
+    episodes_cut,
+    turns_without_action,
     over_optimised,
     stop_before_it_falls,
     fell,

@@ -16,7 +16,7 @@ from mmrl.app.conformance.finding import kind_of
 from mmrl.app.conformance.running import results
 from mmrl.config.environment import Environment as Section
 from mmrl.config.loader import load_recipe
-from mmrl.core.episode import Action, Episode, Exchange, Observation, note_of_calls, of_episodes
+from mmrl.core.episode import Action, Episode, Exchange, Observation, no_action, notes_of_episodes, of_episodes
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import load_from_file
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
@@ -699,8 +699,19 @@ def test_calls_that_no_tool_answers_are_counted_and_said(tools):
     made = [Exchange(one, tuple(observations(asyncio.run(box.step(one))))) for one in turns]
     row = of_episodes([Episode(tuple(made))])
     assert (row["episode/calls"], row["episode/failed_calls"]) == (5, 0.8)
-    assert note_of_calls(row) == ""
-    assert "all calls of this step failed (4 an episode)" in note_of_calls(of_episodes([Episode(tuple(made[1:]))]))
+    assert not [*notes_of_episodes(row)]
+    (note,) = notes_of_episodes(of_episodes([Episode(tuple(made[1:]))]))
+    assert "all calls of this step failed (4 an episode)" in note
+
+
+def test_episodes_that_cannot_go_on_are_counted_and_said():
+    acts, idle = (Exchange(Action("on"), (told,)) for told in (Observation("seen"), no_action("Write on.")))
+    row = of_episodes([Episode((idle, idle), end="tokens"), Episode((idle, acts), end="done")])
+    assert (row["episode/cut"], row["episode/turns_without_action"]) == (0.5, 0.75)
+    words, room = notes_of_episodes(row)
+    assert "75% of the turns were no action" in words
+    assert "raise environment.max_tokens" in room
+    assert not [*notes_of_episodes(of_episodes([Episode((acts, acts), end="done")] * 3))]
 
 
 def test_turns_that_were_no_action_are_counted():

@@ -94,7 +94,7 @@ def test_what_is_shown():
     [
         ("MiniGrid-Empty-Randm-5x5-v0", GRID, "did you mean 'MiniGrid-Empty-Random-5x5-v0'.*correct the name"),
         ("Taxi-v99", {}, "no world 'Taxi-v99'.*install the package"),
-        (ID, {**GRID, "actions": {"jump": 99}}, "'jump' is 99, and an action is one of Discrete"),
+        (ID, {**GRID, "actions": {"jump": 99}}, "'jump' is 99, and an action is a whole number from 0 to 6"),
         (ID, {**GRID, "actions": {"jump": "up"}}, "'jump' is 'up'"),
         (ID, {**GRID, "actions": {}}, "actions is empty"),
         ("Pendulum-v1", {}, "name the actions, each with a value of Box"),

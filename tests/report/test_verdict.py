@@ -228,6 +228,18 @@ CASES = {
         {},
         "algorithm.dynamic_sampling=true",
     ),
+    "episodes_cut": (
+        accuracy(0.5, 0.5),
+        {"episode/cut": 0.5},
+        {"environment": {"name": "revise", "max_tokens": 64}},
+        "environment.max_tokens=256",
+    ),
+    "turns_without_action": (
+        accuracy(0.5, 0.5),
+        {"episode/turns_without_action": 0.9},
+        {},
+        "other words for the actions (environment.options), or first SFT (algorithm.type: sft)",
+    ),
     "larger_groups": (
         accuracy(0.5, 0.5),
         {"advantage/zero_std_groups": 0.6},
@@ -297,7 +309,7 @@ def test_the_settings_that_rules_name_are_settings_of_recipes():
     for edit in {
         edit.partition("=")[0]: edit for edit in [*edits, "algorithm.kl_coef=0.01", "eval.samples=512"]
     }.values():
-        load_recipe(["sums"], [edit])
+        load_recipe(["sums-tool" if edit.startswith("environment") else "sums"], [edit])
     assert len(RULES) >= len({rule.__name__ for rule in RULES} & CASES.keys()) >= 13
     assert Advice("a=1", "b").edit == "a=1"
 
