@@ -37,6 +37,7 @@ from mmrl.models import performance, quantized
 from mmrl.models.context_parallel import InContext
 from mmrl.models.policy import Policy, snapshot_name
 from mmrl.models.protocol import Pipeline, of_text
+from mmrl.models.sequence_parallel import InSequence
 from mmrl.models.sharded import Sharded
 from mmrl.models.weights import Replicated, Weights
 from mmrl.placement.single_device import SingleDevice
@@ -187,7 +188,8 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller, ranks:
         return weights
     if controller.peers.ranks is None:  # a run that is looked at, by one process
         return weights
-    return InContext(module, weights, size)
+    shared = InContext if recipe.sampling.type == "text" else InSequence
+    return shared(module, weights, size)
 
 
 def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller, ranks: Ranks | None) -> Weights:

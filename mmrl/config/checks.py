@@ -383,7 +383,13 @@ def _performance(recipe: Recipe) -> Iterator[str]:
             f"performance.attention: {asked.attention} computes in half precision; set model.dtype to bfloat16, or "
             "remove performance.attention"
         )
-    if asked.attention is not None and (recipe.train.backend == "megatron" or recipe.train.context_parallel > 1):
+    shared = recipe.train.context_parallel > 1
+    if not text and shared and asked.attention not in (None, "native"):
+        yield (
+            f"performance.attention: {asked.attention} was not checked on samples that devices share "
+            "(train.context_parallel); set performance.attention to native, or remove it"
+        )
+    elif text and asked.attention is not None and (recipe.train.backend == "megatron" or shared):
         key = "backend: megatron" if recipe.train.backend == "megatron" else "context_parallel"
         yield f"performance.attention: train.{key} brings its own attention; remove one of the two"
     if asked.optimizer == "adamw_8bit" and recipe.train.backend != "replicated":

@@ -314,7 +314,7 @@ def _context(recipe: Recipe) -> Iterator[str]:
     devices = recipe.placement.training(recipe.devices_per_controller)
     remove = "remove train.context_parallel"
     if recipe.sampling.type != "text":
-        yield f"train.context_parallel: it splits rows of tokens, and this recipe makes pictures or clips; {remove}"
+        yield from _sequences(recipe)
     elif algorithm.trains_scores or isinstance(algorithm, CriticSettings):
         yield f"train.context_parallel: {algorithm.type} trains a value or score head, which needs whole rows; {remove}"
     if train.backend != "megatron" and devices % size:
@@ -322,6 +322,22 @@ def _context(recipe: Recipe) -> Iterator[str]:
             f"train.context_parallel: the {size} devices that share a row belong to one controller, and {devices} "
             f"train there; set devices_per_controller{_trainers(recipe)} to a multiple of {size}"
         )
+
+
+def _sequences(recipe: Recipe) -> Iterator[str]:
+    """Check devices that share samples of a denoiser."""
+    remove, what = "remove train.context_parallel", "devices that share a sample"
+    if recipe.placement.type != "colocate":
+        yield f"placement: {what} all draw it, then train; set placement to colocate, or {remove}"
+    if recipe.train.balance == "moving":
+        yield f"train.balance: {what} draw it at the same time; set train.balance to predicted, or {remove}"
+    if recipe.algorithm.kind == "pathwise":
+        yield (
+            f"train.context_parallel: {recipe.algorithm.type} back-propagates through several denoising steps, of "
+            f"which a device has the gradient of its tokens alone; {remove}"
+        )
+    if recipe.performance.compile:
+        yield f"performance.compile: {what} exchange tokens inside the blocks to compile; set it to false, or {remove}"
 
 
 def _trainers(recipe: Recipe) -> str:

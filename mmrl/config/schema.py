@@ -159,7 +159,8 @@ class Train(Section):
     distributed_optimizer: bool = False
     """Megatron-Core: devices with the same weights divide Adam's moments and its step (ZeRO-1, arXiv 1910.02054)."""
     context_parallel: Few = 1
-    """Text: devices of a controller that split the tokens of each row of an update."""
+    """Devices of a controller that split tokens: of each row of an update (text), or of each sample in sampling and in
+    the update (pictures and clips of some families, docs/reference/sequence_parallel.md)."""
     expert_parallel: Few = 1
     """Megatron-Core, mixtures of experts: devices of a controller that divide the experts of each layer and exchange
     tokens."""

@@ -24,7 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mmrl.core.errors import UserError
 from mmrl.models.text.likelihood import token_log_probs
-from mmrl.models.weights import Weights, outermost, probe
+from mmrl.models.weights import Around, Weights, outermost, probe
 
 _NAME = "mmrl_context"
 """Of the attention, where the library looks it up."""
@@ -44,24 +44,24 @@ class Group:
 
     def __init__(self, size: int, group: Any = None) -> None:
         self.size = size
-        self._group: Any = group or dist.new_subgroups(size, timeout=_PATIENCE)[0]
-        self.rank = dist.get_rank(self._group)
+        self.group: Any = group or dist.new_subgroups(size, timeout=_PATIENCE)[0]
+        self.rank = dist.get_rank(self.group)
 
     def gather(self, mine: Tensor) -> Tensor:
         """``[size, ...]`` of what each has, ``[...]``."""
         out = mine.new_empty(self.size, *mine.shape)
-        dist.all_gather(list(out), mine.contiguous(), group=self._group)
+        dist.all_gather(list(out), mine.contiguous(), group=self.group)
         return out
 
     def add(self, parts: Tensor) -> Tensor:
         """``[...]``: this rank's part of ``[size, ...]``, added over all."""
         out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter(out, list(parts.contiguous()), group=self._group)
+        dist.reduce_scatter(out, list(parts.contiguous()), group=self.group)
         return out
 
     def sum(self, values: Tensor) -> Tensor:
         """``values``, added in place over all."""
-        dist.all_reduce(values, group=self._group)
+        dist.all_reduce(values, group=self.group)
         return values
 
 
@@ -349,7 +349,7 @@ def decoder_that_sees(module: Any) -> Any:
     return inside.text_model if hasattr(inside, "text_model") else inside.language_model
 
 
-class InContext:
+class InContext(Around):
     """Final class; see ``mmrl.models.weights.Weights``. ``weights``, as they lie on all ranks, of a ``module`` of
     which ``size`` neighbours share each row. All ranks construct it together.
 
@@ -360,12 +360,7 @@ class InContext:
     def __init__(self, module: Any, weights: Weights, size: int) -> None:
         if problems := list(refusals(module, size)):
             raise UserError("\n".join(problems))
-        self._weights, self.width = weights, size * weights.width
-        self.mine, self.in_shards, self.lockstep = weights.mine, weights.in_shards, weights.lockstep
-        self.gather_gradients, self.norm, self.swap = weights.gather_gradients, weights.norm, weights.swap
-        self.checkpoint_view, self.whole = weights.checkpoint_view, weights.whole
-        self.names, self.stepped, self.stages = weights.names, weights.stepped, weights.stages
-        self.changed, self.updated = weights.changed, weights.updated
+        super().__init__(weights, size)
         self._cut = Cut(module, Group(size))
         self._unsharded = False
         self._check(module)

@@ -190,6 +190,19 @@ class Replicated:
         return mine
 
 
+class Around:
+    """The layout ``weights`` of ranks of which ``size`` neighbours compute each slice together. See ``Weights``, of
+    which a class of it adds ``unsharded``."""
+
+    def __init__(self, weights: Weights, size: int) -> None:
+        self._weights, self.width = weights, size * weights.width
+        self.mine, self.in_shards, self.lockstep = weights.mine, weights.in_shards, weights.lockstep
+        self.gather_gradients, self.norm, self.swap = weights.gather_gradients, weights.norm, weights.swap
+        self.checkpoint_view, self.whole = weights.checkpoint_view, weights.whole
+        self.names, self.stepped, self.stages = weights.names, weights.stepped, weights.stages
+        self.changed, self.updated = weights.changed, weights.updated
+
+
 def gradients(mine: Mapping[str, Tensor]) -> list[Tensor]:
     """All gradients that are not None."""
     return [p.grad for p in mine.values() if p.grad is not None]

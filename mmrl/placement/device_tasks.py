@@ -41,7 +41,11 @@ def sample(
             def drawn(rows: range) -> Rows:
                 return _drawn(context, chunk, rows, how)
 
-            parts = in_parts(context.compute.local.at_once, "sample", len(chunk.ids), drawn, _batch_size_edit(context))
+            if sharing(context) > 1:  # one device alone cannot go on with fewer rows
+                parts = [drawn(range(len(chunk.ids)))]
+            else:
+                most = context.compute.local.at_once
+                parts = in_parts(most, "sample", len(chunk.ids), drawn, _batch_size_edit(context))
             made = parts[0] if len(parts) == 1 else Rows.join(parts)
         shown = _shown(context, made, how, clock)
         if isinstance(made, DenoisingRows) and made.predicted is not None:
@@ -49,6 +53,18 @@ def sample(
             for clean in before:
                 shown += _shown(context, replace(made, clean=clean), how, clock)
         return made, shown
+
+
+def sharing(context: StepContext) -> int:
+    """How many devices draw each sample together."""
+    width = context.policy.weights.width
+    return 1 if width == 1 or context.pipeline.makes == "text" else width
+
+
+def sample_beside(context: StepContext, chunk: Chunk, how: SamplingSpec) -> None:
+    """Sample a micro-batch together with a device that decodes it (``sample``)."""
+    with context.policy.using(how.weights), torch.no_grad(), in_phase("sample"):
+        _drawn(context, chunk, range(len(chunk.ids)), how)
 
 
 def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -> Rows:
@@ -298,6 +314,7 @@ def perform(context: StepContext, task: Callable[..., Any], arguments: tuple[Any
 
 _PHASES = {
     "continue_generation": "sample",
+    "sample_beside": "sample",
     "enter_sampling": "sample",
     "score": "judge",
     "backward": "train",

@@ -45,7 +45,7 @@ from mmrl.rewards.returned import Answer
 from mmrl.step.batch import MicroBatch
 from mmrl.step.step_context import Chunk, ComingChunks, Devices, Drawn, R, SamplingSpec, StepContext, Ts
 
-_SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
+_SHOWN = ("sample", "sample_beside", "continue_generation", "score", "prepare", "backward", "apply")
 """The tasks that count as work; the others are bookkeeping."""
 Put = Callable[[Iterable[int], Callable[..., Any], tuple[Any, ...]], list[Future[Any]]]
 """Give a task to each of some devices."""
@@ -137,6 +137,7 @@ class MultiDevice(Devices):
         clock: Clock,
         version: Version | None = None,
     ) -> Iterator[Drawn]:
+        together = device_tasks.sharing(context)
         if isinstance(chunks, ComingChunks):
             self._begin(context, how.evaluate, chunks.left)
             return claimed.drawn(self._board, context, chunks, how, clock)
@@ -144,12 +145,26 @@ class MultiDevice(Devices):
         if self.settings.apart:
             version = version or self.version(context, how.weights)
         else:
-            self._begin(context, how.evaluate, len(asked))
-        numbers: dict[Future[Any], int] = {}
+            self._begin(context, how.evaluate, len(asked) * together)
+        numbers: dict[Future[Any], int | None] = {}
         for n, (chunk, features) in enumerate(asked):
+            if together > 1:
+                numbers |= self._drawn_together(n, together, (chunk, how), features)
+                continue
             task = Task("rollout", device_tasks.sample, (chunk, how), features, version=version, of=self._for(how))
             numbers[self._board.put(task)] = n
         return self._drawn(numbers, clock)
+
+    def _drawn_together(
+        self, n: int, width: int, what: tuple[Chunk, SamplingSpec], features: dict[str, Any]
+    ) -> dict[Future[Any], int | None]:
+        """Have ``width`` neighbours draw the micro-batch ``n``; the first one's answer has it."""
+        leader = n % (len(self._trainers) // width) * width
+        answers: dict[Future[Any], int | None] = {}
+        for device in range(leader, leader + width):
+            call = device_tasks.sample if device == leader else device_tasks.sample_beside
+            answers[self._board.put(Task("rollout", call, what, features, device))] = n if device == leader else None
+        return answers
 
     def _for(self, what: SamplingSpec | Context) -> tuple[int, int] | None:
         """The step and round that samples are drawn or judged for, if it may be later than the step in training."""
@@ -165,13 +180,15 @@ class MultiDevice(Devices):
                 judge = self._board.scheduler.judges.at_first(device, split.judge)
                 self._board.put(Task("train", device_tasks.ready, ("judge",), device=device, judge=judge))
 
-    def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
+    def _drawn(self, numbers: Mapping[Future[Any], int | None], clock: Clock) -> Iterator[Drawn]:
+        """What each answer has, with its number; one without a number has nothing."""
         done = as_completed(numbers)
         for _ in range(len(numbers)):
             with clock("sample"):
                 answer = next(done)
                 drawn = answer.result()
-            yield numbers[answer], *drawn
+            if (number := numbers[answer]) is not None:
+                yield number, *drawn
 
     def continue_generation(
         self,

@@ -517,7 +517,8 @@ def shares(work: dict[str, float], devices: int) -> dict[str, int]:
 
 
 class Waiting(Generic[T]):
-    """Final class: the tasks of sampling and of judging for any device, by role, and those of training, by device.
+    """Final class: the tasks of sampling and of judging for any device, by role, and those of one device: of training,
+    and of sampling where devices share a sample.
     ``by_step``: whether tasks of a role are in the order in which their steps are trained."""
 
     def __init__(self, devices: int) -> None:
@@ -538,9 +539,9 @@ class Waiting(Generic[T]):
 
     def add(self, task: T) -> None:
         """Raises ``ValueError`` for a task of training without a device."""
-        if task.role == "train":
-            if task.device is None:
-                raise ValueError("a task of training has a device of its own")
+        if task.role == "train" and task.device is None:
+            raise ValueError("a task of training has a device of its own")
+        if task.device is not None:
             self.own[task.device].append(task)
             self._owned += 1
             return
@@ -579,8 +580,9 @@ class Waiting(Generic[T]):
 
     def drop(self, role: Role) -> None:
         """Discard the tasks of a role."""
-        for tasks in self.own if role == "train" else [self._of[role]]:
-            tasks.clear()
+        self.own = [deque(task for task in tasks if task.role != role) for tasks in self.own]
+        if role != "train":
+            self._of[role].clear()
         self._owned = sum(map(len, self.own))
 
     def withdraw(self) -> list[T]:

@@ -122,11 +122,13 @@ def idle(plan: Plan) -> Iterator[str]:
     if c is None or devices == 1:
         return
     split, trainers = servers_of(plan), models_of(recipe)
-    if 0 < c.micro_batches < split.rollout:
-        edit = _fewer_rows("sampling.batch_size", c.samples, split.rollout)
+    width = 1 if recipe.sampling.type == "text" else recipe.train.width
+    groups = f"groups of {recipe.train.width} devices"
+    if 0 < c.micro_batches < (rollout := split.rollout // width):
+        edit = _fewer_rows("sampling.batch_size", c.samples, rollout)
         yield (
             f"a controller's {c.micro_batches} sampling micro-batch{'es' * (c.micro_batches > 1)} cannot keep "
-            f"{split.rollout} devices busy; {edit}"
+            f"{rollout} {groups if width > 1 else 'devices'} busy; {edit}"
         )
     elif c.micro_batches:
         for one in plan.asked:
@@ -139,8 +141,7 @@ def idle(plan: Plan) -> Iterator[str]:
     if slices < trainers:
         edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-trainers // c.passes))
         of = f"an update's {slices} slice{'s' * (slices > 1)} of a controller"
-        what = f"groups of {recipe.train.width} devices" if _shared(recipe) else "devices"
-        yield f"{of} cannot keep {trainers} {what} busy; {edit}"
+        yield f"{of} cannot keep {trainers} {groups if _shared(recipe) else 'devices'} busy; {edit}"
 
 
 def models_of(recipe: Recipe) -> int:
@@ -150,7 +151,8 @@ def models_of(recipe: Recipe) -> int:
 
 def _shared(recipe: Recipe) -> str:
     train = recipe.train
-    shared = ["a model"] * (train.sharing > 1) + ["rows"] * (train.context_parallel > 1)
+    rows = "rows" if recipe.sampling.type == "text" else "samples"
+    shared = ["a model"] * (train.sharing > 1) + [rows] * (train.context_parallel > 1)
     return f" x {train.width}, which share {' and '.join(shared)}" if shared else ""
 
 
@@ -227,7 +229,9 @@ def shares(plan: Plan) -> str:
     assert c is not None
     split, parts = servers_of(plan), []
     if c.micro_batches:
-        parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")
+        together = recipe.train.width if recipe.sampling.type != "text" else 1
+        on = f"{split.rollout // together}{_shared(recipe) if together > 1 else ''}"
+        parts.append(f"{c.micro_batches:,} sampling micro-batches on {on}")
         for one in plan.asked:
             if one.trained_on:
                 parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judging}")

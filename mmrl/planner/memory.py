@@ -26,7 +26,8 @@ from mmrl.algorithms.advantages import alone
 from mmrl.algorithms.objective import Objective, compares_batch, copies_of, prepared_by, sampler
 from mmrl.config.schema import Recipe
 from mmrl.core.trajectory import Prompt, Rows, SampleId, Slot, TextRows
-from mmrl.models.context_parallel import imagined
+from mmrl.models import context_parallel as context
+from mmrl.models import sequence_parallel as sequence
 from mmrl.models.description import Description
 from mmrl.models.optimizers import bytes_in_8_bits
 from mmrl.models.policy import Policy
@@ -50,7 +51,8 @@ class Measured:
     ``sample`` and ``decode`` (a micro-batch), ``train`` (forward and backward of a slice) and ``optimizer``: the
     working memory of each phase, in addition to permanent tensors. ``adam``: the optimizer's state. ``trained``: the
     trained weights. ``train_token``: the growth of ``train`` per additional token in every row of the slice.
-    ``train_step``: the growth per additional denoising step in a forward; 0 if it was not measured.
+    ``train_step``: the growth per additional denoising step in a forward; 0 if it was not measured. ``whole``: what
+    ``train`` would be on a device that shares no rows; ``tokens``: of a picture or clip that devices share, else 0.
 
     ``forwards`` and ``graph_forwards``: calls of the policy in a slice, without and with an autograd graph. ``guided``:
     whether a forward of sampling has twice the rows (classifier-free guidance); ``guided_loss``: the same for training.
@@ -73,6 +75,8 @@ class Measured:
     operations: Operations
     train_token: float = 0.0
     train_step: int = 0
+    whole: int = 0
+    tokens: int = 0
 
 
 def measure(
@@ -94,23 +98,21 @@ def measure(
     fake(component.module for component in description.components)
     pipeline = description.pipeline
     trained = _trained(description, recipe, objective, foreach)
-    policy = trained[0]
     slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
-
     budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # keep fakes off the disk
     with LiveBytes() as live:
         keys = pipeline.encode(slots[:1])
     features, kinds = pipeline.features.bytes, len(pipeline.features)
     negative = len(keys) > 1 and pipeline.makes != "text"  # one slot: the negative prompt has features too
     encode = max(0, live.peak - features)  # outputs of the encoder that are kept are not counted twice
-
-    trajectory, sample, picture, decode, drawn = _sampled(pipeline, recipe, objective, policy, counts, slots, ids)
+    trajectory, sample, picture, decode, drawn = _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
-
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
-    whole = made
-    if recipe.train.context_parallel > 1:  # only the part of a row with the most memory is run
-        whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
+    whole, uncut = made, _uncut(recipe)
+    if recipe != uncut:  # only the part of a row with the most memory is run
+        whole = _slice(pipeline, uncut, objective, trained, trajectory, counts.slice_rows)
+        if pipeline.makes != "text":
+            drawn = _sampled(pipeline, uncut, objective, trained[0], counts, slots, ids)[-1]
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, made.bytes)
     optimizer, state, stepped = _optimizers(trained, recipe)
     work = [(_operations(live.work, drawn, whole, stepped), 1 - sum(share for _, share in others))]
@@ -134,6 +136,8 @@ def measure(
         operations=mean_of(work),
         train_token=token,
         train_step=step,
+        whole=whole.bytes,
+        tokens=made.tokens,
     )
 
 
@@ -144,6 +148,9 @@ def _work(
     slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
     with LiveBytes() as live:
         pipeline.encode(slots[:1])
+    if recipe.train.context_parallel > 1:  # ranks that share samples divide these, too; the work is that of all
+        _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
+        recipe = _uncut(recipe)
     trajectory, _, _, _, drawn = _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
     return _operations(live.work, drawn, made)
@@ -156,6 +163,12 @@ def _operations(encode: Work, drawn: Drawn, made: _Slice, optimizer: Work | None
 
 def _uncut(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"context_parallel": 1})})
+
+
+def _part(pipeline: Pipeline, recipe: Recipe) -> AbstractContextManager[sequence.Cut | None]:
+    """Inside, the policy computes what one of the devices does that share a row."""
+    of = context if pipeline.makes == "text" else sequence
+    return of.imagined(pipeline.policy, recipe.train.context_parallel)
 
 
 def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:
@@ -271,6 +284,7 @@ def _micro_batch(
     the operators of sampling and decoding."""
     actions = recorded_steps(pipeline, 0) if "log_probs" in objective.needs else []
     with (
+        nullcontext() if pipeline.makes == "text" else _part(pipeline, recipe),
         LiveBytes() as live,
         counted(pipeline.policy, live) as (_, spent),
         once(pipeline, live),
@@ -306,6 +320,8 @@ class _Slice(NamedTuple):
     work: Work
     forward: Work
     """Operators of the first forward of the policy."""
+    tokens: int
+    """``Measured.tokens``."""
 
 
 def _slice(
@@ -319,8 +335,12 @@ def _slice(
     for p in (p for one in trained for p in one.trainable.values()):
         p.grad = p.detach().clone()
     old = {"advantages": torch.zeros(n), "weights": torch.ones(n), "groups": torch.zeros(n, dtype=torch.long)}
-    cut = imagined(pipeline.policy, recipe.train.context_parallel)
-    with LiveBytes() as live, counted(pipeline.policy, live) as (calls, spent), known_masks(pipeline, live), cut:
+    with (
+        LiveBytes() as live,
+        counted(pipeline.policy, live) as (calls, spent),
+        known_masks(pipeline, live),
+        _part(pipeline, recipe) as cut,
+    ):
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
         at_once = range(recipe.train.at_once)
         if objective.kind == "pathwise":
@@ -342,7 +362,7 @@ def _slice(
             none = {name: torch.zeros(n) for name in objective.prepares}
             old |= objective.of_batch(none, torch.ones(n), alone)
         policy.backward(objective.loss(new, old, float(n)).value)
-    return _Slice(live.peak, calls, live.work, spent[0].forward if spent else Work())
+    return _Slice(live.peak, calls, live.work, spent[0].forward if spent else Work(), cut.tokens if cut else 0)
 
 
 @contextmanager

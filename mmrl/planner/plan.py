@@ -43,6 +43,7 @@ from mmrl.inference import own_class, sampling_options, this_machine
 from mmrl.logging.metrics import read_numbers
 from mmrl.models import context_parallel as context
 from mmrl.models import performance, quantized
+from mmrl.models import sequence_parallel as sequence
 from mmrl.models.description import Description
 from mmrl.models.megatron import mapping
 from mmrl.models.protocol import Pipeline, recorded_steps
@@ -498,7 +499,8 @@ def _shards(made: Plan, description: Description, trainers: int) -> int | Fracti
         made.problems += mapping.refusals(policy, train)
         shards = mapping.shares(policy, train)
         made.notes.append("activations are counted in full, although devices that share a model divide most of them")
-    refused = list(context.refusals(policy, train.context_parallel)) if train.context_parallel > 1 else []
+    of = context if made.recipe.sampling.type == "text" else sequence
+    refused = list(of.refusals(policy, train.context_parallel))
     made.problems += refused
     return None if refused else shards
 

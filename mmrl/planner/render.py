@@ -310,6 +310,8 @@ def _about(seconds: float) -> str:
 def _cut(plan: Plan) -> str:
     """The share of a row per device with context parallelism, and the longest rows that fit."""
     (c, m), n = plan.known, plan.recipe.train.context_parallel
+    if m.tokens:
+        return _divided(plan)
     said = f"rows are split: each of {n} devices has 1/{n} of the tokens in training ({size(m.train)} of activations)"
     if (found := max_length(plan)) is None:
         return said
@@ -317,6 +319,24 @@ def _cut(plan: Plan) -> str:
     whole = ", where a device has whole rows" if phase == "sample" else ""
     most = f"; by {phase}{whole}, rows of up to {tokens:,} tokens fit"
     return f"{said}{most} (now {c.row_tokens:,}), {c.slice_rows} to a slice"
+
+
+def _divided(plan: Plan) -> str:
+    """The share of a sample per device with context parallelism, and from which size that pays: where a device alone
+    has no memory for a slice of one sample."""
+    (c, m), n = plan.known, plan.recipe.train.context_parallel
+    said = (
+        f"samples are divided: each of {n} devices has 1/{n} of the {m.tokens:,} tokens of a sample in sampling and "
+        f"training ({size(m.train)} of activations in place of {size(m.whole)})"
+    )
+    if plan.device_memory is None:
+        return said
+    kept = next(phase.total for phase in plan.phases if phase.name == "train") - m.train
+    most = max(0, int((plan.device_memory - kept) * c.slice_rows / m.whole * m.tokens))
+    if most >= m.tokens:
+        less = "here it does not pay: samples of their own would keep the devices as busy, without exchange"
+        return f"{said}; a device alone trains one sample of up to {most:,} tokens, so that {less}"
+    return f"{said}; a device alone trains one sample of up to {most:,} tokens: from there on it pays"
 
 
 def _crossing(plan: Plan) -> str:

@@ -98,8 +98,8 @@ class Flux2KleinAdapter(Adapter):
             timestep=timestep / 1000,
             guidance=self._told(timestep),
             encoder_hidden_states=embeds,
-            txt_ids=to_device(_places(1, 1, embeds.shape[1]), embeds.device),
-            img_ids=to_device(torch.cat(places), embeds.device),
+            txt_ids=to_device(_places(1, 1, embeds.shape[1])[None], embeds.device),
+            img_ids=to_device(torch.cat(places)[None], embeds.device),
             return_dict=False,
         )[0]
         return v[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))

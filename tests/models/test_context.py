@@ -114,7 +114,6 @@ def test_a_run_that_shares_rows_learns_as_one_process_which_goes_on_from_it(tmp_
         ("sums", ["train.context_parallel=2"], "1 train there; set devices_per_controller to a multiple of 2"),
         ("sums", [*TWO, "devices_per_controller=3"], "3 train there; set devices_per_controller to a multiple of 2"),
         ("sums", [*TWO, "algorithm={type: ppo}"], "ppo trains a value or score head"),
-        ("shapes-full", TWO, "it splits rows of tokens, and this recipe makes pictures"),
     ],
 )
 def test_what_has_no_rows_to_cut_is_refused(recipe, overrides, message):

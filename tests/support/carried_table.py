@@ -7,6 +7,8 @@ CARRIED: dict[str, str] = {
     "mmrl/algorithms/dpo.py: algorithm.label_smoothing: the … loss has none; remove it, or set algo": PLANNED,
     "mmrl/algorithms/v_grpo.py: algorithm.old_kl_coef: with one update a step the old policy is the po": PLANNED,
     "mmrl/models/context_parallel.py: train.context_parallel: no rows are cut of a …, …; remove train.contex": PLANNED,
+    "mmrl/models/sequence_parallel.py: remove train.context_parallel": PLANNED,
+    "mmrl/models/sequence_parallel.py: set train.context_parallel to …": PLANNED,
     "mmrl/models/megatron/mapping.py: model.freeze: megatron trains all weights…, and … is frozen; remove it": PLANNED,
     "mmrl/models/megatron/mapping.py: set train.backend to fsdp": PLANNED,
     "mmrl/models/megatron/mapping.py: train.…: a model that sees is cut in parts of layers alone; remove it,": SEEING,
@@ -41,6 +43,7 @@ CARRIED: dict[str, str] = {
 
 BY_HAND: dict[str, str] = {
     "pipelines/diffusion/predictor.py: algorithm.reference_guidance: this … makes one prediction and combines": "tests/algorithms/test_crd.py::test_a_model_of_one_prediction_guides_no_reference",
+    "mmrl/models/sequence_parallel.py: set sampling.max_sequence_length to …, or ": "tests/models/test_sequence_parallel.py::test_a_number_of_tokens_that_ranks_do_not_divide_is_refused_with_the_edit",
     "pipelines/diffusion/pictures.py: data: …; or raise data.max_bad_fraction to leave them out": "tests/families/test_qwen_image_edit.py::test_a_prompt_without_its_picture_or_with_two_is_refused_in_the_plan",
     "pipelines/diffusion/loading.py: train.…: … has two models, of which a row meets the one of its time, a": "tests/families/test_wan22.py::test_two_models_are_not_sharded",
     "pipelines/diffusion/saved_lora.py: model.lora.path: … lacks …, and … has a LoRA for each of …; give the f": "tests/families/test_wan22.py::test_the_lora_of_each_of_two_models_is_a_file_and_goes_on",

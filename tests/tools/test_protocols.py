@@ -59,6 +59,7 @@ from mmrl.inference.vllm import VllmEngine
 from mmrl.inference.vllm_server import VllmServer
 from mmrl.models.context_parallel import InContext
 from mmrl.models.protocol import DenoisingPipeline, TextPipeline
+from mmrl.models.sequence_parallel import InSequence
 from mmrl.models.sharded import Sharded
 from mmrl.models.weights import Replicated, Weights
 from mmrl.rewards.judging.local import LocalModel
@@ -176,7 +177,7 @@ OFFLINE: list[type[Offline]] = [
 TEXT: list[type[TextPipeline]] = [LanguagePipeline]
 DENOISING: list[type[DenoisingPipeline]] = [FlowPipeline]
 ENGINES: list[type[RolloutEngine]] = [LazyEngine, NoEngine, SglangServer, VllmEngine, VllmServer]
-WEIGHTS: list[type[Weights]] = [InContext, Replicated, Sharded]
+WEIGHTS: list[type[Weights]] = [InContext, InSequence, Replicated, Sharded]
 if TYPE_CHECKING:  # needs Megatron-Core
     WEIGHTS.append(ModelParallel)
 FUNCTIONS: list[RewardFunction] = [
