@@ -143,7 +143,7 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {*shipped_recipes(), *algorithm_names()} <= {*everything.split()}
     assert mmrl("ls", "algorithms") == 0
     listed = capsys.readouterr().out
-    assert " grpo           GRPO: group advantages and a clipped ratio per token" in listed
+    assert " grpo GRPO: group advantages and a clipped ratio per token" in " ".join(listed.split())
     assert "formulas and settings: docs/algorithms.md" in listed
     assert " shapes " not in listed
     assert mmrl("ls", "rewards") == 0
