@@ -178,8 +178,8 @@ IN_FILE = [
         "key of another type",
         "  type: flow_grpo",
         "  type: draft",
-        "recipe.yaml:13  algorithm.clip_range: belongs to type awm and dgpo and flow_grpo and grpo_guard and stepwise_flow_grpo and v_grpo, "
-        "this section's type is draft; remove it, "
+        "recipe.yaml:13  algorithm.clip_range: belongs to type awm and dgpo and flow_grpo and grpo_guard and "
+        "stepwise_flow_grpo and v_grpo, this section's type is draft; remove it, "
         "or replace the whole section with 'algorithm={type: draft}'  (keys: type, kl_coef, last_steps, renoise)",
     ),
     (
