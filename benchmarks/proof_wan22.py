@@ -105,10 +105,10 @@ def added(expert: Any) -> float:
 
 
 def without(expert: Any) -> None:
-    """Let the LoRA of ``expert`` add nothing."""
-    for name, parameter in expert.named_parameters():
-        if "lora_B" in name:
-            parameter.data.zero_()
+    """Let the LoRA of ``expert`` add nothing, whatever weights it gets."""
+    for layer in expert.modules():
+        for name in getattr(layer, "lora_A", {}):
+            layer.scaling[name] = 0.0
 
 
 def main() -> None:

@@ -115,7 +115,8 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
     if issubclass(section, AlgorithmSettings) and (why := why_missing(section, _tag(section), key)):
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
-    if others:
+    peer = peer_message(".".join(map(str, path)), _at(values, path)) if others else ""
+    if others and not peer:
         type_ = for_samples(_at(values, (*path[:-1], "type")), values.get("sampling")) or _tag(section)
         owners = " and ".join(_tag(other) for other in others)
         name = path[-2]
@@ -124,7 +125,8 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
             f"or replace the whole section with '{name}={{type: {type_}}}'{listed}"
         )
     ours = key in _all_keys() or key in {dotted.rpartition(".")[2] for dotted in _all_keys()}
-    peer = "" if ours else peer_message(".".join(map(str, path)), _at(values, path))
+    if not ours and not peer:
+        peer = peer_message(".".join(map(str, path)), _at(values, path))
     return f"unknown key{peer or _meant(key, path[:-1], siblings)}{listed}"
 
 

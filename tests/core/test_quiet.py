@@ -117,11 +117,11 @@ def test_a_processor_that_only_an_import_names_is_not_warned_of(capsys):
         log.warning(
             "`CLIPImageProcessor` requires torchvision (not installed); falling back to `CLIPImageProcessorPil`."
         )
-        log.warning("`CLIPModel` requires torchvision (not installed).")
+        log.error("`CLIPModel` requires torchvision (not installed).")
     finally:
         kept.close()
     assert capsys.readouterr().err.splitlines() == [
-        "warning: transformers: `CLIPModel` requires torchvision (not installed)."
+        "error: transformers: `CLIPModel` requires torchvision (not installed)."
     ]
 
 

@@ -19,8 +19,10 @@ FAMILIES = ("sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2
 def captions_of(family):
     pipe = getattr(tiny_diffusion, f"_{family}")()
     encoders = [name for name in pipe.components if name.startswith("text_encoder")]
-    made = mmrl.load("pipelines", "diffusion/flow").Captions(SimpleNamespace(pipe=pipe, encoders=encoders))
-    return made, [getattr(pipe, name.replace("text_encoder", "tokenizer")) for name in encoders]
+    of = mmrl.load("pipelines", "diffusion/adapter").Adapter.tokenizer_of
+    adapter = SimpleNamespace(pipe=pipe, encoders=encoders, tokenizer_of=of)
+    made = mmrl.load("pipelines", "diffusion/flow").Captions(adapter)
+    return made, [getattr(pipe, of(name)) for name in encoders]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What every reward with a model on a device must do when it sleeps and wakes; a CPU that passes for such a device."""
 
+import math
 import types
 
 import torch
@@ -76,6 +77,17 @@ def assert_same(module, before):
         assert torch.equal(after[name][1], value), name
 
 
+def alike(a, b):
+    """Equal, but for the rounding of kernels whose sums depend on where in memory the weights begin."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b
+
+
 def scores_the_same(holder, score, monkeypatch):
     """Check that all models behind ``holder`` sleep, on a CPU and on a device with memory of its own, and that they
     wake with every bit; ``score()`` asks it and returns something to compare."""
@@ -98,4 +110,4 @@ def scores_the_same(holder, score, monkeypatch):
         for module, values in zip(found, before, strict=True):
             assert_same(module, values)
         holder.sleep("cpu")
-        assert score() == first  # nobody has woken it
+        assert alike(again := score(), first), (again, first)  # nobody has woken it

@@ -139,6 +139,7 @@ ADVICE: dict[str, str] = {
     "mmrl/cli/runs.py: Replay which device did what, of a run with placement.log=true.": "a text of --help",
     "mmrl/report/advice.py: eval.early_stopping={metric: …, patience: 2}": "advice in a report, for the next run",
     "mmrl/report/advice.py: eval.rewards=[{name: ...}]": "advice in a report, for the next run",
+    "mmrl/core/episode.py: note: … of the episodes ended because what the environment said, or th": "a note on a run that goes on; tests/episodes/test_episodes.py has both ways",
     "mmrl/runtime/launch_files.py: # device=cpu: no GPUs are asked for": "a comment of a printed script",
     "mmrl/families/text/scoring.py: import torch\nfrom peft import PeftModel\n\nfrom mmrl.families.text.scori": "the program of a model card, which tests/logging/test_texts.py runs",
     "mmrl/app/divergence.py: ; or … overflows: set model.dtype=float32": "one of several things to look at, for numbers that nothing has trained",
