@@ -136,7 +136,7 @@ class KnownMasks(TorchDispatchMode):
 
 _LARGE = 2**24
 _LARGE_MASK = 2**18
-"""Of four dimensions, as masks of attention are; nothing is picked by them, and every block may make them anew."""
+"""Masks of attention have four dimensions; nothing is picked by them, and every block may make them anew."""
 
 
 def _is_large(x: object) -> TypeGuard[Tensor]:
