@@ -467,7 +467,7 @@ def test_check_names_what_is_not_deterministic(tmp_path):
     file = tmp_path / "worlds.py"
     file.write_text(
         "import os, random\n\n\nclass Sets:\n    def reset(self, prompt, seed): ...\n"
-        "    def step(self, action):\n        return str({'moss', 'fern', 'reed', 'lily'}) * 8\n\n\n"
+        "    def step(self, action):\n        return str({f'moss {n}' for n in range(40)})\n\n\n"
         "class Dice:\n    def reset(self, **record): ...\n    def roll(self, sides: int) -> float:\n"
         '        """Roll.\n\n        Args:\n            sides: how many\n        """\n'
         "        return random.random()\n\n\n"
