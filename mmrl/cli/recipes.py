@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import typer
+import yaml
 
 from mmrl.commands.arguments import RecipeArgument, console
 from mmrl.core.errors import UserError
@@ -55,6 +57,9 @@ def cp(
         raise UserError(f"{dest} is no folder and does not end in .yaml; make the folder, or write {dest}.yaml")
     try:
         text = source.read_bytes()
+        if target.stem != source.stem:  # its runs are named after it
+            name = yaml.safe_dump({"name": target.stem}).strip().encode()
+            text = re.sub(rb"(?m)^name: \S+", lambda _: name, text, count=1)
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("xb") as file:
             file.write(text)

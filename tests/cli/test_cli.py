@@ -165,9 +165,9 @@ def test_cp_never_writes_over_a_file(folder: Path, capsys: pytest.CaptureFixture
     assert (folder / "new/mine.yaml").is_file()
 
 
-def test_a_copied_recipe_loads_as_the_original(folder: Path) -> None:
+def test_a_copied_recipe_loads_as_the_original_with_the_name_of_its_file(folder: Path) -> None:
     assert mmrl("cp", SHIPPED, "copy.yaml") == 0
-    assert load_recipe(["copy.yaml"]).resolved() == load_recipe([SHIPPED]).resolved()
+    assert load_recipe(["copy.yaml"]).resolved() == {**load_recipe([SHIPPED]).resolved(), "name": "copy"}
 
 
 def test_recipe_sets_threads_and_leaves_what_the_user_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
