@@ -23,6 +23,7 @@ from mmrl.core.trajectory import Sample, SampleId
 from mmrl.rewards.judging.answers import READING, Words, parse_kind
 from mmrl.rewards.judging.asking import Ask, Outcome, Settings, seed_of_samples, seeded
 from mmrl.rewards.judging.modes import Job, Mode
+from mmrl.rewards.judging.protocol import kind_of
 from mmrl.rewards.judging.replay import recorded_here
 from mmrl.rewards.judging.rubric import Rubric
 from mmrl.rewards.judging.store import TRANSCRIPTS, Cache, thumbnail
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from mmrl.rewards.judging.protocol import LocalJudge, RemoteJudge
     from mmrl.rewards.judging.server import ServedJudge
 
-_LOCAL = ("path", "batch", "dtype", "template", "chat_template")
+_LOCAL = ("path", "batch", "dtype", "template", "chat_template", "quantize")
 _URL = ("url", "name", "token", "extra", "insecure")
 _VLLM = ("vllm", "args", "python", "extra", "start_s")
 
@@ -55,7 +56,8 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     if not _is_local(model):
         return [_served(model)] if "vllm" in model else []
     given = {"path": model} if isinstance(model, str) else dict(model or {})
-    return [Weights(str(given["path"]), str(given.get("dtype", "auto")), asks=_asks(options, given))]
+    dtype, bits = str(given.get("dtype", "auto")), kind_of(given.get("quantize")) or ""
+    return [Weights(str(given["path"]), dtype, asks=_asks(options, given), quantize=bits)]
 
 
 def _asks(options: Mapping[str, Any], model: Mapping[str, Any]) -> Asks:

@@ -92,7 +92,7 @@ class Weights:
     """A model that a reward computes with: a directory or hub name, and the dtype it is loaded in (``auto``: as it is
     stored; or ``HALF``). ``share``: of a GPU's memory that its server takes, weights among it; ``beside``: bytes it
     takes beside the weights without a GPU; ``devices``: over how many it is spread; ``asks``: of a judge in the
-    process, its questions."""
+    process, its questions; ``quantize``: the bits that it keeps its linear layers in (as ``model.quantize``)."""
 
     path: str
     dtype: str = "auto"
@@ -100,6 +100,7 @@ class Weights:
     beside: int = 0
     devices: int = 1
     asks: Asks | None = None
+    quantize: str = ""
 
 
 def weights_at(default: str) -> Callable[[Mapping[str, object]], list[Weights]]:

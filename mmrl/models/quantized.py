@@ -34,6 +34,11 @@ def refusals(recipe: Recipe, device: str) -> Iterator[str]:
     """What is missing here for ``model.quantize`` on a ``device`` of torch's type, each with the edit that mends it."""
     if (kind := recipe.model.quantize) is None:
         return
+    yield from refusals_of(kind, device)
+
+
+def refusals_of(kind: Quantize, device: str) -> Iterator[str]:
+    """What is missing here for ``kind`` on a ``device``."""
     if lacks := _lacks(kind):
         yield lacks
     if device not in _COMPUTES[kind]:

@@ -15,10 +15,12 @@ from mmrl.config.schema import Recipe
 from mmrl.core.reward_contract import Weights
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.episodes.loading import draws
+from mmrl.models.quantized import quantize
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake
 from mmrl.planner.operations import Work
 from mmrl.rewards.judging.asking import Ask
-from mmrl.rewards.judging.local import empty
+from mmrl.rewards.judging.local import empty_model, inputs_of
+from mmrl.rewards.judging.protocol import kind_of
 
 OF_ANSWER = 0.5
 """The share of its limit that a judge's answer is assumed to need: verdicts end themselves."""
@@ -48,7 +50,10 @@ def answering(model: Weights, sample: Sample, rows: int) -> Answering:
     assert asks is not None
     rows = min(rows, asks.batch)
     ask = Ask(cast("tuple[str | Image.Image, ...]", tuple(asks.question(sample))))
-    module, read = empty(model.path, model.dtype, asks.template, ask, rows)
+    module, sees = empty_model(model.path, model.dtype)
+    read = inputs_of(module, model.path, asks.template, ask, rows, sees=sees)
+    if bits := kind_of(model.quantize or None):
+        quantize(module, bits)
     read()
     began = time.process_time()
     inputs = read()

@@ -15,7 +15,10 @@ from mmrl.core.hub_files import json_of
 from mmrl.core.packages.places import lacking
 from mmrl.core.reward_contract import HALF, Weights
 from mmrl.core.sizes import size
+from mmrl.models.quantized import saved
 from mmrl.rewards.checkpoints import read_tensors
+from mmrl.rewards.judging.local import empty_model
+from mmrl.rewards.judging.protocol import kind_of
 from mmrl.rewards.loading import Found, asked_of_options, can_sleep
 
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "I64": 8, "I32": 4}
@@ -156,6 +159,9 @@ def _sized(
                 dtype = model.dtype if stored in _NAMES.values() and model.dtype in _WIDTHS else stored
                 parameters, size = parameters + count, size + count * _WIDTHS.get(dtype, 1)
                 dtypes[dtype] = None
+            if bits := kind_of(model.quantize or None):
+                size -= saved(empty_model(model.path, model.dtype)[0], bits)
+                dtypes[bits] = None
         except (OSError, ValueError, UserError) as error:
             notes.append(f"{key} ({label}): {model.path} is not counted, its weights cannot be read here ({error})")
     names = ", ".join(Path(model.path).name for model in models)

@@ -18,6 +18,7 @@ import torch
 
 from mmrl.config.chat_template import checked
 from mmrl.config.dtype import has_bfloat16
+from mmrl.config.model import Quantize
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
 from mmrl.core.installing import install
@@ -26,11 +27,14 @@ from mmrl.core.library_loading import check_size, check_tokens, refused, try_pro
 from mmrl.core.reward_contract import before_loading
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.whole_weights import whole_weights
+from mmrl.models.quantized import quantize as quantized
+from mmrl.models.quantized import refusals_of
 from mmrl.models.text.control_tokens import ControlTokens
 from mmrl.models.text.token_sampling import Draw
 from mmrl.rewards.judging.answers import Kind, UnreadableError, Words, read
 from mmrl.rewards.judging.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, seeded, unread
 from mmrl.rewards.judging.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
+from mmrl.rewards.judging.protocol import kind_of
 from mmrl.rewards.sleeping import Sleeping
 
 if TYPE_CHECKING:
@@ -47,7 +51,8 @@ class LocalModel(Sleeping):
     ``batch``: questions answered at once. ``dtype``: ``auto`` takes the checkpoint's, and float32 on a processor that
     cannot multiply half precision, where that takes several times as long. ``template``: arguments for the
     chat template, such as ``{enable_thinking: false}``. ``chat_template``: a Jinja template in place of the model's;
-    ``{{ messages[-1].content }}`` lets a base model continue a rubric with worked examples.
+    ``{{ messages[-1].content }}`` lets a base model continue a rubric with worked examples. ``quantize``: ``int8``,
+    ``fp8`` or ``nf4``, the bits of the linear layers in its blocks.
     """
 
     def __init__(
@@ -57,21 +62,26 @@ class LocalModel(Sleeping):
         dtype: str = "auto",
         template: JsonObject | None = None,
         chat_template: str | None = None,
+        quantize: str | None = None,
     ):
         self.path, self.batch, self.dtype, self.template = path, batch, dtype_here(dtype), dict(template or {})
         if chat_template is not None:
             self.template["chat_template"] = _checked(chat_template)
+        kind = kind_of(quantize)
+        for why in refusals_of(kind, "cpu") if kind else ():
+            raise UserError(f"options.{why}")
         before_loading()
-        model, self.sees = _load_model(path, self.dtype)
+        model, self.sees = _load_model(path, self.dtype, kind)
         self.processor, self.tokenizer = _readers(path, model.config, sees=self.sees)
-        self.model = self.frozen(model, lambda: _load_model(path, self.dtype)[0])
+        self.model = self.frozen(model, lambda: _load_model(path, self.dtype, kind)[0])
         self.tokenizer.padding_side = "left"
         if chat_template is None and getattr(self.processor or self.tokenizer, "chat_template", None) is None:
             raise UserError(
                 f"options.model: {path} has no chat template, which a judge needs; write one as "
                 "options.model.chat_template ('{{ messages[-1].content }}' for a base model)"
             )
-        self.identity = f"transformers {fingerprint(path)} {self.dtype} {sorted(self.template.items())}"
+        bits = f" {kind}" if kind else ""
+        self.identity = f"transformers {fingerprint(path)} {self.dtype} {sorted(self.template.items())}{bits}"
         self._words: dict[Words, tuple[list[int], list[int]]] = {}
 
     @property
@@ -216,11 +226,8 @@ def encoded(
     return made
 
 
-def empty(
-    path: str, dtype: str, template: JsonObject, ask: Ask, rows: int
-) -> tuple[Any, Callable[[], BatchEncoding | BatchFeature]]:
-    """A judge without weights, on the meta device, and what makes the inputs of so many ``rows`` with one question.
-    Raises ``UserError``."""
+def empty_model(path: str, dtype: str) -> tuple[Any, bool]:
+    """A judge without weights, on the meta device, and whether it sees. Raises ``UserError``."""
     from transformers import AutoConfig
 
     allow_cpu_only()
@@ -228,8 +235,14 @@ def empty(
         auto, sees = _class_of(config := AutoConfig.from_pretrained(path))
         kind = getattr(config, "dtype", None) if dtype_here(dtype) == "auto" else getattr(torch, dtype_here(dtype))
         with torch.device("meta"):
-            model = auto.from_config(config, dtype=kind or torch.float32).eval().requires_grad_(False)
-    processor, tokenizer = _readers(path, config, sees=sees)
+            return auto.from_config(config, dtype=kind or torch.float32).eval().requires_grad_(False), sees
+
+
+def inputs_of(
+    model: Any, path: str, template: JsonObject, ask: Ask, rows: int, *, sees: bool
+) -> Callable[[], BatchEncoding | BatchFeature]:
+    """What makes the inputs of so many ``rows`` with one question of an ``empty_model``. Raises ``UserError``."""
+    processor, tokenizer = _readers(path, model.config, sees=sees)
     tokenizer.padding_side = "left"
     asks = [ask] * rows
 
@@ -237,7 +250,7 @@ def empty(
         texts = question_texts(processor or tokenizer, template, asks, None)
         return encoded(processor, tokenizer, texts, asks, model.dtype)
 
-    return model, inputs
+    return inputs
 
 
 def dtype_here(dtype: str) -> str:
@@ -292,8 +305,8 @@ def _readers(path: str, config: Any, *, sees: bool) -> tuple[Any, Any]:
         return processor, processor.tokenizer
 
 
-def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
-    """The model alone, frozen and on the CPU, and whether it sees."""
+def _load_model(path: str, dtype: str, bits: Quantize | None) -> tuple[Any, bool]:
+    """The model alone, frozen and on the CPU, with its layers in ``bits``, and whether it sees."""
     allow_cpu_only()
     import transformers.utils.logging
     from transformers import AutoConfig
@@ -306,7 +319,10 @@ def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
         check_size(auto, path)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         with whole_weights(path):
-            return auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False), sees
+            model = auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False)
+    if bits:
+        quantized(model, bits)
+    return model, sees
 
 
 def _class_of(config: Any) -> tuple[Any, bool]:

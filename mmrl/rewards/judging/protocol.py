@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast, get_args
 
+from mmrl.config.model import Quantize
+from mmrl.core.errors import UserError
 from mmrl.core.reward_contract import Sleeper
 from mmrl.rewards.judging.answers import Kind
 from mmrl.rewards.judging.asking import Ask, Keep, Outcome, Settings
 
 if TYPE_CHECKING:
     import torch
+
+
+def kind_of(quantize: object) -> Quantize | None:
+    """The option ``model.quantize`` of a judge. Raises ``UserError``."""
+    kinds = get_args(Quantize)
+    if quantize is None or quantize in kinds:
+        return cast("Quantize | None", quantize)
+    raise UserError(f"options.model.quantize: {quantize!r}; write {', '.join(kinds)}, or remove it")
 
 
 class Judge(Protocol):
