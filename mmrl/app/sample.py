@@ -114,7 +114,7 @@ def _different(context: StepContext, n: int) -> int:
 def _sampled(context: StepContext, prompts: Sequence[Prompt], n: int, seed: int) -> list[Sample]:
     """As the recipe's evaluation samples, under its weights. A prompt that cannot be used is left out and named."""
     recipe, pipeline = context.recipe, context.pipeline
-    how = SamplingSpec([], context.policy.evaluated, seed, frozenset({pipeline.makes}), evaluate=True)
+    how = SamplingSpec([], context.policy.evaluated, seed, frozenset({recipe.shows}), evaluate=True)
     slots = [Slot(ONLY_SAMPLED, i, 0, prompt) for i, prompt in enumerate(prompts)]
     slots, bad = _usable(context, slots)
     for line in bad:

@@ -15,6 +15,7 @@ from mmrl.config.placement_checks import of_placement
 from mmrl.config.sampling import TextSampling
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
+from mmrl.config.written_picture_checks import of_written_pictures
 from mmrl.core.episode import REWARD
 from mmrl.core.plugins.python_objects import in_this_process
 
@@ -96,7 +97,7 @@ def _of_drawing(recipe: Recipe) -> Iterator[str]:
 def impossibilities(recipe: Recipe) -> list[str]:
     """All contradictions in and between sections, at once; each names the key to change."""
     sections = [section for _, section in recipe if isinstance(section, Section)]
-    of_kind = (_text, _partial) if recipe.sampling.type == "text" else (_diffusion, of_pictures)
+    of_kind = (_text, _partial, of_written_pictures) if recipe.sampling.type == "text" else (_diffusion, of_pictures)
     return [
         *(line for section in sections for line in section.contradictions()),
         *recipe.algorithm.conflicts(recipe.sampling),

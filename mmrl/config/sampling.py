@@ -139,6 +139,21 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+class Picture(Section):
+    """A picture that the policy writes, token by token, in place of a text."""
+
+    height: Count
+    """In pixels."""
+    width: Count
+    """In pixels."""
+    guidance_scale: Annotated[float, Field(ge=1)] = 1.0
+    """1 samples without classifier-free guidance. A larger one takes two forwards, of the prompt and of the negative
+    prompt, in sampling and in training: tokens are drawn from the guided distribution, and log-probs are of it."""
+    negative_prompt: str | None = None
+    """What guidance moves away from, for prompts without a ``negative_prompt`` of their own. Such models have no
+    default; the empty text leaves the prompt out."""
+
+
 class TextSampling(Section):
     """Tokens of a language or vision-language model. The key ``max_new_tokens`` marks this kind of section."""
 
@@ -171,6 +186,9 @@ class TextSampling(Section):
     """A system message for prompts without one."""
     chat_template_kwargs: Options = Field(default_factory=dict)
     """Variables of the model's chat template (``enable_thinking: false``)."""
+    picture: Picture | None = None
+    """Of a model that writes pictures as tokens (llm/emu3): the size of each, and its guidance. ``max_new_tokens`` is
+    then the number of tokens of a picture, which ``mmrl plan`` says. None: the model writes text."""
 
 
 def kind_of(sampling: object) -> str:

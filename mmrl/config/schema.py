@@ -413,6 +413,12 @@ class Recipe(Section):
         return "image" if self.sampling.frames is None else "video"
 
     @property
+    def shows(self) -> Makes:
+        """What rewards, reports and people see of a sample: pictures, too, where the policy writes one as tokens."""
+        written = isinstance(self.sampling, TextSampling) and self.sampling.picture is not None
+        return "image" if written else self.makes
+
+    @property
     def overlong(self) -> Literal["skip", "cut", "error"]:
         """What happens to prompts with too many tokens: ``data.overlong``, or the default of what is sampled."""
         return self.data.overlong or ("skip" if self.sampling.type == "text" else "cut")

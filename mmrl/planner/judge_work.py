@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import pad
 
+from mmrl.config.sampling import TextSampling
 from mmrl.config.schema import Recipe
 from mmrl.core.reward_contract import Weights
 from mmrl.core.trajectory import Prompt, Sample, SampleId
@@ -74,7 +75,10 @@ def answering(model: Weights, sample: Sample, rows: int) -> Answering:
 def sample_like(recipe: Recipe, prompt: Prompt) -> Sample:
     """A sample of the recipe's size, empty of content: what a reward is shown."""
     name = SampleId(0, 0, 0, 0)
-    if recipe.sampling.type == "text":
+    if isinstance(recipe.sampling, TextSampling):
+        if (written := recipe.sampling.picture) is not None:
+            blank = Image.new("RGB", (written.width, written.height))
+            return Sample(prompt, name, blank, torch.zeros((3, written.height, written.width)))
         drawn = Image.new("RGB", (64, 64)) if draws(recipe.environment) else None
         return Sample(prompt, name, drawn, text="1 " * (recipe.decoding.max_new_tokens // 2))
     how = recipe.denoising

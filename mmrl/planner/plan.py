@@ -347,7 +347,7 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]
     both = list[list[Found]]()
     for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
         try:
-            both.append(check(listed, recipe.makes, key, drawn=draws(recipe.environment)))
+            both.append(check(listed, recipe.shows, key, drawn=draws(recipe.environment)))
         except UserError as error:
             made.problems.extend(str(error).splitlines())
     if len(both) < 2:

@@ -164,7 +164,7 @@ class RewardSet:
         """Raises ``UserError`` where a reward reads what samples of this recipe do not have."""
         drawn = draws(recipe.environment)
         for entry in self._entries:
-            wrong = unmade(entry.loaded.declaration.inputs, recipe.makes, entry.loaded, drawn=drawn)
+            wrong = unmade(entry.loaded.declaration.inputs, recipe.shows, entry.loaded, drawn=drawn)
             if wrong:
                 raise UserError(f"the reward {entry.label} {wrong[0]}")
 

@@ -110,7 +110,7 @@ class Evaluator:
         """Sample the base model for the guards on resume, before the checkpoint is loaded: its evaluation ran in an
         earlier process. Texts are compared by their likelihood instead. All controllers call it together."""
         recipe = self.run.recipe
-        if recipe.makes == "text" or recipe.eval.every is None:
+        if recipe.shows == "text" or recipe.eval.every is None:
             return
         if self.run.objective.kind == "offline" and not recipe.eval.rewards:
             return
@@ -281,8 +281,8 @@ class Evaluator:
         """Sample with the settings and the weights of the evaluation. Returns the samples and the replaced prompts."""
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
-        if run.pipeline.makes != "text":
-            inputs |= frozenset({run.pipeline.makes})
+        if recipe.shows != "text":
+            inputs |= frozenset({recipe.shows})
         how = SamplingSpec([], run.policy.evaluated, SEED, inputs, evaluate=True)
         keys, order, bad = list[list[str]](), list[list[int]](), list[Failure]()
 
@@ -320,7 +320,7 @@ class Evaluator:
         run, train = self.run, self.run.recipe.train
         kept = run.policy.base_is_reference or "reference" in run.policy.copies
         beside = run.recipe.rollout.in_process and train.backend == "replicated" and train.width == 1
-        if run.pipeline.makes != "text" or not (kept and beside):
+        if run.recipe.shows != "text" or not (kept and beside):
             return 0.0, 0
         drawn = text_rows(rows)
         longest = max(drawn.responses)
@@ -407,7 +407,7 @@ def measure(
         directory.evaluated(step, [kept.row() for kept in made.kept])
     log.write(step, row)
     shown, scores = made.samples[: context.recipe.eval.grid], made.scores[: context.recipe.eval.grid]
-    if shown and context.pipeline.makes != "text":
+    if shown and context.recipe.shows != "text":
         images = [made for s in shown if (made := s.image or s.video) is not None]
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:

@@ -332,3 +332,39 @@ def rater(folder: Path) -> Path:
     AutoTokenizer.from_pretrained(words).save_pretrained(folder)
     shutil.rmtree(words)
     return folder
+
+
+def picture_writer(folder: Path, sharp: float = 0.15, seed: int = 0) -> Path:
+    """Save an Emu3 with its processor into ``folder``: 32 codes of 4 x 4 pixels each."""
+    allow_cpu_only()
+    import transformers as t
+
+    codes = [f"<|visual token {n:06d}|>" for n in range(32)]
+    named = {
+        "image_token": "<image>",
+        "boi_token": "<|image start|>",
+        "eoi_token": "<|image end|>",
+        "image_wrapper_token": "<|image token|>",
+        "eof_token": "<|extra_201|>",
+    }
+    tok = tokenizer(special=["<|extra_200|>", *codes], template=None, **named)
+    tok.add_special_tokens({"bos_token": "<|extra_203|>"})
+    known = {name: tok.convert_tokens_to_ids(name) for name in ("<image>", "<|extra_200|>", *codes)}
+    vq = {
+        "codebook_size": len(codes),
+        "embed_dim": 4,
+        "temporal_downsample_factor": 1,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1, 1],
+        "num_res_blocks": 1,
+        "attn_resolutions": [],
+        "hidden_size": 32,
+    }
+    usual = {"max_position_embeddings": 128, "attention_dropout": 0.0, "initializer_range": sharp}
+    text = _text(tok, **usual, bos_token_id=tok.bos_token_id)
+    config = t.Emu3Config(vq_config=vq, text_config=text, vocabulary_map=known)
+    torch.manual_seed(seed)
+    t.Emu3ForConditionalGeneration(config).save_pretrained(folder)
+    pictures = t.Emu3ImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3, spatial_factor=4)
+    t.Emu3Processor(image_processor=pictures, tokenizer=tok).save_pretrained(folder)
+    return folder

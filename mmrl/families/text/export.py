@@ -108,10 +108,10 @@ def usage(
         *(["from PIL import Image"] if sees else []),
         f"from transformers import {auto}, {kind}",
         "",
-        f"model = {kind}.from_pretrained({_quoted(source)}, dtype=torch.{recipe.model.dtype})",
-        *([f"model = PeftModel.from_pretrained(model, {_quoted(folder)})"] if what == "lora" else []),
+        f"model = {kind}.from_pretrained({quoted(source)}, dtype=torch.{recipe.model.dtype})",
+        *([f"model = PeftModel.from_pretrained(model, {quoted(folder)})"] if what == "lora" else []),
         'model.to("cuda" if torch.cuda.is_available() else "cpu")',
-        f"{loaded} = {auto}.from_pretrained({_quoted(folder)})",
+        f"{loaded} = {auto}.from_pretrained({quoted(folder)})",
         *([_PICTURE] if sees else []),
         f"messages = [{messages}]",
         f"inputs = {loaded}.apply_chat_template(",
@@ -139,7 +139,7 @@ def _messages(prompt: Prompt, sees: bool) -> str:
     before: list[str] = [] if placed else [m.kind for m in prompt.media] or ["image"]
     written = []
     for role, text in said:
-        content = _quoted(text) if not sees else f'[{{"type": "text", "text": {_quoted(text)}}}]'
+        content = quoted(text) if not sees else f'[{{"type": "text", "text": {quoted(text)}}}]'
         if sees and role == "user":
             content, before = _content(text, before), []
         written.append(f'{{"role": "{role}", "content": {content}}}')
@@ -151,7 +151,7 @@ def _content(text: str, before: Sequence[str]) -> str:
     pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
     pieces = [part for kind in before for part in ("", kind)] + pieces
     parts = [
-        _MEDIUM[piece] if i % 2 else f'{{"type": "text", "text": {_quoted(piece)}}}'
+        _MEDIUM[piece] if i % 2 else f'{{"type": "text", "text": {quoted(piece)}}}'
         for i, piece in enumerate(pieces)
         if piece
     ]
@@ -174,6 +174,6 @@ def _ends(policy: nn.Module, saved: Tokenizer | Processor) -> list[int]:
     return stop_tokens(base_model(policy), tokenizer_of(saved))
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A Python literal in double quotes (JSON's strings are Python's), which UTF-8 can encode."""
     return json.dumps(text.encode("utf-8", "replace").decode("utf-8"), ensure_ascii=False)

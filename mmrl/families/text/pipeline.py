@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from PIL.Image import Image, new
@@ -26,13 +26,14 @@ from mmrl.core.errors import UserError
 from mmrl.core.media import Clip, open_image
 from mmrl.core.notices import tell
 from mmrl.core.rollout_engine import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
+from mmrl.core.samples import make_samples
 from mmrl.core.trajectory import Prompt, Rows, Sample, SampleId, Segment, Slot, TextRows, text_rows
 from mmrl.core.transfer import to_device
 from mmrl.episodes.journal import Journal
 from mmrl.episodes.loading import draws
 from mmrl.episodes.play import InStep
 from mmrl.episodes.world import World
-from mmrl.families.text import engine_sampling, export, scoring
+from mmrl.families.text import drawing, engine_sampling, export, scoring
 from mmrl.inference.lazy_engine import LazyEngine, unfailing
 from mmrl.inference.slots import Slots
 from mmrl.logging.card import Usage, What
@@ -53,6 +54,7 @@ from mmrl.models.text.stop_strings import stops_of
 from mmrl.models.text.thoughts import left_open
 from mmrl.models.text.token_sampling import without
 from mmrl.models.text.told import Contents, Told, key_of_told, whole_key
+from mmrl.models.text.written_pictures import Decoder, Frame
 
 MISMATCHED = "mismatched_log_ratio"
 
@@ -107,11 +109,12 @@ class LanguagePipeline:
         return slots if self.world is None else [self.world.begun(slot) for slot in slots]
 
     def unused_negative(self, prompt: Prompt) -> str | None:
-        if prompt.negative_prompt is None:
+        if prompt.negative_prompt is None or self._guided:
             return None
+        why = "text has none; take" if self.frame is None else "sampling.picture.guidance_scale is 1; raise it, or take"
         return (
             f"data: the prompt {prompt.id} has a negative_prompt, which guidance of pictures and clips moves away "
-            "from, and text has none; take negative_prompt out of the records"
+            f"from, and {why} negative_prompt out of the records"
         )
 
     def _encode(self, slots: Sequence[Slot]) -> list[str]:
@@ -150,9 +153,25 @@ class LanguagePipeline:
         key = "sampling.max_new_tokens" if self.recipe.environment is None else "environment.max_tokens"
         return limit_of(settings.max_prompt_tokens, self.recipe.response_tokens, context, self.engine_context, key)
 
-    def _asked(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """The model's arguments for prompts alone, padded on the left."""
-        return self._inputs(keys, [self.features.get(key) for key in keys])
+    def _asked(self, slots: Sequence[Slot]) -> dict[str, Tensor]:
+        """The model's arguments for prompts alone, padded on the left; under guidance the negative ones behind them."""
+        keys = [key_of(slot.prompt) for slot in slots]
+        return self._inputs(keys, [self.features.get(key) for key in keys] + self._negatives(slots))
+
+    def _negatives(self, slots: Sequence[Slot]) -> list[dict[str, Tensor]]:
+        """The features of what guidance moves away from for each prompt; none without guidance."""
+        if not self._guided:
+            return []
+        return [as_weights(self.conditioner.negative(slot.prompt), self.policy, self.device) for slot in slots]
+
+    @property
+    def frame(self) -> Frame | None:
+        """Where which token of a picture stands, of a model that writes pictures."""
+        return self.conditioner.frame
+
+    @property
+    def _guided(self) -> bool:
+        return self.frame is not None and self.frame.guided
 
     def _read(self, rows: TextRows) -> dict[str, Tensor]:
         """The model's arguments: prompts padded on the left, then what is behind them, ``[R, T]``."""
@@ -163,7 +182,9 @@ class LanguagePipeline:
             if told := self._told_in(rows.segments[n], played):
                 prompts[n] = with_told(prompts[n], told)
         tokens = torch.where(rows.inside, rows.padded("tokens"), self.conditioner.pad_token)
-        return self._inputs(keys, prompts, tokens, rows.inside)
+        negatives = self._negatives(rows.slots)
+        behind = [torch.cat([of, of]) if negatives else of for of in (tokens, rows.inside)]
+        return self._inputs(keys, prompts + negatives, *behind)
 
     def _told_in(self, segments: Sequence[Segment], played: Episode) -> list[tuple[int, Mapping[str, Tensor]]]:
         """The features of the pictures that a row was told, each from a token on. They are made again of the episode
@@ -247,7 +268,7 @@ class LanguagePipeline:
 
     @property
     def refills(self) -> bool:
-        asked = self.recipe.performance.compile or self.device.type == "cuda"
+        asked = (self.recipe.performance.compile or self.device.type == "cuda") and self.frame is None
         if not asked or self.engine is not None or self.device.type == "meta":
             return False
         if (self.world is not None and self.world.plays) or self.answering() is None or self._slots is None:
@@ -329,7 +350,7 @@ class LanguagePipeline:
         if self.world is not None and self.world.plays:
             return self._played(self.world, slots, ids, seed, temperature)
         if self.engine is None and not self.refills:
-            inputs = self._asked([key_of(slot.prompt) for slot in slots])
+            inputs = self._asked(slots)
             limits = [slot.prompt.max_new_tokens for slot in slots]
             with self._autocast():
                 drawn = generation.generate(self, inputs, ids, limits, seed, temperature, until)
@@ -364,7 +385,8 @@ class LanguagePipeline:
         nan_check.check_tokens(log_probs, mask, ids)
         lengths = mask.sum(1).long().tolist()
         cut = [[row[:n] for row, n in zip(column, lengths, strict=True)] for column in (tokens, log_probs)]
-        return TextRows.answers(slots, ids, self._prompts(slots), cut[0], truncated, cut[1])
+        rows = TextRows.answers(slots, ids, self._prompts(slots), cut[0], truncated, cut[1])
+        return rows if self.frame is None else self.frame.actions(rows)
 
     def _prompts(self, slots: Sequence[Slot]) -> list[tuple[str, Tensor]]:
         """The key of each prompt's features, and its tokens."""
@@ -417,6 +439,9 @@ class LanguagePipeline:
         return [next(images) if medium.kind == "image" else next(clips) for medium in prompt.media]
 
     def samples(self, rows: TextRows, inputs: frozenset[str]) -> list[Sample]:
+        if self.frame is not None:
+            model = cast("Decoder", base_model(self.policy))
+            return make_samples(rows, self.frame.pixels(model, rows.padded("tokens")), inputs)
         episodes, cut = rows.episodes or [None] * len(rows), rows.truncated.tolist()
         spoken = zip(rows.spoken(), episodes, strict=True)
         texts = [self.stops.text(row) if one is None else one.answer for row, one in spoken]
@@ -607,6 +632,8 @@ class LanguagePipeline:
             end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
             kept = torch.arange(end - rows.width, end, device=self.device)
             logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits
+        if self.frame is not None:
+            return self.frame.logits(logits)
         return logits if every_token else without(logits, self.conditioner.forbidden, self._vocabulary)
 
     def _autocast(self) -> torch.autocast:
@@ -625,6 +652,8 @@ class LanguagePipeline:
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
         if self.pairs is not None and self.pairs.scores:
             return scoring.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
+        if self.frame is not None:
+            return drawing.usage(self.frame, self.conditioner, self.recipe, what, folder, prompt)
         return export.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
 
 

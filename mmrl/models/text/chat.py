@@ -20,6 +20,7 @@ from mmrl.models.text.conversation import MEND, messages_of, messages_with_media
 from mmrl.models.text.spelled import Saved, Spelled
 from mmrl.models.text.template_probe import TemplateFaultError
 from mmrl.models.text.told import Contents, Role, Told, behind_an_answer, pictures_of
+from mmrl.models.text.written_pictures import Frame
 
 
 class Chat(Generic[Saved]):
@@ -34,6 +35,8 @@ class Chat(Generic[Saved]):
 
     no_pictures: str = "the model reads only text; take a vision-language model and set pipeline: vlm/chat"
     """Why it cannot be shown pictures behind an answer; empty where it can."""
+    frame: Frame | None = None
+    """Of a model that writes pictures as tokens."""
     own_positions: bool = False
     """The model counts positions itself (multimodal RoPE); otherwise they are counted from the attention mask."""
 
@@ -62,6 +65,11 @@ class Chat(Generic[Saved]):
                 "text; set pipeline: vlm/chat and a vision-language model"
             )
         return self._tokens(prompt, adds=False)
+
+    def negative(self, prompt: Prompt) -> dict[str, Tensor]:
+        """What guidance moves away from for ``prompt``, as ``encode`` makes it. Raises ``TypeError`` where there is no
+        guidance."""
+        raise TypeError("text has no guidance")
 
     def unexpanded(self, prompt: Prompt) -> list[int]:
         """Its tokens with one placeholder per medium."""

@@ -47,9 +47,9 @@ def generate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens, log-probs and mask ``[B, T]``, truncated ``[B]`` of responses.
 
-    ``inputs``: the prompts, with the tokens that were already drawn behind them; ``before`` ``[B, T']`` are the
-    log-probs of those. ``limits``: the tokens that each row may have, if its prompt has a limit. ``until``: draw only
-    so many tokens of each response.
+    ``inputs``: the prompts, and under the guidance of a frame as many negative ones, with the tokens that were already
+    drawn behind them; ``before`` ``[B, T']`` are the log-probs of those. ``limits``: the tokens that each row may have,
+    if its prompt has a limit. ``until``: draw only so many tokens of each response.
     """
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -72,7 +72,7 @@ def generate(
         synced_gpus=False,  # with sharded weights generate would wait for other ranks
         **further,
     )
-    tokens = out[:, prompt:]
+    tokens = out[: len(ids), prompt:]
     inside, stopped = ends.inside(tokens)
     stops = torch.isin(tokens, to_device(torch.tensor(draw.stops), tokens.device)) & inside
     mask = ((stops.long().cumsum(1) - stops.long() == 0) & inside).float()

@@ -8,7 +8,7 @@ vision-language models and stopping stay the library's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Draw:
     arXiv 1904.09751) and ``min_p`` (Nguyen et al. 2024, arXiv 2407.01082) narrow the choice, ``penalty`` changes it,
     and of the first ``least`` tokens none is of ``stops``. Log-probs are always of the whole distribution at
     ``temperature``, without any of these, which is what the update recomputes. ``forbidden`` tokens are not in it.
+    ``frame``: makes logits ``[B, V]`` of those ``[B, V]``, or ``[2B, V]``, of the model at a place of the response.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Draw:
         penalty: Penalty | None = None,
         least: int = 0,
         stops: Sequence[int] = (),
+        frame: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
+        self.frame = frame
         self.min_p, self.penalty, self.least, self.stops = min_p, penalty, least, list(stops)
         self.u, self.temperature, self.top_p, self.top_k = u, temperature, top_p, top_k
         self.forbidden = list(forbidden)
@@ -83,9 +86,12 @@ class Draw:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[B, V]`` whose maximum is the token chosen; ``scores`` itself is written to."""
-        position = len(self.log_probs)
-        token, log_probs = self.pick(input_ids, scores, self.u[:, position], early=position < self.least)
+        position, said = len(self.log_probs), scores
+        if self.frame is not None:
+            said = self.frame(scores, position)
+        token, log_probs = self.pick(input_ids, said, self.u[:, position], early=position < self.least)
         self.log_probs.append(log_probs)
+        token = token.repeat(len(scores) // len(token))
         return scores.scatter_(-1, token.unsqueeze(-1), torch.inf)  # generate gives a copy of its own
 
     def pick(self, input_ids: Tensor, scores: Tensor, u: Tensor, *, early: bool) -> tuple[Tensor, Tensor]:
@@ -112,7 +118,7 @@ def draw_of(
 ) -> Draw:
     """What chooses tokens as a recipe says, for the model of ``conditioner``; ``prompts``: the mask of ``Penalty``;
     ``first``: tokens that the responses have already."""
-    penalty = settings.repetition_penalty
+    penalty, frame = settings.repetition_penalty, conditioner.frame
     return Draw(
         u,
         temperature,
@@ -123,6 +129,7 @@ def draw_of(
         penalty=None if penalty == 1 else Penalty(penalty, prompts),
         least=max(0, settings.min_new_tokens - first),
         stops=conditioner.stop_tokens,
+        frame=None if frame is None else lambda said, n: frame.logits(said.unsqueeze(1), first + n)[:, 0],
     )
 
 

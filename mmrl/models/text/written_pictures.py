@@ -1,0 +1,103 @@
+"""Pictures that a language model writes token by token: where which token may stand, guidance, and their pixels.
+
+A picture is a frame of tokens: its rows, each behind ``width`` codes of the VQ model with a token that ends a row, and
+the tokens that end the picture. Emu3's authors let ``generate`` draw among the codes where a code stands, and force the
+others (``Emu3PrefixConstrainedLogitsHelper``); so does this. Forced tokens are no actions: no loss counts them.
+
+Classifier-free guidance takes two forwards, of the prompt and of the negative prompt, with the same picture behind
+them; its logits are ``negative + scale * (prompt - negative)``, as Emu3's authors have them. Tokens are drawn from that
+distribution over the codes, and log-probs are of it, in sampling and in training: the importance ratio is that of what
+was drawn, as for the denoisers here, and in Janus-Pro-R1's code (arXiv 2506.01480). T2I-R1 (arXiv 2505.00703) and GCPO
+(arXiv 2509.22485), whose trainer is T2I-R1's, draw from the guided distribution as well, but take the log-probs of the
+prompt's forward alone, which is not what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mmrl.core.trajectory import TextRows
+from mmrl.core.transfer import to_device
+
+
+class Decoder(Protocol):
+    """The part of transformers' ``Emu3ForConditionalGeneration`` that makes pixels."""
+
+    def decode_image_tokens(self, *, image_tokens: Tensor, height: int, width: int) -> Tensor: ...
+
+
+@dataclass
+class Frame:
+    """Final class: ``height`` rows of ``width`` codes of a picture. ``codes``: the tokens that stand for codes;
+    ``end_of_row``: the token behind each row; ``ends``: the tokens behind the last. ``scale``: of guidance, 1 without.
+    ``mean``, ``std``: of the pixels that the VQ model reads and makes, by channel, as its processor has them."""
+
+    height: int
+    width: int
+    codes: Sequence[int]
+    end_of_row: int
+    ends: Sequence[int]
+    scale: float = 1.0
+    mean: Sequence[float] = (0.5, 0.5, 0.5)
+    std: Sequence[float] = (0.5, 0.5, 0.5)
+    _made: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a picture is."""
+        return self.height * (self.width + 1) + len(self.ends)
+
+    @property
+    def guided(self) -> bool:
+        """Whether there are two forwards."""
+        return self.scale != 1
+
+    @property
+    def free(self) -> Tensor:
+        """``[T]`` bool: where a code stands; elsewhere there is one token to choose from."""
+        row = torch.arange(self.tokens) % (self.width + 1) < self.width
+        return row & (torch.arange(self.tokens) < self.height * (self.width + 1))
+
+    def logits(self, said: Tensor, first: int = 0) -> Tensor:
+        """Logits ``[B, T, V]`` of the places from ``first`` on, of what may stand there; ``said``: those of the model,
+        ``[2B, T, V]`` under guidance, the negative prompts' behind the others."""
+        if self.guided:
+            asked, negative = said.float().chunk(2)
+            said = negative + self.scale * (asked - negative)
+        places = slice(first, first + said.shape[1])
+        free, only, code = self._places(said.shape[-1], said.device)
+        kept = said.masked_fill(~(code & free[places].unsqueeze(1)), -torch.inf)
+        index = only[places].view(1, -1, 1).expand(len(said), -1, 1)
+        forced = torch.where(free[places].unsqueeze(1), kept.gather(-1, index), 0.0)
+        return kept.scatter(-1, index, forced)
+
+    def _places(self, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """``free`` ``[T]``; a token that may stand at each place, the only one where none is free, ``[T]``; and which
+        tokens are codes, ``[V]`` bool."""
+        key = vocabulary, device
+        if key not in self._made:
+            free = self.free
+            only = torch.where(free, self.codes[0], self.end_of_row)
+            only[len(only) - len(self.ends) :] = torch.tensor(self.ends)
+            code = torch.zeros(vocabulary, dtype=torch.bool)
+            code[torch.tensor(self.codes)] = True
+            self._made[key] = to_device(free, device), to_device(only, device), to_device(code, device)
+        return self._made[key]
+
+    def actions(self, rows: TextRows) -> TextRows:
+        """``rows`` of pictures, or of their first tokens, whose ``action_mask`` leaves out what is forced."""
+        spans, free = zip(rows.prompts, rows.responses, strict=True), self.free
+        mask = torch.cat([part for n, m in spans for part in (free.new_zeros(n), free[:m])])
+        return replace(rows, action_mask=to_device(mask, rows.tokens.device))
+
+    @torch.no_grad()
+    def pixels(self, model: Decoder, tokens: Tensor) -> Tensor:
+        """Pictures ``[B, 3, H, W]`` float32 in [0, 1] of whole frames ``[B, T]``."""
+        made = model.decode_image_tokens(image_tokens=tokens, height=self.height, width=self.width).float()
+        mean, std = (to_device(torch.tensor(of).view(-1, 1, 1), made.device) for of in (self.mean, self.std))
+        return (made * std + mean).clamp(0, 1)
