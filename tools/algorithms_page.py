@@ -28,6 +28,9 @@ HEAD = """# Algorithms
 sampled, or a reward. The tables have each one's own settings; those that several share, such as `kl_coef`, are in the
 [reference](reference/recipe.md#algorithm), where each one's section also says how it departs from its paper.
 
+The divergence from a teacher (GKD, Flow-OPD) may be added to every policy gradient:
+[teachers](reference/teachers.md).
+
 Settings rather than algorithms:
 
 | known as | settings |

@@ -56,7 +56,8 @@ class DenoisingObjective(EqualEntries, ABC):
         ``loss``."""
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``new``: log_probs ``[B, T]``, and reference_distance and old_distance ``[B, T]`` if ``needs`` has them.
+        """``new``: log_probs ``[B, T]``, and reference_distance and old_distance ``[B, T]`` if ``needs`` has them;
+        teacher_kl and teacher_loss ``[B, T]`` where the recipe has teachers.
 
         ``old``: log_probs ``[B, T]``, advantages ``[B]`` or ``[B, T]``, weights ``[B]`` (0 leaves a sample out), std,
         kl_std, dt and c_v ``[T]``, every_std and every_c_v ``[S]`` of all steps that may be trained, optionally
@@ -79,6 +80,9 @@ class DenoisingObjective(EqualEntries, ABC):
             kl = new["reference_distance"] / (2 * old["kl_std"].square())
             loss = loss + self.kl_coef * kl
             sums["policy/kl"] = kl
+        if "teacher_kl" in new:
+            loss = loss + new["teacher_loss"]
+            sums |= {"teacher/kl": new["teacher_kl"], "teacher/loss": new["teacher_loss"]}
         return Loss(
             value=(loss * weights).sum() / total,
             sums={name: (value.detach() * weights).sum() for name, value in sums.items()},

@@ -143,6 +143,9 @@ class TokenObjective(ABC):
             out["policy/kl"] = (self.kl_coef, kl)
         if "entropy" in new:
             out["policy/entropy"] = (-self.entropy_coef, torch.where(inside, new["entropy"], 0.0))
+        if "teacher_kl" in new:
+            out["teacher/kl"] = (0.0, torch.where(inside, new["teacher_kl"], 0.0))
+            out["teacher/loss"] = (1.0, torch.where(inside, new["teacher_loss"], 0.0))
         return out
 
 

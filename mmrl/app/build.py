@@ -39,6 +39,7 @@ from mmrl.models.policy import Policy, snapshot_name
 from mmrl.models.protocol import Pipeline, of_text
 from mmrl.models.sequence_parallel import InSequence
 from mmrl.models.sharded import Sharded
+from mmrl.models.teachers import copies_of_adapters
 from mmrl.models.weights import Replicated, Weights
 from mmrl.placement.single_device import SingleDevice
 from mmrl.rewards.patience import Patience
@@ -98,6 +99,8 @@ def build(
     continues = recipe.model.continues_adapter
     policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance, continues=continues)
     keep_copies(policy, objective, recipe.placement.staleness or 0)
+    for copy, of_teacher in copies_of_adapters(recipe, pipeline.policy).items():
+        policy.hold(copy, of_teacher)
     strategy, parts = strategy_of(recipe)
     if isinstance(prompts, Chosen):
         parts = {"sampler": Curriculum(prompts), **parts}

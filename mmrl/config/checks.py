@@ -15,6 +15,7 @@ from mmrl.config.placement_checks import of_placement
 from mmrl.config.sampling import TextSampling
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
+from mmrl.config.teacher import of_teachers, teaches_alone
 from mmrl.config.written_picture_checks import of_written_pictures
 from mmrl.core.episode import REWARD
 from mmrl.core.plugins.python_objects import in_this_process
@@ -139,7 +140,7 @@ def _groups(recipe: Recipe) -> Iterator[str]:
             f"train.group_size: {recipe.train.prompts_per_step:,} prompts with {recipe.train.group_size:,} samples "
             f"each are {samples:,} samples a step, and at most {MOST_SAMPLES:,} can be; lower one of the two"
         )
-    if recipe.algorithm.compares_group and recipe.train.group_size < 2:
+    if recipe.algorithm.compares_group and recipe.train.group_size < 2 and not teaches_alone(recipe):
         yield (
             "train.group_size: a group of 1 has no advantage (its reward minus its own mean is 0); "
             "set train.group_size to 2 or more"
@@ -446,7 +447,7 @@ def _labels(recipe: Recipe) -> Iterator[str]:
 
 
 def _weights(recipe: Recipe) -> Iterator[str]:
-    if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
+    if recipe.rewards and not recipe.teacher and not any(reward.weight for reward in recipe.rewards):
         yield (
             "rewards: all weights are 0, so nothing would be learned; give one of them a weight (rewards[0].weight), "
             "and move rewards that are only measured to eval.rewards"
@@ -455,6 +456,6 @@ def _weights(recipe: Recipe) -> Iterator[str]:
 
 _RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     *(_device, _sampler, _groups, _batches, _performance, _quantized, _pairs, _unused, _normalize, _scores),
-    *(of_midway, of_environment, _of_drawing, of_placement, of_moving, _labels, _weights, of_evaluation),
+    *(of_midway, of_environment, _of_drawing, of_placement, of_moving, of_teachers, _labels, _weights, of_evaluation),
 )
 """What is checked of several sections together, whatever is sampled."""

@@ -18,6 +18,7 @@ from mmrl.config.drop_ins import declared_paths, missing_class, missing_drop_in,
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean, format_key
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
+from mmrl.config.teacher import MOST_TEACHERS
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.packages import places
@@ -27,7 +28,7 @@ from mmrl.core.stored import read_object
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_MODEL_FILES = ("model_index.json", "config.json")
+_MODEL_FILES = ("model_index.json", "config.json", "adapter_config.json")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -126,6 +127,8 @@ def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
     """What a recipe may name: the kind, the path of the section, and the key there."""
     yield "model", ("model",), "path"
     yield "file", ("model", "lora"), "path"
+    for teacher in (("teacher",), *_items(values, ("teacher",), MOST_TEACHERS)):
+        yield "model", teacher, "model"
     yield "file", (), "architecture"
     yield "class", ("rollout",), "engine"
     yield "class", ("data",), "sampler"

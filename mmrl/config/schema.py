@@ -45,6 +45,7 @@ from mmrl.config.section import (
     Options,
     Section,
 )
+from mmrl.config.teacher import MOST_TEACHERS, Teacher, as_list
 
 __all__ = [
     "Lora",
@@ -365,7 +366,7 @@ class Recipe(Section):
     ]
     rollout: Rollout = Rollout()
     rewards: Annotated[list[Reward], Field(min_length=1, max_length=MOST_REWARDS), WrapValidator(_none_asked)]
-    """At least one; none for algorithms that train on pairs (dpo, reward_model)."""
+    """At least one; none for algorithms that train on pairs (dpo, reward_model), and with a ``teacher`` alone."""
     scoring: Scoring = Scoring()
     midway: Midway | None = None
     """Rewards of predicted results, or of partial responses, decide during sampling which samples are finished."""
@@ -373,6 +374,10 @@ class Recipe(Section):
     """What the policy acts in over several turns: tools, or a world. None: a response is one turn."""
     algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(as_settings)]
     """``type`` names the algorithm, a file of mmrl/algorithms or path/to/file.py:Class; other keys are its settings."""
+    teacher: Annotated[list[Teacher], Field(max_length=MOST_TEACHERS), BeforeValidator(as_list)] = Field(
+        default_factory=list
+    )
+    """One, or a list of them: their divergence from the student, on what it samples, is added to the loss."""
     warm_start: WarmStart | None = None
     """A run that comes first, such as SFT on given pictures; this one begins with its weights."""
     train: Train
@@ -473,7 +478,7 @@ class Recipe(Section):
         if (
             isinstance(values, Mapping)
             and values.get("rewards") in (None, [])
-            and samples_nothing(values.get("algorithm"))
+            and (values.get("teacher") or samples_nothing(values.get("algorithm")))
         ):
             return {**values, "rewards": _NO_REWARDS}
         return values

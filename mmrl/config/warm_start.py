@@ -27,8 +27,7 @@ def first_stage(loaded: LoadedRecipe, section: WarmStart) -> LoadedRecipe:
         over["environment"] = None  # given answers are not acted on, and nothing sleeps
         if loaded.recipe.devices_per_controller == 1:
             over["placement"] = {"sleep": False}
-    if loaded.recipe.midway is not None:
-        over["midway"] = None
+    over |= {key: None for key in ("midway", "teacher") if getattr(loaded.recipe, key)}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("recipe.yaml", "warm_start.yaml")]
         for file, layer in zip(files, (values, over), strict=True):

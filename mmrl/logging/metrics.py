@@ -104,6 +104,8 @@ METRICS: dict[str, str] = {
     "balance/moved": "train.balance moving: prompts that another controller began than the one they were assigned to.",
     "balance/residual": "Absolute errors of the predicted seconds over the measured seconds, all controllers.",
     "mismatch/normalizer": "rollout.importance_normalize: mean importance weight that all are divided by.",
+    "teacher/kl": "Divergence from the teachers on what the student sampled, mean per action (teacher.divergence).",
+    "teacher/loss": "The same times each teacher's weight: what is added to the loss, mean per action.",
     "policy/kl_k2": "reinforce_pp, variant baseline: half the squared log-ratio to the reference, mean.",
     "advantage/overlong_fraction": "dapo: fraction of responses punished for their length.",
     "advantage/kl": "KL divergence from the reference, subtracted from the reward, nats (reinforce_pp, ppo, rloo).",

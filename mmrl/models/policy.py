@@ -104,6 +104,10 @@ class Policy:
         kept = to_host if name in self._away else torch.clone
         self.copies[name] = {k: kept(p.detach()) for k, p in self.trainable.items()}
 
+    def hold(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Begin a copy ``name`` with ``weights``, of the names of the trained ones."""
+        self.copies[name] = {k: weights[k].to(p.device, p.dtype) for k, p in self.trainable.items()}
+
     @contextmanager
     def using(self, name: str) -> Generator[None]:
         """Compute under the copy ``name``; ``"current"`` is the weights themselves. Raises ``KeyError``."""

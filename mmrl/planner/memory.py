@@ -32,6 +32,7 @@ from mmrl.models.description import Description
 from mmrl.models.optimizers import bytes_in_8_bits
 from mmrl.models.policy import Policy
 from mmrl.models.protocol import Pipeline, of_pictures, recorded_steps
+from mmrl.models.teachers import copy_name
 from mmrl.planner.counts import Counts, with_steps
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
 from mmrl.planner.operations import Operations, Work, mean_of
@@ -181,7 +182,7 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
         how = how.model_copy(update={"optimizer": "adamw_fused"})
     continues = recipe.model.continues_adapter
     policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how, continues=continues)
-    for name in kept_copies(objective):
+    for name in kept_copies(recipe, objective):
         policy.keep(name)
     others = [c.module for c in description.components if c.role == "critic"]
     trained = [policy, *(Policy(module, recipe.optim, total, performance=how) for module in others)]
@@ -243,11 +244,12 @@ def _shorter(rows: TextRows, less: int) -> TextRows:
     return TextRows.answers(rows.slots, rows.ids, prompts, behind[0], rows.truncated, behind[1])
 
 
-def kept_copies(objective: Objective) -> list[str]:
-    """The copies of the trained weights that the objective keeps; with LoRA ``reference`` is the base model, not a
-    copy."""
+def kept_copies(recipe: Recipe, objective: Objective) -> list[str]:
+    """The copies of the trained weights that the objective keeps, and those that teachers are; with LoRA ``reference``
+    is the base model, not a copy."""
     asks = any("reference" in name for name in objective.needs | prepared_by(objective))
-    return [*sorted(copies_of(objective)), *(["reference"] if asks else [])]
+    taught = [copy_name(n) for n, teacher in enumerate(recipe.teacher) if teacher.is_adapter]
+    return [*sorted(copies_of(objective)), *(["reference"] if asks else []), *taught]
 
 
 def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:

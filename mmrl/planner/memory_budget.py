@@ -110,7 +110,7 @@ def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
     """Copies of the trained weights that the run keeps; LoRA's reference is the base model with the adapter off, unless
     training started from a saved adapter."""
     base = recipe.model.lora is not None and not recipe.model.continues_adapter
-    kept = [name for name in kept_copies(objective) if name != "reference" or not base]
+    kept = [name for name in kept_copies(recipe, objective) if name != "reference" or not base]
     kept += [snapshot_name(name, n + 1) for name in kept_by(objective) for n in range(recipe.placement.staleness or 0)]
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 

@@ -48,6 +48,7 @@ from mmrl.models.description import Description
 from mmrl.models.megatron import mapping
 from mmrl.models.protocol import Pipeline, recorded_steps
 from mmrl.models.row_tables import recordable
+from mmrl.models.teachers import copies_of_adapters
 from mmrl.planner import buckets, calibration_file
 from mmrl.planner.calibration_file import key_of
 from mmrl.planner.choices import chosen
@@ -129,6 +130,7 @@ def _planned(
         architecture = Path(recipe.architecture) if recipe.architecture else None
         check_files(recipe.model.path)
         description = module.describe(recipe, recipe.model.path, architecture)
+        copies_of_adapters(recipe, description.pipeline.policy)
     except UserError as error:
         made.problems += [str(error)] if str(error) not in made.problems else []
         return made

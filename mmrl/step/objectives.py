@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from mmrl.algorithms.denoising import DenoisingObjective
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.objective import PROTOCOLS, Objective, lacking
+from mmrl.algorithms.policy_gradient import TokenObjective
 from mmrl.config.algorithm_settings import with_length_limit
 from mmrl.config.algorithms import AlgorithmError, find_algorithm, one_line
 from mmrl.config.schema import Recipe
@@ -29,6 +31,13 @@ def load_objective(recipe: Recipe) -> Objective:
             f"{settings.type} is of kind {objective.kind} and lacks {', '.join(missing)}; write what the protocol "
             f"{PROTOCOLS[objective.kind].__name__} of mmrl.algorithms.objective requires"
         )
+    if recipe.teacher:
+        if not isinstance(objective, TokenObjective | DenoisingObjective):
+            raise UserError(
+                f"algorithm.type: {settings.type} has a loss that no divergence from a teacher can be added to; derive "
+                "its class from TokenObjective or DenoisingObjective, or remove teacher"
+            )
+        objective.needs = objective.needs | {"teacher_kl"}
     if recipe.train.updates_per_step == 1 and isinstance(objective, ForwardObjective):
         objective.in_one_update()
     return objective

@@ -29,6 +29,7 @@ from mmrl.core.trajectory import ONLY_SAMPLED, DenoisingRows, Prompt, Rows, Samp
 from mmrl.core.transfer import picked, to_device
 from mmrl.logging.card import Usage, What
 from mmrl.models.protocol import Weights
+from mmrl.models.teachers import lessons
 from mmrl.models.text.control_tokens import ControlTokens
 from mmrl.models.text.spelled import SHOWN, SpelledTokens
 
@@ -228,28 +229,53 @@ class FlowPipeline(Denoiser):
         assert rows.states is not None
         assert rows.actions is not None
         steps = [int(rows.actions[a]) for a in actions]
-        schedule = self._schedule(rows)
-        c = self.coefficients(schedule, rows.actions.tolist())
-        features = self.batch_features(rows.slots * len(steps))
-        states = [rows.states[:, a] for a in actions]
-        x, timestep = torch.cat(states), torch.cat([self.timestep(schedule, s, len(rows)) for s in steps])
-
-        def means() -> list[Tensor]:
-            velocities = self.velocity(x, timestep, features).chunk(len(steps))
-            return [sde.step_mean(state, v, c, s) for state, v, s in zip(states, velocities, steps, strict=True)]
-
-        mine, following = means(), [rows.states[:, a + 1] for a in actions]
+        c = self.coefficients(self._schedule(rows), rows.actions.tolist())
+        mine, following = self._means(rows, actions, c), [rows.states[:, a + 1] for a in actions]
         made = list(zip(following, mine, steps, strict=True))
         out = {"log_probs": torch.stack([sde.log_prob(after, mean, c, s) for after, mean, s in made], 1)}
         if "reference_distance" in needs:
             with torch.no_grad(), weights("reference"):
-                reference = means()
+                reference = self._means(rows, actions, c)
             out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
+        if "teacher_kl" in needs:
+            out |= self._taught(rows, actions, c, mine, weights)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
             shape = self.sizes.shape(rows.slots)
             given = [self.noise(rows.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
+        return out
+
+    def _means(self, rows: DenoisingRows, actions: Sequence[int], c: sde.Coefficients) -> list[Tensor]:
+        """The mean ``[B, ...]`` that each of the ``actions`` moves to, in one forward of all."""
+        assert rows.states is not None
+        assert rows.actions is not None
+        steps, states = [int(rows.actions[a]) for a in actions], [rows.states[:, a] for a in actions]
+        schedule, features = self._schedule(rows), self.batch_features(rows.slots * len(steps))
+        timestep = torch.cat([self.timestep(schedule, s, len(rows)) for s in steps])
+        velocities = self.velocity(torch.cat(states), timestep, features).chunk(len(steps))
+        return [sde.step_mean(state, v, c, s) for state, v, s in zip(states, velocities, steps, strict=True)]
+
+    def _taught(
+        self, rows: DenoisingRows, actions: Sequence[int], c: sde.Coefficients, mine: list[Tensor], weights: Weights
+    ) -> dict[str, Tensor]:
+        """``teacher_kl``, the divergence of each step from all teachers of a row, and ``teacher_loss``, their sum by
+        their weights, ``[B, K]``. The KL of a step is ``|mu - mu_teacher|^2 / (2 e^2)`` with the ``e`` of
+        ``mmrl.algorithms.denoising``, mean over dimensions (Flow-OPD, arXiv 2605.08063; DiffusionOPD), and with a
+        gradient of its own: Flow-OPD's code takes it as a reward."""
+        assert rows.actions is not None
+        steps = rows.actions[list(actions)]
+        none = torch.zeros(len(rows), len(steps), device=self.device)
+        out = {"teacher_kl": none, "teacher_loss": none}
+        for teacher, copy, index in lessons(self.recipe, rows.slots):
+            with torch.no_grad(), weights(copy):
+                theirs = self._means(rows.rows(index), actions, c)
+            at = to_device(torch.tensor(index), self.device)
+            distance = torch.stack([sde.squared_distance(m[at], t) for m, t in zip(mine, theirs, strict=True)], 1)
+            scale = 2 * c.kl_std[steps].square() if teacher.divergence == "reverse" else c.c_v[steps].square()
+            value = distance / to_device(scale, self.device)
+            for name, times in (("teacher_kl", 1.0), ("teacher_loss", teacher.weight)):
+                out[name] = out[name].index_add(0, at, times * value)
         return out
 
     def compare(self, rows: Rows, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:

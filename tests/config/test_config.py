@@ -70,7 +70,7 @@ QUOTES = "YAML reads {{ as a mapping; put quotes into those of the shell, as in 
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, process, options"
 TYPES = ", ".join(algorithm_names())
 TOP = (
-    "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, midway, environment, algorithm, "
+    "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, midway, environment, algorithm, teacher, "
     "warm_start, train, optim, performance, eval, checkpoint, features, controllers, devices_per_controller, "
     "placement, ray, env, runtime, device, threads, profile, log, architecture"
 )

@@ -42,6 +42,10 @@ CARRIED: dict[str, str] = {
 """The message, by file and beginning, and the test that causes it, after which its edits are carried out."""
 
 BY_HAND: dict[str, str] = {
+    "mmrl/step/objectives.py: algorithm.type: … has a loss that no divergence from a teacher can be ": "tests/training/test_teacher.py::test_what_cannot_teach_is_refused_by_the_plan_with_an_edit_that_works[a loss of its own]",
+    "mmrl/families/text/assembly.py: teacher[…].model: … has another vocabulary than model.path: … tokens d": "tests/training/test_teacher.py::test_what_cannot_teach_is_refused_by_the_plan_with_an_edit_that_works[another vocabulary]",
+    "mmrl/families/text/assembly.py: teacher[…].model: it is a … and the student a …, which read pictures i": "tests/training/test_teacher.py::test_a_teacher_of_another_family_reads_pictures_in_another_way",
+    "mmrl/models/teachers.py: its rank is … and the student's …; set model.lora.rank to …": "tests/training/test_teacher.py::test_what_cannot_teach_is_refused_by_the_plan_with_an_edit_that_works[a larger rank]",
     "pipelines/diffusion/predictor.py: algorithm.reference_guidance: this … makes one prediction and combines": "tests/algorithms/test_crd.py::test_a_model_of_one_prediction_guides_no_reference",
     "mmrl/models/sequence_parallel.py: set sampling.max_sequence_length to …, or ": "tests/models/test_sequence_parallel.py::test_a_number_of_tokens_that_ranks_do_not_divide_is_refused_with_the_edit",
     "pipelines/diffusion/pictures.py: data: …; or raise data.max_bad_fraction to leave them out": "tests/families/test_qwen_image_edit.py::test_a_prompt_without_its_picture_or_with_two_is_refused_in_the_plan",

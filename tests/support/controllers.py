@@ -19,6 +19,7 @@ CLEAN = [
     "rewards=[{name: 'jpeg:compressibility'}]",
 ]
 RESAMPLED = [*EQUAL_SHAPES, "algorithm={type: dapo}"]  # at a low temperature many groups are flat
+TAUGHT = ["teacher={model: ../models/sums-critic}", "algorithm.kl_coef=0.01"]
 RECIPES = {
     "diffusion": ("shapes-lora", PICTURES),
     "stepwise": (
@@ -31,6 +32,7 @@ RECIPES = {
     ),
     **{name: ("shapes-lora", [*CLEAN, f"algorithm={{type: {name}, noise_levels: 2}}"]) for name in ("crd", "v_grpo")},
     "text": ("sums", [*EQUAL_SHAPES, "train.updates_per_step=2"]),
+    "taught": ("sums", [*EQUAL_SHAPES, *TAUGHT]),
     "critic": ("sums", [*EQUAL_SHAPES, "algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"]),
     "vision": ("scenes", EQUAL_SHAPES),
     "sft": (

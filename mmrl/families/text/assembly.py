@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import nn
 
-from mmrl.config.schema import Model, Recipe
+from mmrl.config.schema import Lora, Model, Recipe
 from mmrl.core import sharded_loading
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
+from mmrl.core.library_loading import refused
 from mmrl.families.text.engine_sampling import open_engine
 from mmrl.families.text.meta_model import describe, empty_model, empty_scorer
 from mmrl.families.text.pipeline import LanguagePipeline
@@ -42,12 +44,16 @@ def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, 
     """A pipeline whose model writes. Raises ``UserError`` where the model at ``path`` cannot."""
     if wrong := own_class.problems(recipe) + sampling_options.problems(recipe):  # before a model is loaded
         raise UserError("\n".join(wrong))
+    check_teachers(recipe, path)
     chat, model = parts(recipe, path, load_model)
     check_template(chat, recipe)
     check_strings(recipe.decoding.stop, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, device, sees=sees)
-    return LanguagePipeline(chat, sharded_loading.move(open_weights(model, recipe), device), recipe, device, engine)
+    policy = sharded_loading.move(open_weights(model, recipe), device)
+    pipeline = LanguagePipeline(chat, policy, recipe, device, engine)
+    pipeline.teachers = {of: one.to(device) for of, one in _teachers(parts, recipe, load_model).items()}
+    return pipeline
 
 
 def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path | None) -> Description:
@@ -55,12 +61,52 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
     tokenizer, or from the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build_writer``
     does."""
     with files_of(path, architecture) as files:
+        if not files.recorded:
+            check_teachers(recipe, path)
         chat, model = parts(recipe, files.path, empty_model)
         if not files.recorded:
             check_template(chat, recipe)
             check_strings(recipe.decoding.stop, chat)
     pipeline = LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu"))
+    pipeline.teachers = _teachers(parts, recipe, empty_model)
     return describe(pipeline, files)
+
+
+def _teachers(parts: Parts, recipe: Recipe, load: Load) -> dict[str, nn.Module]:
+    """The whole models that teach, by their paths, frozen and in the recipe's dtype."""
+    found: dict[str, nn.Module] = {}
+    for teacher in recipe.teacher:
+        if not teacher.is_adapter and teacher.model not in found:
+            how = recipe.model.model_copy(update={"lora": Lora(), "quantize": None})  # which loads in model.dtype
+            model = parts(recipe.model_copy(update={"model": how}), teacher.model, load)[1]
+            found[teacher.model] = model.requires_grad_(False).eval()
+    return found
+
+
+def check_teachers(recipe: Recipe, path: str) -> None:
+    """Raises ``UserError`` where a whole model that teaches has another vocabulary than the model at ``path``, or reads
+    pictures in another way. Loads tokenizers and configurations alone."""
+    whole = {teacher.model: n for n, teacher in reversed([*enumerate(recipe.teacher)]) if not teacher.is_adapter}
+    if not whole:
+        return
+    from transformers import AutoConfig, AutoTokenizer
+
+    with refused(lambda reason: f"model.path: {path}: {reason}"):
+        own, kind = AutoTokenizer.from_pretrained(path).get_vocab(), AutoConfig.from_pretrained(path).model_type
+    for model, n in whole.items():
+        with refused(lambda reason, n=n, model=model: f"teacher[{n}].model: {model} cannot be read: {reason}"):
+            other = AutoTokenizer.from_pretrained(model).get_vocab()
+            of = AutoConfig.from_pretrained(model).model_type
+        if differing := sorted(word for word in own.keys() | other.keys() if own.get(word) != other.get(word)):
+            raise UserError(
+                f"teacher[{n}].model: {model} has another vocabulary than model.path: {len(differing):,} tokens "
+                f"differ, such as {differing[0]!r}; name a model with the tokenizer of the student, or remove teacher"
+            )
+        if of != kind and recipe.pipeline.startswith("vlm/"):
+            raise UserError(
+                f"teacher[{n}].model: it is a {of} and the student a {kind}, which read pictures in other ways; name a "
+                f"{kind}, or remove teacher"
+            )
 
 
 def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:

@@ -116,6 +116,8 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         with torch.device("meta"):
             pipeline.critic = Critic(policy)
         components.append(Component("critic", type(pipeline.critic.body).__name__, pipeline.critic, phases))
+    for teacher in pipeline.teachers.values():
+        components.append(Component("teacher", type(teacher).__name__, teacher, phases))
     if not recipe.rollout.in_process:
         pipeline.engine = _FullLength()  # type: ignore[assignment]  # sampling asks it for nothing else
     beside = _beside(recipe, policy)

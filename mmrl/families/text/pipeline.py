@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
@@ -18,6 +19,7 @@ from PIL.Image import Image, new
 from torch import Tensor, nn
 
 from mmrl.algorithms.objective import Kind
+from mmrl.algorithms.policy_gradient import divergence as estimate
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.core import nan_check, sharded_loading
@@ -40,10 +42,12 @@ from mmrl.logging.card import Usage, What
 from mmrl.models.context_parallel import SplitRows
 from mmrl.models.policy import Policy
 from mmrl.models.protocol import Weights
+from mmrl.models.teachers import lessons
 from mmrl.models.text import generation, packing
 from mmrl.models.text.base_model import base_model
 from mmrl.models.text.chat import Conditioner
 from mmrl.models.text.critic import Critic
+from mmrl.models.text.divergence import Outputs, divergence
 from mmrl.models.text.features import PER_TOKEN, as_weights, features_of, joined, key_of, with_told
 from mmrl.models.text.given import GivenTexts, Pairs, Responses
 from mmrl.models.text.likelihood import Vocabulary, entropy, head_log_probs, token_log_probs
@@ -79,6 +83,8 @@ class LanguagePipeline:
         self._slots: Slots | None = None
         self._told_once = False
         self.critic: Critic | None = None
+        self.teachers: Mapping[str, nn.Module] = {}
+        """Whole models that teach, by their paths."""
         self.settings = recipe.decoding
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self._encoding = threading.Lock()
@@ -503,7 +509,9 @@ class LanguagePipeline:
         self, rows: TextRows, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         temperature, out = self.settings.temperature, {}
-        if needs != frozenset({"reference_log_probs"}):
+        if "teacher_kl" in needs:
+            out |= self._taught(rows, temperature, weights, with_entropy="entropy" in needs)
+        elif needs != frozenset({"reference_log_probs"}):
             out |= self._of_tokens(rows, temperature, with_entropy="entropy" in needs)
         if "values" in needs:
             out["values"] = self._values(rows)
@@ -580,6 +588,70 @@ class LanguagePipeline:
         if with_entropy:
             out["entropy"] = made.padded(entropy(logits, temperature)[0])
         return out
+
+    def _taught(self, rows: TextRows, temperature: float, weights: Weights, *, with_entropy: bool) -> dict[str, Tensor]:
+        """``_of_tokens``, and by the same forward ``teacher_kl``, the divergence from all teachers of a row, and
+        ``teacher_loss``, their sum by their weights, ``[R, T]``."""
+        if rows.sequences is not rows:
+            found = self._taught(rows.sequences, temperature, weights, with_entropy=with_entropy)
+            return {name: rows.rejoined(values) for name, values in found.items()}
+        own = self._outputs(self.policy, rows, whole=with_entropy)
+        tokens = self._drawn_tokens(rows).flatten()[packing.behind(rows)]
+        out = {"log_probs": self._of_outputs(own, tokens, temperature)}
+        out |= {"entropy": entropy(own.states, temperature)} if with_entropy else {}
+        out |= {"teacher_kl": torch.zeros_like(out["log_probs"]), "teacher_loss": torch.zeros_like(out["log_probs"])}
+        for teacher, copy, index in lessons(self.recipe, rows.slots):
+            some, mine = rows, own
+            taught = torch.tensor([n in index for n in range(len(rows))])
+            at = to_device(taught.repeat_interleave(torch.tensor(rows.responses)).nonzero()[:, 0], self.device)
+            if len(index) < len(rows):
+                some, mine = rows.rows(index), Outputs(own.states[at], own.layer)
+            with torch.no_grad():
+                if teacher.is_adapter:
+                    with weights(copy):
+                        theirs = self._outputs(self.policy, some, whole=with_entropy)
+                else:
+                    theirs = self._outputs(self.teachers[teacher.model], some)
+            if teacher.divergence == "sampled":
+                there = self._of_outputs(theirs, tokens[at], temperature)
+                value = estimate(out["log_probs"][at], there, torch.ones_like(there, dtype=torch.bool), "k1+")
+            else:
+                assert teacher.divergence != "velocity"
+                with self._autocast():
+                    value = divergence(mine, theirs, teacher.divergence, temperature, self._barred)
+            for name, times in (("teacher_kl", 1.0), ("teacher_loss", teacher.weight)):
+                out[name] = out[name].index_add(0, at, times * value)
+        return {name: packing.padded(rows, values) for name, values in out.items()}
+
+    def _outputs(self, model: nn.Module, rows: TextRows, *, whole: bool = False) -> Outputs:
+        """What ``model`` says before each token behind the prompts, row by row; ``whole``: its logits."""
+        layer = None if whole else packing.plain_head(model)
+        with self._autocast(), nullcontext() if layer is None else packing.headless(model):
+            if self.packing is not None and model is self.policy and any(rows.responses):
+                made = self.packing.of(rows, self.conditioner.pad_token)
+                with made.head(model):
+                    states = model(**made.inputs, use_cache=False).logits[0]
+            else:
+                inputs = self._read(rows)
+                end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
+                kept = torch.arange(end - rows.width, end, device=self.device)
+                found = model(**inputs, logits_to_keep=kept, use_cache=False).logits
+                states = found.flatten(0, 1)[packing.behind(rows)]
+        if layer is not None:
+            return Outputs(states, layer.weight)
+        return Outputs(without(states, self.conditioner.forbidden, None))
+
+    def _of_outputs(self, said: Outputs, tokens: Tensor, temperature: float) -> Tensor:
+        """Log-probs ``[K]`` of ``tokens`` ``[K]``."""
+        with self._autocast():
+            if said.layer is not None:
+                return head_log_probs(said.states, said.layer, tokens, temperature, self._barred)
+        return token_log_probs(said.states.unsqueeze(0), tokens.unsqueeze(0), temperature)[0]
+
+    @property
+    def _barred(self) -> Tensor:
+        """``[N]`` int64: tokens that no policy draws, on the device."""
+        return to_device(torch.tensor(self.conditioner.forbidden, dtype=torch.long), self.device)
 
     def _drawn_tokens(self, rows: TextRows) -> Tensor:
         """``[R, T]``: the tokens, and padding in place of those that no policy draws: pictures that it was told. Their

@@ -87,18 +87,21 @@ class _Picked(torch.autograd.Function):
         return out, None, None
 
 
-def head_log_probs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def head_log_probs(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, barred: Tensor | None = None
+) -> Tensor:
     """Log-probs ``[K]`` float32 of ``tokens`` ``[K]`` under the logits of ``hidden`` ``[K, H]`` by the output layer
-    ``weight`` ``[V, H]``, of which there is never more than a ``CHUNK``.
+    ``weight`` ``[V, H]``, of which there is never more than a ``CHUNK``. ``barred`` ``[N]``: tokens that nobody draws.
 
     Products are in the dtype of autocast where that is on, else in the weight's. There is no second derivative.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    return _OfHead.apply(hidden, weight, tokens, temperature, dtype)  # type: ignore[no-any-return]
+    return _OfHead.apply(hidden, weight, tokens, temperature, dtype, barred)  # type: ignore[no-any-return]
 
 
 class _SavedHead(Saved, Protocol):
+    barred: Tensor | None
     temperature: float
     dtype: torch.dtype
     needs_input_grad: tuple[bool, ...]
@@ -114,12 +117,18 @@ class _OfHead(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: _SavedHead, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, dtype: torch.dtype
+        ctx: _SavedHead,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        dtype: torch.dtype,
+        barred: Tensor | None,
     ) -> Tensor:
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.temperature, ctx.dtype, ctx.barred = temperature, dtype, barred
         layer, found, slopes = weight.to(dtype), list[Tensor](), list[Tensor]()
         for states, index in _places(hidden, weight, tokens):
-            log_probs = _softmax(states.to(dtype) @ layer.T, temperature)
+            log_probs = _softmax(_without(states.to(dtype) @ layer.T, barred), temperature)
             found.append(log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1))
             if ctx.needs_input_grad[0]:
                 away = log_probs.exp_().to(dtype) @ layer
@@ -129,16 +138,20 @@ class _OfHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedHead, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: _SavedHead, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:  # type: ignore[override]
         hidden, weight, tokens, *slopes = ctx.saved_tensors
         of_states = slopes[0] * grad.unsqueeze(-1).to(hidden.dtype) if slopes else None
         if not ctx.needs_input_grad[1]:
-            return of_states, None, None, None, None
+            return of_states, None, None, None, None, None
         layer, out = weight.to(ctx.dtype), torch.zeros_like(weight, dtype=torch.float32)
         for states, index, of in _places(hidden, weight, tokens, grad):
-            probs = _softmax(states.to(ctx.dtype) @ layer.T, ctx.temperature).exp_()
+            probs = _softmax(_without(states.to(ctx.dtype) @ layer.T, ctx.barred), ctx.temperature).exp_()
             out += (_slope(probs, index, of, ctx.temperature).to(ctx.dtype).T @ states.to(ctx.dtype)).float()
-        return of_states, out.to(weight.dtype), None, None, None
+        return of_states, out.to(weight.dtype), None, None, None, None
+
+
+def _without(logits: Tensor, barred: Tensor | None) -> Tensor:
+    return logits if barred is None or not len(barred) else logits.index_fill_(-1, barred, -torch.inf)
 
 
 def _places(hidden: Tensor, weight: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -8,7 +8,7 @@ each alone (``performance.attention: flash_attention_2``). verl calls it ``use_r
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -70,6 +70,32 @@ def plain_head(policy: nn.Module) -> nn.Linear | None:
     return None if isinstance(layer.weight, DTensor) else layer
 
 
+@contextmanager
+def headless(policy: nn.Module) -> Generator[None]:
+    """``policy`` returns, in place of logits, the hidden states that its output layer would get."""
+    layer = base_model(policy).get_output_embeddings()
+    assert layer is not None
+    layer.forward = _same
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def behind(rows: TextRows) -> Tensor:
+    """The places ``[K]`` of the tokens behind each prompt in a flattened ``padded``, on the device of ``rows``."""
+    found = [torch.arange(i * rows.width, i * rows.width + n) for i, n in enumerate(rows.responses)]
+    return to_device(torch.cat(found), rows.tokens.device)
+
+
+def padded(rows: TextRows, values: Tensor) -> Tensor:
+    """``[R, T]``: values ``[K]`` of the tokens behind each prompt in the layout of ``TextRows.padded``, with 0 behind
+    each row."""
+    step, n = torch.arange(rows.width), torch.tensor(rows.responses).unsqueeze(1)
+    place = torch.where(step < n, step + n.cumsum(0) - n, len(values))
+    return torch.cat([values, values.new_zeros(1)])[to_device(place, values.device)]
+
+
 @dataclass(frozen=True)
 class Packing:
     """``flat``: all rows of a micro-batch are one line; else several lines of one width (``lines``)."""
@@ -116,20 +142,15 @@ class Lines:
         layer = base_model(policy).get_output_embeddings()
         assert layer is not None
         chosen = layer.register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[self.before].unsqueeze(0),))
-        if apart:
-            layer.forward = _same
         try:
-            yield
+            with headless(policy) if apart else nullcontext():
+                yield
         finally:
             chosen.remove()
-            if apart:
-                del layer.forward
 
     def padded(self, values: Tensor) -> Tensor:
-        """``[R, T]``: values ``[K]`` in the layout of ``TextRows.padded``, with 0 behind each row."""
-        step, n = torch.arange(self.rows.width), torch.tensor(self.rows.responses).unsqueeze(1)
-        place = torch.where(step < n, step + n.cumsum(0) - n, len(values))
-        return torch.cat([values, values.new_zeros(1)])[to_device(place, values.device)]
+        """``padded`` of its rows."""
+        return padded(self.rows, values)
 
 
 def _same(states: Tensor) -> Tensor:
