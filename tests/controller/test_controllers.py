@@ -94,7 +94,9 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("stepwise", "crd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto", "pictures", "normalized", "taught", *LONG])
+@pytest.mark.parametrize(
+    "name", ["diffusion", "text", "resampled", "sft", "kto", "pictures", "normalized", "taught", *LONG]
+)
 def test_two_controllers_do_what_one_does(name, tmp_path):
     check(name, [2], tmp_path)
 

@@ -1,0 +1,50 @@
+"""The prompts and rewards of ``proof_teacher.py``: three sorts of sums, told apart by their first number, and for each
+a reward of its own, known by the prompt's ``data_source``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import mmrl
+from mmrl.core.trajectory import Prompt, Sample
+
+FIRST = {"brief": range(10, 40), "right": range(40, 70), "stepwise": range(70, 100)}
+"""The numbers that chains of a sort begin with."""
+
+
+def prompts(split: str = "train", *, kind: str, count: int = 2000) -> list[Prompt]:
+    """Chains of three operations of one sort, at most ``count``."""
+    every = mmrl.load("datasets", "sums").prompts(split, count=5 * count)
+    chosen = [p for p in every if int(re.findall(r"\d+", p.text)[0]) in FIRST[kind]]
+    return chosen[:count]
+
+
+def right(prompt: Prompt, text: str) -> bool:
+    """The answer is right."""
+    found = re.search(r"answer: *(-?\d+)", text)
+    return found is not None and found[1] == prompt.meta["answer"]
+
+
+def brief(prompt: Prompt, text: str) -> bool:
+    """The answer is right, behind at most two steps for the three operations."""
+    return right(prompt, text) and len(_parts(text)) <= 3
+
+
+def stepwise(prompt: Prompt, text: str) -> bool:
+    """Every step is right and does one operation."""
+    one_each = len(_parts(text)) == len(prompt.meta["steps"]) + 1
+    return one_each and not mmrl.load("datasets", "sums").wrong_steps(prompt, text)
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
+KINDS: dict[str, Callable[[Prompt, str], bool]] = {"brief": brief, "right": right, "stepwise": stepwise}
+
+
+@mmrl.reward(inputs=("text",))
+def own(samples: Sequence[Sample], *, context: object) -> list[float]:
+    """1 for what the source of the prompt asks for."""
+    return [float(KINDS[s.prompt.meta["data_source"]](s.prompt, s.text or "")) for s in samples]
