@@ -98,9 +98,7 @@ def build(
     weights = weights_of(pipeline.policy, recipe, controller, ranks)
     continues = recipe.model.continues_adapter
     policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance, continues=continues)
-    keep_copies(policy, objective, recipe.placement.staleness or 0)
-    for copy, of_teacher in copies_of_adapters(recipe, pipeline.policy).items():
-        policy.hold(copy, of_teacher)
+    keep_copies(policy, objective, recipe)
     strategy, parts = strategy_of(recipe)
     if isinstance(prompts, Chosen):
         parts = {"sampler": Curriculum(prompts), **parts}
@@ -173,12 +171,15 @@ def critic_of(
     return Policy(module, settings, total, weights, recipe.performance, "critic_")
 
 
-def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
-    """The copies of the trained weights that the objective asks for, each at every age that samples may have."""
+def keep_copies(policy: Policy, objective: Objective, recipe: Recipe) -> None:
+    """The copies of the trained weights that the objective asks for, each at every age that samples may have; and the
+    adapters that teach."""
     for copy in copies_of(objective):
         policy.keep(copy)
-        for n in range(1, staleness + 1):
+        for n in range(1, (recipe.placement.staleness or 0) + 1):
             policy.keep(snapshot_name(copy, n))
+    for copy, of_teacher in copies_of_adapters(recipe, policy.module).items():
+        policy.hold(copy, of_teacher)
     if any("reference" in name for name in objective.needs | prepared_by(objective)):
         policy.keep("reference")
 

@@ -15,7 +15,7 @@ from mmrl.config.placement_checks import of_placement
 from mmrl.config.sampling import TextSampling
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
-from mmrl.config.teacher import of_teachers, teaches_alone
+from mmrl.config.teacher_checks import of_teachers, teaches_alone
 from mmrl.config.written_picture_checks import of_written_pictures
 from mmrl.core.episode import REWARD
 from mmrl.core.plugins.python_objects import in_this_process
