@@ -28,7 +28,7 @@ def of_teachers(recipe: Recipe) -> Iterator[str]:
             f"algorithm.type to {instead}, or remove teacher"
         )
     if text and recipe.decoding.picture is not None:
-        yield "teacher: where a picture is written, few tokens may stand at a place, and none is taught there; remove it"
+        yield "teacher: models that write pictures as tokens are not taught; remove it, or remove sampling.picture"
     train = recipe.train
     if train.backend != "replicated" or train.width > 1:
         key = "train.backend" if train.backend != "replicated" else "train.context_parallel"
