@@ -171,9 +171,7 @@ def _model(name: str, modality: Modality | None, algorithm: str | None, data: Fi
 
 
 def _algorithm(model: FirstModel, ask: _Asker) -> str:
-    from mmrl.planner.new_recipe.model import ALGORITHMS
-
-    return ask.text("--algorithm", "Algorithm (docs/algorithms.md)", ALGORITHMS[model.modality])
+    return ask.text("--algorithm", "Algorithm (docs/algorithms.md)", model.usual_algorithm)
 
 
 def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path, str]]:

@@ -38,6 +38,7 @@ def models(tmp_path_factory):
         "text": tiny.language_model(folder / "words"),
         "pictures": tiny_diffusion.save("sd", folder / "pictures"),
         "clips": tiny_diffusion.save("wan", folder / "clips"),
+        "pictures as tokens": tiny.picture_writer(folder / "written"),
     }
     if SEES:
         made["vision-language"] = tiny.vision_model(folder / "sees", "qwen2_5_vl")
@@ -82,6 +83,7 @@ USES = {
     "vision-language": ("shown.jsonl", "vlm/chat", "grpo", "answer:exact"),
     "pictures": ("captions.txt", "diffusion/sd", "flow_grpo", "reward.py:score"),
     "clips": ("captions.txt", "diffusion/wan", "flow_grpo", "reward.py:score"),
+    "pictures as tokens": ("captions.txt", "llm/emu3", "grpo", "reward.py:score"),
 }
 
 
@@ -110,6 +112,8 @@ def test_a_recipe_of_each_modality_is_planned_without_problems(modality, models,
     assert recipe.model.lora is not None
     if modality == "pictures":
         assert (recipe.denoising.height, recipe.denoising.width) == (32, 32)  # 16 latents a side, twice that in pixels
+    if modality == "pictures as tokens":  # 9 rows of 9 and an end, and 3 more, of 128
+        assert (recipe.decoding.max_new_tokens, recipe.decoding.picture.width) == (93, 36)
     if modality in ("text", "vision-language"):
         assert recipe.decoding.max_new_tokens == 128
     assert Path("reward.py").exists() == (reward == "reward.py:score")

@@ -38,6 +38,7 @@ ALGORITHMS = {
 }
 """The algorithm where the user names none."""
 _CHAT = {Modality.text: "llm/chat", Modality.vision_language: "vlm/chat"}
+_WRITER = "llm/emu3"
 _MADE = {"image": Modality.pictures, "video": Modality.clips}
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
 """What configurations call the longest sequence of tokens."""
@@ -77,7 +78,8 @@ class Shipped:
 class FirstModel:
     """``path``: a local directory, absolute, or a hub name; ``given``: as the user wrote it. ``context``: the tokens
     of the longest text; ``size``: height and width of what it was made for; each None where its files do not say.
-    ``readable``: whether its configuration is on this machine."""
+    ``readable``: whether its configuration is on this machine. ``tokens``: of a picture of ``size``, which a language
+    model writes; None for others."""
 
     given: str
     path: str
@@ -88,6 +90,12 @@ class FirstModel:
     size: tuple[int, int] | None = None
     readable: bool = True
     like: Shipped | None = field(default=None, repr=False)
+    tokens: int | None = None
+
+    @property
+    def usual_algorithm(self) -> str:
+        """The algorithm where the user names none."""
+        return ALGORITHMS[Modality.text if self.tokens else self.modality]
 
 
 def look_at_model(name: str, modality: Modality | None, *, edits: bool, algorithm: str | None) -> FirstModel:
@@ -118,7 +126,7 @@ def look_at_model(name: str, modality: Modality | None, *, edits: bool, algorith
 
 
 def _with_shipped(found: FirstModel, algorithm: str | None) -> FirstModel:
-    known = _recipes_like(found.path, algorithm or ALGORITHMS[found.modality])
+    known = _recipes_like(found.path, algorithm or found.usual_algorithm)
     same = next((one for one in known if one.same and one.values.get("pipeline") == found.pipeline), None)
     near = next((one for one in known if one.values.get("pipeline") == found.pipeline), None)
     like = same or (None if found.modality in TEXTS else near)
@@ -128,7 +136,7 @@ def _with_shipped(found: FirstModel, algorithm: str | None) -> FirstModel:
 def _not_here(name: str, modality: Modality | None, algorithm: str | None, *, edits: bool) -> FirstModel:
     """A model on the hub whose configuration cannot be read: from a shipped recipe, or as the user says."""
     known = [one for one in _recipes_like(name, algorithm) if one.same]
-    chats = {chat: made for made, chat in _CHAT.items()}
+    chats = {chat: made for made, chat in _CHAT.items()} | {_WRITER: Modality.pictures}
     for shipped in known:
         pipeline = str(shipped.values["pipeline"])
         made = chats.get(pipeline)
@@ -156,7 +164,21 @@ def _not_here(name: str, modality: Modality | None, algorithm: str | None, *, ed
     return _with_shipped(FirstModel(name, name, modality, fitting[0], says, readable=False), algorithm)
 
 
+def _of_writer(path: str, config: JsonObject) -> FirstModel:
+    """An Emu3, and the largest square that its context has room for beside a prompt."""
+    vq, text = (of if isinstance(of := config.get(key), Mapping) else {} for key in ("vq_config", "text_config"))
+    levels, context = vq.get("channel_multiplier"), text.get("max_position_embeddings")
+    factor = 2 ** (len(levels) - 1 if isinstance(levels, list) else 3)
+    room = 0.8 * (context if isinstance(context, int) else 9216)
+    side = max(1, next(n for n in range(10**4) if (n + 1) * (n + 2) + 3 > room))
+    says = "config.json: model_type emu3, which writes pictures as tokens"
+    size, tokens = (side * factor, side * factor), side * (side + 1) + 3
+    return FirstModel(path, path, Modality.pictures, _WRITER, says, size=size, tokens=tokens)
+
+
 def _of_text(path: str, config: JsonObject) -> FirstModel:
+    if config.get("model_type") == "emu3":
+        return _of_writer(path, config)
     sees = isinstance(config.get("vision_config"), Mapping)
     modality = Modality.vision_language if sees else Modality.text
     inner = config.get("text_config")

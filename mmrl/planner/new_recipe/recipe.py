@@ -36,8 +36,8 @@ class Wanted:
 
     @property
     def texts(self) -> bool:
-        """Whether its samples are texts."""
-        return self.model.modality in TEXTS
+        """Whether its samples are tokens: texts, or pictures that a language model writes."""
+        return self.model.modality in TEXTS or self.model.tokens is not None
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,17 @@ def _sampling(wanted: Wanted) -> Iterator[str]:
     for key in _OWN:
         known.pop(key, None)
     comments: dict[str, str] = {}
-    if wanted.texts:
+    if model.tokens is not None and model.size is not None:
+        comments = {"max_new_tokens": "the tokens of a picture of this size", "picture": "less is faster"}
+        of: Json = {"height": model.size[0], "width": model.size[1]}
+        made: dict[str, Json] = {"max_new_tokens": model.tokens, "picture": of}
+        made |= known if like and like.same else {}
+    elif wanted.texts:
         most = min(_TOKENS[model.modality], (model.context or 10**9) // 2)
         if isinstance(own := known.get("max_new_tokens"), int):
             most = min(own, most)
         comments = {"max_new_tokens": "longer responses are cut; raise it for long reasoning"}
-        made: dict[str, Json] = {"max_new_tokens": most, "temperature": 1.0} | known | {"max_new_tokens": most}
+        made = {"max_new_tokens": most, "temperature": 1.0} | known | {"max_new_tokens": most}
     else:
         same = like is not None and like.same
         made = {"steps": 10, "guidance_scale": 1.0, "height": 512, "width": 512} | known
