@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import typer
-import yaml
 
 from mmrl.commands.arguments import RecipeArgument, console
 from mmrl.core.errors import UserError
@@ -49,6 +48,8 @@ def cp(
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder.")],
 ) -> None:
     """Copy a recipe to edit it; never overwrites a file."""
+    import yaml
+
     from mmrl.config.loader import find_recipe
 
     source = find_recipe(recipe)
