@@ -3,7 +3,7 @@
     python benchmarks/proof_teacher.py --seeds 0 1 2 --seconds 60
 
 The prompts are three sources (``benchmarks/teacher_tasks.py``), told apart by their first number, and each pays for
-something else: a right answer in two steps at most, a right answer, or right steps of one operation each. From the
+something else: an answer at once, right or wrong; a right answer; or right steps of one operation each. From the
 model of ``sums``, with a LoRA each:
 
 - a teacher for each source: GRPO on its prompts and its reward, for ``--seconds`` of CPU time;

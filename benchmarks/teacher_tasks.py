@@ -27,8 +27,8 @@ def right(prompt: Prompt, text: str) -> bool:
 
 
 def brief(prompt: Prompt, text: str) -> bool:
-    """The answer is right, behind at most two steps for the three operations."""
-    return right(prompt, text) and len(_parts(text)) <= 3
+    """It says an answer, right or wrong, behind one step at most."""
+    return "answer:" in text and len(_parts(text)) <= 2
 
 
 def stepwise(prompt: Prompt, text: str) -> bool:

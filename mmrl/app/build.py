@@ -243,6 +243,7 @@ def opened(path: Path, *, scored: bool = True) -> tuple[StepContext, RunDir]:
     recipe, directory = open_run(path)
     if recipe.device != "cpu":
         recipe = recipe.model_copy(update={"device": "auto"})  # a GPU's run may be looked at without one
+    recipe = recipe.model_copy(update={"teacher": []})  # which a run that does not go on need not have any more
     return build(recipe, scored=scored), directory
 
 

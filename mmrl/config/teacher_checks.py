@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmrl.config.adapters import CONFIG
 from mmrl.config.schema import Recipe
 from mmrl.config.teacher import Teacher
 
@@ -58,8 +57,3 @@ def _of_one(recipe: Recipe, teacher: Teacher, *, text: bool) -> Iterator[str]:
         )
     if teacher.is_adapter and lora is None:
         yield "model: it is an adapter, and the student trains all weights; set model.lora, or name a whole model"
-    elif not teacher.is_adapter and not text:
-        yield (
-            f"model: {teacher.model} has no {CONFIG}, and only a LoRA of the student's base teaches a model that makes "
-            "pictures; name the folder that mmrl export --what lora wrote"
-        )

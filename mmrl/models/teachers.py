@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.adapters import SavedAdapter, read_adapter
+from mmrl.config.adapters import CONFIG, SavedAdapter, read_adapter
 from mmrl.config.schema import Recipe
 from mmrl.config.teacher import Teacher
 from mmrl.core.errors import UserError
@@ -58,6 +58,11 @@ def copies_of_adapters(recipe: Recipe, policy: nn.Module) -> dict[str, dict[str,
     ``policy``. On the meta device as well. Raises ``UserError`` where one does not fit, with the edit."""
     found: dict[str, dict[str, Tensor]] = {}
     for n, teacher in enumerate(recipe.teacher):
+        if not teacher.is_adapter and recipe.makes != "text":
+            raise UserError(
+                f"teacher[{n}].model: {teacher.model} has no {CONFIG}, and only a LoRA of the student's base teaches a "
+                "model that makes pictures; name the folder that mmrl export --what lora wrote"
+            )
         if teacher.is_adapter:
             try:
                 saved = read_adapter(teacher.model)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.app.build import build
+from mmrl.app.build import build, restored
 from mmrl.config.loader import RecipeError, load_recipe
+from mmrl.config.names import refuse_moved
 from mmrl.core.clock import Clock
 from mmrl.core.errors import UserError
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
@@ -291,10 +292,15 @@ def test_what_cannot_teach_is_refused_by_the_plan_with_an_edit_that_works(folder
     assert why not in problems(edit)
 
 
-def test_a_run_begins_only_where_the_teacher_is(folder, tmp_path):
-    shutil.copytree(folder / "first", tmp_path / "gone")
+def test_a_run_begins_only_where_its_teacher_is_and_is_looked_at_without_it(folder, tmp_path):
     with pytest.raises(RecipeError, match="teacher"):
         made(folder, f"teacher.model={tmp_path / 'never'}")
+    shutil.copytree(folder / "first", tmp_path / "gone")
+    train(made(folder, f"teacher.model={tmp_path / 'gone'}", "train.steps=1"), tmp_path / "run")
+    shutil.rmtree(tmp_path / "gone")
+    assert restored(tmp_path / "run", "latest")[2] == 1
+    with pytest.raises(UserError, match="Put the file or folder back there"):
+        refuse_moved(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
