@@ -48,7 +48,8 @@ def new_questions(run: Path) -> set[str]:
 
     recipe = load_recipe([run / "resolved.json"]).recipe
     asked = {prompt.text for prompt in load_prompts(recipe, "train")}
-    return {*{prompt.text: prompt.id for prompt in load_prompts(recipe, "heldout") if prompt.text not in asked}.values()}
+    new = {prompt.text: prompt.id for prompt in load_prompts(recipe, "heldout") if prompt.text not in asked}
+    return {*new.values()}
 
 
 def figures(run: Path) -> dict[str, float]:
