@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mmrl.core.clock import Clock
 from mmrl.core.errors import UserError
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.logging.metrics import read_numbers
+from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan import plan
 from mmrl.rollout.collect import collect_batch, slices
 from mmrl.runtime.start import train
@@ -151,6 +154,13 @@ def test_a_whole_model_teaches(folder):
     micro_batch, new = a_slice(run)
     teacher = AutoModelForCausalLM.from_pretrained(folder / "large", dtype=torch.float32)
     check(run, micro_batch, new, [(teacher, range(len(micro_batch.rows)))])
+    seen = []
+    run.pipeline._resting = SimpleNamespace(
+        rest=lambda: seen.append("rest"), using=lambda *of: seen.append(len(of)) or nullcontext()
+    )
+    train_step(run, 0, Clock(torch.device("cpu")))
+    assert seen[0] == "rest"  # it is away while samples are drawn, and there in the slices of the update
+    assert set(seen[seen.index(1) :]) == {1}
 
 
 def test_each_teacher_has_the_prompts_of_its_source_and_its_weight(folder):
@@ -239,6 +249,8 @@ def test_the_plan_counts_a_lora_as_an_adapter_and_a_model_once(folder):
     assert not twice.problems
     large = {role.name: role.bytes for role in twice.roles}["teacher"]
     assert large == pytest.approx((folder / "large" / "model.safetensors").stat().st_size, rel=0.03)
+    there = plan(made(folder, "teacher.model=large", "device=auto"), gpu=GPUS["h100-80g"])
+    assert [role.where for role in there.roles if role.name == "teacher"] == ["train, else in host memory"]
     assert twice.peak.total > alone.peak.total + 0.9 * large
 
 

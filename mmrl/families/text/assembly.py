@@ -52,7 +52,7 @@ def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, 
     engine = open_engine(recipe, path, context, device, sees=sees)
     policy = sharded_loading.move(open_weights(model, recipe), device)
     pipeline = LanguagePipeline(chat, policy, recipe, device, engine)
-    pipeline.teachers = {of: one.to(device) for of, one in _teachers(parts, recipe, load_model).items()}
+    pipeline.taught_by({of: one.to(device) for of, one in _teachers(parts, recipe, load_model).items()})
     return pipeline
 
 
@@ -68,7 +68,7 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
             check_template(chat, recipe)
             check_strings(recipe.decoding.stop, chat)
     pipeline = LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu"))
-    pipeline.teachers = _teachers(parts, recipe, empty_model)
+    pipeline.taught_by(_teachers(parts, recipe, empty_model))
     return describe(pipeline, files)
 
 

@@ -117,7 +117,7 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
             pipeline.critic = Critic(policy)
         components.append(Component("critic", type(pipeline.critic.body).__name__, pipeline.critic, phases))
     for teacher in pipeline.teachers.values():
-        components.append(Component("teacher", type(teacher).__name__, teacher, phases))
+        components.append(Component("teacher", type(teacher).__name__, teacher, frozenset({"train"})))
     if not recipe.rollout.in_process:
         pipeline.engine = _FullLength()  # type: ignore[assignment]  # sampling asks it for nothing else
     beside = _beside(recipe, policy)

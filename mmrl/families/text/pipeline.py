@@ -27,6 +27,7 @@ from mmrl.core.episode import Episode
 from mmrl.core.errors import UserError
 from mmrl.core.media import Clip, open_image
 from mmrl.core.notices import tell
+from mmrl.core.offload import Offloaded, apart
 from mmrl.core.rollout_engine import AnswersAsItGoes, Completion, Request, RolloutEngine, Settings
 from mmrl.core.samples import make_samples
 from mmrl.core.trajectory import Prompt, Rows, Sample, SampleId, Segment, Slot, TextRows, text_rows
@@ -83,8 +84,7 @@ class LanguagePipeline:
         self._slots: Slots | None = None
         self._told_once = False
         self.critic: Critic | None = None
-        self.teachers: Mapping[str, nn.Module] = {}
-        """Whole models that teach, by their paths."""
+        self.taught_by({})
         self.settings = recipe.decoding
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self._encoding = threading.Lock()
@@ -99,6 +99,12 @@ class LanguagePipeline:
         self.pairs: GivenTexts | None = None
         if recipe.algorithm.trains_on in ("pairs", "responses"):
             self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else Responses(self)
+
+    def taught_by(self, teachers: Mapping[str, nn.Module]) -> None:
+        """Have these whole models teach, by their paths; with ``model.offload`` they are on the device in updates."""
+        self.teachers = teachers
+        moves = self.recipe.model.offload and apart(self.device)
+        self._resting = Offloaded(teachers.values() if moves else (), self.device)
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
@@ -226,6 +232,7 @@ class LanguagePipeline:
 
     def sync(self, policy: Policy) -> None:
         engine, self._source = self.engine, policy
+        self._resting.rest()
         if policy.tag == self._synced:
             return
         if self._slots is not None:
@@ -611,7 +618,8 @@ class LanguagePipeline:
                     with weights(copy):
                         theirs = self._outputs(self.policy, some, whole=with_entropy)
                 else:
-                    theirs = self._outputs(self.teachers[teacher.model], some)
+                    with self._resting.using(*self.teachers.values()):  # all: each slice has rows of each
+                        theirs = self._outputs(self.teachers[teacher.model], some)
             if teacher.divergence == "sampled":
                 there = self._of_outputs(theirs, tokens[at], temperature)
                 value = estimate(out["log_probs"][at], there, torch.ones_like(there, dtype=torch.bool), "k1+")
