@@ -34,6 +34,7 @@ METRICS: dict[str, str] = {
     "source/<label>/samples": "data.mixture: samples of the step whose prompts come from this source.",
     "source/<label>/reward/<name>": "data.mixture: one reward as its author returned it, mean over this source.",
     "source/<label>/reward/<name>/<part>": "data.mixture: a named part of that reward, mean.",
+    "source/<label>/teacher/kl": "data.mixture: divergence from the teachers of this source, mean per action.",
     "sampler/<name>": "data.sampler: what its method learn returned.",
     "advantage/zero_std_groups": "Fraction of groups whose samples all got the same reward and so give no gradient.",
     "advantage/first_gain": "stepwise_flow_grpo: size of the gain in reward of the first recorded step, mean.",

@@ -193,7 +193,7 @@ def turns_without_action(facts: Facts) -> Advice | None:
 
 def groups_without_spread(facts: Facts) -> Advice | None:
     share = facts.above("advantage/zero_std_groups", NO_SPREAD)
-    if share is None:
+    if share is None or facts.run.setting("teacher"):  # which teaches without a spread
         return None
     why = f"In {share:.0%} of the groups all samples had the same reward, so they taught nothing"
     if facts.run.setting("algorithm.dynamic_sampling") is False:

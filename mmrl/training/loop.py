@@ -119,6 +119,8 @@ def backward(context: StepContext, micro_batches: Iterable[MicroBatch], total: f
         old = micro_batch.old
         if "rollout_log_probs" in old:
             old = importance_weights(context, old, new, metrics)
+        if "teacher_kl" in new:
+            by_lesson(context, micro_batch, new["teacher_kl"].detach(), metrics)
         loss = context.objective.loss(new, old, total)
         metrics.add(loss, total, first_update=first)
         if context.pipeline.makes == "text":
@@ -128,6 +130,14 @@ def backward(context: StepContext, micro_batches: Iterable[MicroBatch], total: f
 
     context.policy.accumulate(micro_batches, loss_of)
     return metrics.sums()
+
+
+def by_lesson(context: StepContext, micro_batch: MicroBatch, kl: Tensor, metrics: StepMetrics) -> None:
+    """Add the divergence ``[B, T]`` from the teachers of each source, mean over its tokens or denoising steps."""
+    sources = by_source([slot.prompt for slot in micro_batch.rows.slots], context.recipe.data.labels)
+    counted = micro_batch.old["weights"].unsqueeze(1) * micro_batch.old.get("mask", torch.ones_like(kl))
+    for label, of in sources.items():
+        metrics.gather({f"{SOURCE}{label}/teacher/kl": (kl * counted)[of].sum()}, {}, counted[of].sum())
 
 
 def computed(context: StepContext, micro_batch: MicroBatch, step: int, metrics: StepMetrics) -> dict[str, Tensor]:

@@ -228,8 +228,11 @@ def test_a_run_comes_nearer_to_its_teacher_and_resumes_exactly(folder, tmp_path)
 
 
 def test_beside_a_reward_both_are_in_the_loss(folder):
-    run = build(made(folder, "rewards=[{name: reward.py}]", "teacher.weight=0.5").recipe)
+    edits = ["algorithm.aggregation=token_mean", "teacher={model: first, prompts: plain, weight: 0.5}"]
+    run = build(made(folder, "rewards=[{name: reward.py}]", *edits).recipe)
     row = train_step(run, 0, Clock(torch.device("cpu")))[0]
+    assert row["source/other/teacher/kl"] == 0
+    assert row["source/plain/teacher/kl"] > row["teacher/kl"] > 0
     assert row["teacher/loss"] == pytest.approx(0.5 * row["teacher/kl"], rel=1e-6)
     assert row["teacher/kl"] > 0
     assert row["optim/grad_norm"] > 0
