@@ -8,7 +8,7 @@ model of ``sums``, with a LoRA each:
 
 - a teacher for each source: GRPO on its prompts and its reward, for ``--seconds`` of CPU time;
 - ``taught``: on all prompts, without a reward, each source taught by its teacher (reverse KL over the vocabulary), for
-  as long;
+  as long; a teacher says something of each token, so that a sample of each of 36 prompts is a step;
 - ``mix``: GRPO on all prompts and rewards, for as long as the student, and ``mix 4``: for four times as long, which is
   what the teachers and the student took together.
 
@@ -104,7 +104,8 @@ def of_seed(out: Path, seed: int, seconds: float, samples: int, arms: Sequence[s
     listed = [{"model": str(exported(of)), "prompts": kind} for kind, of in teachers.items()]
     found = {"before": measure(teachers["right"], "base", samples)}
     found["teachers"] = {kind: measure(of, "latest", samples)[kind] for kind, of in teachers.items()}
-    runs = {"taught": (1, [paid(0), f"teacher={json.dumps(listed)}"]), "mix": (1, [paid(1)]), "mix 4": (4, [paid(1)])}
+    lessons = [paid(0), f"teacher={json.dumps(listed)}", "train.prompts_per_step=36", "train.group_size=1"]
+    runs = {"taught": (1, lessons), "mix": (1, [paid(1)]), "mix 4": (4, [paid(1)])}
     for arm in arms:
         times, more = runs[arm]
         made = run(out / f"{arm.replace(' ', '')}-{seed}", seed, times * seconds, KINDS, *more)
