@@ -40,9 +40,9 @@ FAULTS = [
     ),
     Fault(
         "guidance left out of replay",
-        "mmrl.pipelines.diffusion.flow:FlowPipeline.replay",
-        "self.velocity(x, timestep, features)",
-        "self.predicted(x, timestep, {k: v[: len(x)] for k, v in features.items()})",
+        "mmrl.pipelines.diffusion.flow:FlowPipeline._means",
+        "self.velocity(torch.cat(states), timestep, features)",
+        "self.predicted(torch.cat(states), timestep, {k: v[: len(timestep)] for k, v in features.items()})",
         ("tests/families/test_diffusion.py::test_the_first_ratio_is_one_to_the_bit[3.0-flow]",),
     ),
     Fault(
