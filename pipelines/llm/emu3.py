@@ -72,6 +72,8 @@ class Drawn(chat.Chat[Processor]):
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         if prompt.media or prompt.turns or prompt.system:
             raise BadPromptError(prompt.id, "the model draws what one text says; take pictures, turns and system out")
+        if prompt.max_new_tokens is not None:
+            raise BadPromptError(prompt.id, "all pictures have one number of tokens; take max_new_tokens out")
         return self._tokens(prompt, adds=False)
 
     def negative(self, prompt: Prompt) -> dict[str, Tensor]:

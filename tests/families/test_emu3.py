@@ -12,8 +12,8 @@ import yaml
 import mmrl
 from mmrl.app.export import export
 from mmrl.config.loader import load_recipe
-from mmrl.core.errors import UserError
-from mmrl.core.trajectory import Prompt, SampleId, Slot
+from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.trajectory import Prompt, SampleId, Slot, Turn
 from mmrl.logging.card import public
 from mmrl.planner.plan import plan
 from mmrl.runtime.start import train
@@ -154,6 +154,12 @@ def test_control_tokens_that_a_prompt_spells_are_text(pipeline):
     assert not torch.isin(ids, torch.tensor(pipeline.policy.vocabulary_mapping.image_tokens)).any()
 
 
+def test_what_a_picture_cannot_have_makes_a_bad_prompt(pipeline):
+    for wrong in ({"system": "Draw."}, {"turns": (Turn("user", "a"),)}, {"max_new_tokens": 4}):
+        with pytest.raises(BadPromptError, match=r"take .* out"):
+            pipeline.conditioner.encode(Prompt("p", "a red circle", **wrong))
+
+
 @pytest.fixture(scope="module")
 def folder(path, tmp_path_factory):
     """A recipe of a run, rewarded for red."""
@@ -198,7 +204,7 @@ def test_a_run_learns_resumes_and_exports_for_transformers(folder, tmp_path, mon
     assert made == rows_of(tmp_path / "cut")
     assert made[0]["policy/first_ratio_max_dev"] == 0
     assert max(row["mismatch/log_prob_gap_max"] for row in made) < 1e-5
-    assert made[0]["text/length"] == 6  # what is forced counts nowhere
+    assert (made[0]["text/length"], made[0]["policy/ratio"]) == (6, 1)  # what is forced counts nowhere
     assert (tmp_path / "run" / "samples" / "step_000003.png").is_file()
     what = "lora" if lora else "merged"
     export(tmp_path / "run", tmp_path / "out", what, "latest")
@@ -214,6 +220,14 @@ def test_a_run_learns_resumes_and_exports_for_transformers(folder, tmp_path, mon
     changed = {name for name in base if not torch.equal(base[name], now[name])}
     assert "model.text_model.layers.0.self_attn.q_proj.weight" in changed
     assert not any("vqmodel" in name for name in changed)
+
+
+@pytest.mark.slow
+def test_a_critic_reads_the_prompts_alone_under_guidance(folder, tmp_path):
+    changes = ["algorithm={type: ppo, aggregation: token_mean}", "train.steps=2"]
+    train(load_recipe([folder / "recipe.yaml"], changes), tmp_path / "run")
+    first = rows_of(tmp_path / "run")[0]
+    assert (first["policy/first_ratio_max_dev"], first["policy/ratio"]) == (0, 1)
 
 
 def tiny_weights(path):

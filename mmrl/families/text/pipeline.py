@@ -398,8 +398,10 @@ class LanguagePipeline:
         nan_check.check_tokens(log_probs, mask, ids)
         lengths = mask.sum(1).long().tolist()
         cut = [[row[:n] for row, n in zip(column, lengths, strict=True)] for column in (tokens, log_probs)]
-        rows = TextRows.answers(slots, ids, self._prompts(slots), cut[0], truncated, cut[1])
-        return rows if self.frame is None else self.frame.actions(rows)
+        prompts, behind = self._prompts(slots), None
+        if self.frame is not None:
+            behind = [self.frame.segments(len(of), n) for (_, of), n in zip(prompts, lengths, strict=True)]
+        return TextRows.answers(slots, ids, prompts, cut[0], truncated, cut[1], behind=behind)
 
     def _prompts(self, slots: Sequence[Slot]) -> list[tuple[str, Tensor]]:
         """The key of each prompt's features, and its tokens."""
@@ -703,7 +705,7 @@ class LanguagePipeline:
             return rows.rejoined(self._values(rows.sequences))
         inputs = self._read(rows)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self.critic(**inputs)[:, -rows.width - 1 : -1]
+            return self.critic(**inputs)[: len(rows), -rows.width - 1 : -1]  # not those of negative prompts
 
     def _logits(self, rows: TextRows, *, every_token: bool = False) -> Tensor:
         """Logits ``[B, T, V]`` of each response token, this rank's part. ``every_token``: of forbidden ones too."""

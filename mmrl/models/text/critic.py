@@ -21,7 +21,9 @@ class Critic(nn.Module):
         whole = copy.deepcopy(policy)
         # adapters start without effect
         model = base_model(peft_model(whole).unload() if has_adapter(whole) else whole)
-        self.body = model.base_model.eval()
+        writes = model.config.model_type == "emu3"  # the values need nothing of what decodes its pictures
+        self.body: nn.Module = model.get_submodule("model.text_model") if writes else model.base_model
+        self.body.eval()
         self.body.requires_grad_(True).float()
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)

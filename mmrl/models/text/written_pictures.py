@@ -1,27 +1,28 @@
 """Pictures that a language model writes token by token: where which token may stand, guidance, and their pixels.
 
-A picture is a frame of tokens: its rows, each behind ``width`` codes of the VQ model with a token that ends a row, and
-the tokens that end the picture. Emu3's authors let ``generate`` draw among the codes where a code stands, and force the
-others (``Emu3PrefixConstrainedLogitsHelper``); so does this. Forced tokens are no actions: no loss counts them.
+A picture is a frame of tokens: rows of ``width`` codes of the VQ model, each with a token that ends it, and the tokens
+that end the picture. Emu3's authors let ``generate`` draw among the codes where a code stands, and force the
+others (``Emu3PrefixConstrainedLogitsHelper``); so does this. Forced tokens are told, not written: no loss counts them.
 
 Classifier-free guidance takes two forwards, of the prompt and of the negative prompt, with the same picture behind
 them; its logits are ``negative + scale * (prompt - negative)``, as Emu3's authors have them. Tokens are drawn from that
 distribution over the codes, and log-probs are of it, in sampling and in training: the importance ratio is that of what
-was drawn, as for the denoisers here, and in Janus-Pro-R1's code (arXiv 2506.01480). T2I-R1 (arXiv 2505.00703) and GCPO
-(arXiv 2509.22485), whose trainer is T2I-R1's, draw from the guided distribution as well, but take the log-probs of the
-prompt's forward alone, which is not what was drawn.
+was drawn, as for the denoisers here. The field differs: the code of Janus-Pro-R1 (arXiv 2506.01480) combines both
+forwards in its log-probs, too (divided by the scale); that of GCPO (arXiv 2509.22485) draws from the guided
+distribution and takes the log-probs of the prompt's forward alone, which is not what was drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mmrl.core.trajectory import TextRows
+from mmrl.core.trajectory import Segment
 from mmrl.core.transfer import to_device
 
 
@@ -89,11 +90,16 @@ class Frame:
             self._made[key] = to_device(free, device), to_device(only, device), to_device(code, device)
         return self._made[key]
 
-    def actions(self, rows: TextRows) -> TextRows:
-        """``rows`` of pictures, or of their first tokens, whose ``action_mask`` leaves out what is forced."""
-        spans, free = zip(rows.prompts, rows.responses, strict=True), self.free
-        mask = torch.cat([part for n, m in spans for part in (free.new_zeros(n), free[:m])])
-        return replace(rows, action_mask=to_device(mask, rows.tokens.device))
+    def segments(self, prompt: int, tokens: int) -> list[Segment]:
+        """Of ``tokens`` of a picture behind a prompt of ``prompt`` tokens: the codes were written, the rest is told."""
+        ends = [self.width if n % 2 == 0 else 1 for n in range(2 * self.height)]
+        at = [0, *accumulate(ends)]
+        at[-1] = self.tokens
+        return [
+            Segment(prompt + first, prompt + min(last, tokens), "told" if n % 2 else "written")
+            for n, (first, last) in enumerate(pairwise(at))
+            if first < tokens
+        ]
 
     @torch.no_grad()
     def pixels(self, model: Decoder, tokens: Tensor) -> Tensor:
