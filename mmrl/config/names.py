@@ -137,8 +137,10 @@ def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
     yield "algorithms", ("algorithm",), "type"
     for source in (("data",), *_items(values, ("data", "mixture"), MOST_SOURCES)):
         yield "datasets", source, "name"
-        yield "path", (*source, "train"), "path"
-        yield "path", (*source, "heldout"), "path"
+        for split in ("train", "heldout"):
+            yield "path", (*source, split), "path"
+            if split_file(_text(values, (*source, split, "taskset")))[0] is not None:  # else a package's name
+                yield "path", (*source, split), "taskset"
     yield "environments", ("environment",), "name"
     yield "class", ("environment",), "calls"
     if _text(values, ("environment", "name")) == _DRAW:
