@@ -346,11 +346,11 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
         yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
     if recipe.train.packing != "auto":
         yield "train.packing: pictures have no rows of tokens; remove it"
-    for key in _changed(recipe.rollout, ("options", "sampling", "max_gap")):
+    for key in _changed(recipe.rollout, ("sampling", *(("options", "max_gap") if recipe.rollout.in_process else ()))):
         yield f"rollout.{key}: it is for sampled text; remove it"
     if recipe.eval.temperature is not None:
         yield "eval.temperature: pictures are not drawn from tokens; remove it"
-    if not recipe.rollout.in_process:
+    if not recipe.rollout.in_process and recipe.rollout.engine != "sglang":
         yield f"rollout.engine: {recipe.rollout.engine_name} samples text; remove rollout"
     if recipe.rollout.partial is not None:
         yield "rollout.partial: pictures are not sampled in parts; remove rollout"

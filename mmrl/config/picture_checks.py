@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from mmrl.config.algorithm_settings import ForwardSettings, StepSettings
 from mmrl.config.schema import Recipe
 
+SERVED = {"diffusion/z_image": "Z-Image", "diffusion/qwen_image": "Qwen-Image"}
+"""The pipelines that SGLang's diffusion server samples, and its names of the models."""
+
 
 def of_pictures(recipe: Recipe) -> list[str]:
     """All contradictions; each names the key to change."""
@@ -22,6 +25,7 @@ def of_pictures(recipe: Recipe) -> list[str]:
         *_whole(recipe),
         *_pathwise(recipe),
         *_scored_steps(recipe),
+        *_served(recipe),
     ]
 
 
@@ -215,3 +219,43 @@ def _scored_steps(recipe: Recipe) -> Iterator[str]:
                 f"rewards[{n}].normalize: {name} subtracts the reward of a step's prediction from that of the next, "
                 "and both would be divided by different deviations; set it to none"
             )
+
+
+def _served(recipe: Recipe) -> Iterator[str]:
+    """Check what SGLang's diffusion server samples: one device, one shape of noise, the checkpoint's own schedule."""
+    rollout, sampling, algorithm = recipe.rollout, recipe.denoising, recipe.algorithm
+    if rollout.engine != "sglang":
+        return
+    if recipe.pipeline not in SERVED:
+        yield f"rollout.engine: SGLang samples pictures of {' and '.join(SERVED)} here, not {recipe.pipeline}; {_ALONE}"
+    if algorithm.kind not in ("policy_gradient", "forward_process"):
+        yield f"rollout.engine: {algorithm.type} samples nothing with an engine; {_ALONE}"
+    if algorithm.scores_steps or algorithm.exact_replay:
+        what = "predictions of single steps" if algorithm.scores_steps else "the noise of every step"
+        yield f"rollout.engine: {algorithm.type} needs {what}, which SGLang keeps; set algorithm.type to flow_grpo"
+    if recipe.controllers > 1 or recipe.devices_per_controller > 1:
+        yield (
+            "rollout.engine: SGLang's pictures are for one controller with one device; set controllers and "
+            f"devices_per_controller to 1, or {_ALONE}"
+        )
+    for key, wrong, edit in (
+        ("sampling.sde.kind", sampling.sde.kind not in ("flow", "cps"), "set it to flow or cps"),
+        ("sampling.solver", sampling.solver != "euler", "set it to euler"),
+        ("sampling.shift", sampling.shift is not None, "write the shift into scheduler/scheduler_config.json"),
+        ("sampling.same_initial_noise", sampling.same_initial_noise, "set it to false"),
+        ("sampling.max_sequence_length", sampling.max_sequence_length > _READS, f"set it to {_READS} or less"),
+        ("midway", recipe.midway is not None, "remove it"),
+        ("placement.sleep", recipe.placement.sleep, "set it to false"),
+        ("train.backend", recipe.train.backend != "replicated", "set it to replicated"),
+    ):
+        if wrong:
+            yield f"{key}: SGLang's pictures are sampled without it; {edit}, or {_ALONE}"
+    for key in ("reproducible", "rejection", *(f"importance{end}" for end in _WEIGHTS)):
+        if getattr(rollout, key) != type(rollout).model_fields[key].get_default(call_default_factory=True):
+            yield f"rollout.{key}: it is for sampled text; remove it"
+
+
+_ALONE = "remove rollout, which samples in the training process"
+_WEIGHTS = ("", "_cap", "_floor", "_mode", "_normalize")
+_READS = 512
+"""Tokens of a prompt that SGLang has Z-Image read."""

@@ -1,4 +1,4 @@
-"""The section ``rollout`` of a recipe: the engine that samples text."""
+"""The section ``rollout`` of a recipe: the engine that samples text, or pictures of two families."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ GROUPED = ("gloo", "ipc", "nccl")
 
 
 class Rollout(Section):
-    """What samples text: the training process, or an engine that holds its own copy of the weights."""
+    """What samples: the training process, or an engine that holds its own copy of the weights. Pictures: ``sglang``
+    with Z-Image and Qwen-Image."""
 
     engine: Literal["transformers", "vllm", "vllm_server", "sglang"] | OwnClass = "transformers"
     """A built-in engine, or a class in your file: ``path/to/file.py:Class``."""
@@ -95,7 +96,8 @@ class Rollout(Section):
     max_gap: PositiveFloat | None = 0.1
     """Where the training process samples: a run stops if log-probs of sampling and training are further apart than this
     with the same weights (a token's in float32, their mean in half precision). Then the model's forward with a cache
-    disagrees with the one without. null trains all the same."""
+    disagrees with the one without. Of pictures that SGLang samples: the log-probs of every step, and the velocity of
+    the first sample after each update, relative to its size. null trains all the same."""
     partial: Partial | None = None
     """None waits for the longest response of every step."""
 

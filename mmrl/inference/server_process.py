@@ -201,7 +201,7 @@ class Client:
         return self._send("GET", path, None)
 
     def post(self, path: str, body: JsonObject | None = None) -> Any:
-        """The answer: JSON, text if it is not JSON, or None if it is empty."""
+        """The answer: JSON, bytes if it is MessagePack, text if it is neither, or None if it is empty."""
         return self._send("POST", path, {} if body is None else body)
 
     def begin(self, name: str, path: str, body: JsonObject) -> None:
@@ -253,7 +253,7 @@ class Client:
         except httpx.TimeoutException as error:
             raise UserError(
                 f"{self.name} did not answer {path} within {self._timeout_s:.0f} s; raise request_timeout_s, or lower "
-                "sampling.max_new_tokens"
+                "sampling.max_new_tokens (pictures: sampling.steps)"
             ) from error
         except httpx.HTTPError as error:
             said = UserError(f"{self.name} could not be asked ({path}): {error}{self._state()}")
@@ -263,6 +263,8 @@ class Client:
             raise (self.lost() if answer.status_code >= 500 else None) or UserError(said)
         if not answer.content:
             return None
+        if answer.headers.get("content-type") == "application/msgpack":
+            return answer.content
         try:
             return answer.json()
         except ValueError:

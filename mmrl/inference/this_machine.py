@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
+from mmrl.inference.picture_server import python_of
 from mmrl.inference.sglang import check_url, require_sglang
 from mmrl.inference.vllm_api import require_vllm
 from mmrl.logging.trackers import check_trackers
@@ -38,9 +40,15 @@ def check_features(recipe: Recipe) -> None:
 
 def check_engine(recipe: Recipe) -> None:
     """Raise ``UserError`` where the engine that samples is not installed, or its server's address is refused."""
-    engine, url = recipe.rollout.engine, recipe.rollout.options.get("url")
+    engine, url, python = recipe.rollout.engine, recipe.rollout.options.get("url"), python_of(recipe.rollout.options)
     if engine == "sglang" and url is not None:
         check_url(str(url))
+    elif engine == "sglang" and python is not None and recipe.sampling.type == "diffusion":
+        if not (python.is_file() and os.access(python, os.X_OK)):
+            raise UserError(
+                f"rollout.options.python: {python} is no program here; give the python of the environment that has "
+                "SGLang (docs/engines.md says how to make one)"
+            )
     elif engine == "sglang":
         require_sglang()
     elif engine in ("vllm", "vllm_server"):

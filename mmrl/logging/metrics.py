@@ -159,7 +159,7 @@ METRICS: dict[str, str] = {
     "perf/engine_calls": "Sampling calls to the engine since the last row, of the busiest controller.",
     "perf/engine_requests": "Samples that those calls started or continued.",
     "perf/shared_steps": "Groups with one initial noise: denoising steps of samples that a device did not repeat.",
-    "engine/<name>": "An engine of your own: what its method metrics returned, the largest of the controllers.",
+    "engine/<name>": "What an engine of your own returned as metrics, or gaps of pictures; of controllers the largest.",
     "placement/rollout_devices": "Several devices: devices per controller that began the step by sampling.",
     "placement/judge_devices": "Several devices: per controller, devices that judged; 0 if all sampled first.",
     "placement/rollout_busy": "Several devices: device-seconds of sampling and decoding, of all controllers.",

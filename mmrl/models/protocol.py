@@ -227,7 +227,7 @@ class TextPipeline(_Pipeline[TextRows], Protocol):
 
 
 class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
-    """Samples pictures or clips step by step, with the model that trains."""
+    """Samples pictures or clips step by step, with the model that trains or with an engine that has its own weights."""
 
     @property
     def makes(self) -> Literal["image", "video"]:
@@ -237,6 +237,10 @@ class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
     @property
     def masks(self) -> bool:
         """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
+        ...
+
+    def sync(self, policy: Policy) -> None:
+        """Have the engine sample with the policy's present weights. Not asked where the recipe names none."""
         ...
 
     def noisy_steps(self, step: int) -> list[int]:

@@ -20,7 +20,7 @@ from mmrl.core.errors import NotFiniteError
 from mmrl.core.out_of_memory import in_parts, in_phase
 from mmrl.core.trajectory import DenoisingRows, R, Rows, Sample, TextRows
 from mmrl.models.policy import Version
-from mmrl.models.protocol import of_text
+from mmrl.models.protocol import of_pictures, of_text
 from mmrl.placement.utilisation import of_gpu
 from mmrl.rewards.returned import Answer
 from mmrl.step.batch import MicroBatch
@@ -110,9 +110,11 @@ def refills(context: StepContext) -> bool:
 
 
 def _sync(context: StepContext) -> None:
-    """Update a text engine's weights to those of the policy. Pictures are sampled with the trained weights directly."""
+    """Update an engine's weights to those of the policy."""
     if context.pipeline.makes == "text":
         of_text(context.pipeline).sync(context.policy)
+    elif not context.recipe.rollout.in_process:
+        of_pictures(context.pipeline).sync(context.policy)
 
 
 def _divided(whole: R, sizes: Sequence[int]) -> Iterator[R]:

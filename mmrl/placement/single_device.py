@@ -55,7 +55,8 @@ class SingleDevice(Devices):
         assert version is None  # this device also trains
         if not how.evaluate:
             self._switch_role(context, "judge")
-        if context.recipe.rollout.in_process and not device_tasks.refills(context):
+        in_chunks = context.recipe.rollout.in_process or context.pipeline.makes != "text"
+        if in_chunks and not device_tasks.refills(context):
             for n, chunk in enumerate(chunks):
                 yield n, *device_tasks.sample(context, chunk, how, clock)
         else:

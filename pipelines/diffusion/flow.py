@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from mmrl.core.samples import make_samples
 from mmrl.core.trajectory import ONLY_SAMPLED, DenoisingRows, Prompt, Rows, Sample, SampleId, Slot
 from mmrl.core.transfer import picked, to_device
 from mmrl.logging.card import Usage, What
+from mmrl.models.policy import Policy
 from mmrl.models.protocol import Weights
 from mmrl.models.teachers import lessons
 from mmrl.models.text.control_tokens import ControlTokens
@@ -40,6 +41,20 @@ from .denoiser import Denoiser
 from .experts import trained_steps
 from .given import given_of
 from .prompt_lengths import PromptLengths, readers
+
+
+class Elsewhere(Protocol):
+    """Samples in other processes (``served.py``), with the weights that ``policy`` has when it is asked."""
+
+    policy: Policy | None
+
+    def sample(
+        self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int
+    ) -> DenoisingRows: ...
+
+    def updates(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
 
 
 class FlowPipeline(Denoiser):
@@ -58,6 +73,8 @@ class FlowPipeline(Denoiser):
         if recipe.algorithm.kind == "policy_gradient":
             self.sizes.refuse_noiseless(self.steps, self._may_carry_noise())
         self.pairs = given_of(self)
+        self.served: Elsewhere | None = None
+        """What samples in training; None: this process, which samples for an evaluation in any case."""
         self.trained_steps = trained_steps(self, self._may_carry_noise())
         """How many of the steps that may train each of two models predicts in; empty of one model."""
 
@@ -166,6 +183,25 @@ class FlowPipeline(Denoiser):
             return range(self._noisy)
         return range(window.first, self._noisy if window.last is None else window.last)
 
+    def sync(self, policy: Policy) -> None:
+        if self.served is not None:
+            self.served.policy = policy
+
+    @torch.no_grad()
+    def sample(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        *,
+        evaluate: bool = False,
+        version: tuple[int, str] | None = None,
+    ) -> DenoisingRows:
+        if self.served is not None and not evaluate:
+            return self.served.sample(slots, ids, actions, seed)
+        return super().sample(slots, ids, actions, seed, evaluate=evaluate, version=version)
+
     def samples(self, rows: DenoisingRows, inputs: frozenset[str]) -> list[Sample]:
         return make_samples(rows, self.images(rows), inputs)
 
@@ -176,6 +212,8 @@ class FlowPipeline(Denoiser):
             return nan_check.checked_pictures(self.decoded(rows.clean), rows.clean, rows.ids)
 
     def updates(self) -> dict[str, float]:
+        if self.served is not None:
+            return self.served.updates()
         return {"perf/shared_steps": self.prefix.saved} if self.prefix.used else {}
 
     def sleep(self) -> None:
@@ -183,6 +221,8 @@ class FlowPipeline(Denoiser):
 
     def close(self) -> None:
         self.features.close()
+        if self.served is not None:
+            self.served.close()
 
     def _schedule(self, rows: DenoisingRows) -> Schedule:
         """The training rollout's, for the size of ``rows``."""

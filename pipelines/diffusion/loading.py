@@ -36,7 +36,7 @@ from mmrl.core.json_types import JsonObject, as_list, as_object, as_text
 from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
 from mmrl.core.trajectory import Prompt
 from mmrl.core.whole_weights import whole_weights
-from mmrl.models.description import Component, Description, Phase
+from mmrl.models.description import Beside, Component, Description, Phase
 from mmrl.models.gradient_check import excuse
 from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
 from mmrl.models.quantized import quantize
@@ -50,11 +50,13 @@ from .pictures import without_sources
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers
 from .refusals import check_classes, check_fields, check_path, check_scheduler, variant_of
 from .saved_lora import check_experts, reader
+from .served import Served
 from .sizes import Sizes
 
 _VARIANTS = 64
 """Kinds of blocks times shapes of a batch of one size times with or without gradient and adapter. Past it torch would
 go on without compiling, and only where that is met."""
+_SERVER = "SGLang's diffusion server"
 _FILE = "diffusion_pytorch_model.safetensors"
 _LACKS = "its safetensors files have other weights than the model"
 
@@ -75,6 +77,8 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
         compile_for_all(pipeline.adapter.model, device, sizes=len(recipe.denoising.sizes))
     pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_pipe(pipeline.adapter))
     pipeline.cache = cache_of(pipeline.adapter, recipe)
+    if not recipe.rollout.in_process:
+        pipeline.served = Served(pipeline, recipe, path)
     return pipeline
 
 
@@ -105,6 +109,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         pictures=adapter.pictures,
         by_rows=True,
         too_long=said_of,
+        beside=() if recipe.rollout.in_process else [Beside("engine", f"{_SERVER}; its memory is not known to mmrl")],
         notes=[_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else [],
     )
 

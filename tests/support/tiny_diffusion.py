@@ -435,12 +435,12 @@ def _qwen3(kind, **config):
     return tok, getattr(t, kind)(made).eval()
 
 
-def _z_image():
+def _z_image(channels=4, longest=128):
     import diffusers
 
     tok, encoder = _qwen3("Qwen3Model")
     transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
+        in_channels=channels,
         dim=32,
         n_layers=2,
         n_refiner_layers=1,
@@ -448,15 +448,20 @@ def _z_image():
         n_kv_heads=2,
         cap_feat_dim=32,
         axes_dims=(4, 6, 6),
-        axes_lens=(128, 16, 16),
+        axes_lens=(longest, 16, 16),
     )
     return diffusers.ZImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=_vae(shift_factor=0.1159, scaling_factor=0.3611, use_quant_conv=False, use_post_quant_conv=False),
+        vae=_vae(channels, shift_factor=0.1159, scaling_factor=0.3611, use_quant_conv=False, use_post_quant_conv=False),
         text_encoder=encoder,
         tokenizer=tok,
         transformer=transformer,
     )
+
+
+def _z_image_served():
+    """One that SGLang reads, which takes 16 channels for granted."""
+    return _z_image(16, 1024)
 
 
 def _flux2_klein(kind="Flux2KleinPipeline", guided=False, encoder=None):
