@@ -67,7 +67,7 @@ def run(out: Path, seed: int, seconds: float, kinds: Sequence[str], *more: str) 
 def exported(of: Path) -> Path:
     """The LoRA of a run, as peft writes it."""
     out = of.with_name(f"{of.name}-lora")
-    if not out.exists():
+    if not (out / "adapter_config.json").exists():
         command = [sys.executable, "-m", "mmrl.cli", "export", str(of), "--what", "lora", "--out", str(out)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return out
