@@ -78,6 +78,11 @@ class _Pipeline(Protocol[Made]):
         it carries none. ``encode`` raises ``UserError`` with it."""
         ...
 
+    def sync(self, policy: Policy) -> None:
+        """Have the weights that sample equal the policy's present ones; nothing where those sample that train. Where
+        they lie in shards and an engine samples, all ranks ask together (``device_tasks.sampling_phase``)."""
+        ...
+
     def sample(
         self,
         slots: Sequence[Slot],
@@ -199,11 +204,6 @@ class TextPipeline(_Pipeline[TextRows], Protocol):
         """Whether it samples in this process, and a response takes the place of another that has ended."""
         ...
 
-    def sync(self, policy: Policy) -> None:
-        """Have the weights that sample equal the policy's present ones. Where they lie in shards and an engine samples,
-        all ranks ask together (``device_tasks.sampling_phase``)."""
-        ...
-
     def wake(self) -> bool:
         """Have its engine ready to sample; returns whether it was started for good."""
         ...
@@ -237,10 +237,6 @@ class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
     @property
     def masks(self) -> bool:
         """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
-        ...
-
-    def sync(self, policy: Policy) -> None:
-        """Have the engine sample with the policy's present weights. Not asked where the recipe names none."""
         ...
 
     def noisy_steps(self, step: int) -> list[int]:

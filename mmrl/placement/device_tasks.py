@@ -20,7 +20,7 @@ from mmrl.core.errors import NotFiniteError
 from mmrl.core.out_of_memory import in_parts, in_phase
 from mmrl.core.trajectory import DenoisingRows, R, Rows, Sample, TextRows
 from mmrl.models.policy import Version
-from mmrl.models.protocol import of_pictures, of_text
+from mmrl.models.protocol import of_text
 from mmrl.placement.utilisation import of_gpu
 from mmrl.rewards.returned import Answer
 from mmrl.step.batch import MicroBatch
@@ -36,7 +36,7 @@ def sample(
     clock = clock or Clock(torch.device("cpu"))
     with context.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
-            _sync(context)
+            context.pipeline.sync(context.policy)
 
             def drawn(rows: range) -> Rows:
                 return _drawn(context, chunk, rows, how)
@@ -90,7 +90,7 @@ def sample_at_once(
     begun = [chunk.begun for chunk in chunks if chunk.begun is not None]
     asked = Chunk(slots, ids, Rows.join(begun) if begun else None)
     with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
-        _sync(context)
+        context.pipeline.sync(context.policy)
 
         def drawn(rows: range) -> Rows:
             return _drawn(context, asked, rows, how)
@@ -107,14 +107,6 @@ def sample_at_once(
 def refills(context: StepContext) -> bool:
     """Whether rows of this process take the places of those that have ended, in this micro-batch or another."""
     return context.pipeline.makes == "text" and of_text(context.pipeline).refills
-
-
-def _sync(context: StepContext) -> None:
-    """Update an engine's weights to those of the policy."""
-    if context.pipeline.makes == "text":
-        of_text(context.pipeline).sync(context.policy)
-    elif not context.recipe.rollout.in_process:
-        of_pictures(context.pipeline).sync(context.policy)
 
 
 def _divided(whole: R, sizes: Sequence[int]) -> Iterator[R]:
@@ -178,7 +170,7 @@ def sampling_phase(context: StepContext, weights: str) -> Generator[None]:
             yield
     else:
         with policy.using(weights):
-            _sync(context)
+            context.pipeline.sync(context.policy)
             yield
 
 
