@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 
 import mmrl
+from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from tests.support.planning import random_weights
+
+allow_cpu_only()  # before diffusers imports transformers, and that torchvision
 
 SHAPES = Path(__file__).resolve().parents[2] / "pipelines" / "diffusion" / "models" / "shapes-sd3"
 CLIP = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
