@@ -91,7 +91,7 @@ class Frame:
         return self._made[key]
 
     def segments(self, prompt: int, tokens: int) -> list[Segment]:
-        """Of ``tokens`` of a picture behind a prompt of ``prompt`` tokens: the codes were written, the rest is told."""
+        """The spans of ``tokens`` behind a prompt of ``prompt`` tokens: codes are written, the rest is told."""
         ends = [self.width if n % 2 == 0 else 1 for n in range(2 * self.height)]
         at = [0, *accumulate(ends)]
         at[-1] = self.tokens
