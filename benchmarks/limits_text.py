@@ -46,10 +46,11 @@ def decoding(place: Place) -> dict[str, Any]:
     for label, words in (("ours", []), ("ours with graphs", ["performance.compile=true"])):
         context = run_of_text(place, folder, f"sampling.max_new_tokens={length}", *words)
         slots = context.controller.slots(0, context.prompts, rows // 4, context.rollout.cost)
-        keys, every = context.pipeline.encode(slots), samples_of(slots, 4)
+        context.pipeline.encode(slots)
+        every = samples_of(slots, 4)
         asked = [slot for slot, _ in every], [name for _, name in every]
         told(f"{label}, tokens/s", lambda c=context, a=asked: sum(c.pipeline.sample(*a, (), 0).responses))
-        inputs = context.pipeline._asked([key for key in keys for _ in range(4)])  # type: ignore[attr-defined]
+        inputs = context.pipeline._asked(asked[0])  # type: ignore[attr-defined]
         closed(context)
     inputs.pop("position_ids", None)
     told("static cache and graphs, tokens/s", static(place, folder, inputs, length))

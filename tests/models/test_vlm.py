@@ -270,7 +270,7 @@ def test_a_copy_encodes_with_its_own_weights_and_other_batches_are_left_alone(pi
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    inputs = pipeline._asked(trajectory.features)
+    inputs = pipeline._asked(trajectory.slots)
     pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
     with torch.no_grad():
         copied = other.base_model.get_image_features(**pixels, return_dict=True).pooler_output
