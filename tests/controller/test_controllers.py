@@ -25,8 +25,11 @@ allow_cpu_only()  # before transformers imports torchvision
 GIVEN = {"sft", "kto", "pictures"}
 """Of given data: nothing is sampled."""
 
-DRAWN = {"diffusion", "pictures", "stepwise", "crd", "v_grpo"}
+DRAWN = {"diffusion", "quantized", "pictures", "stepwise", "crd", "v_grpo"}
 """Of pictures, whose rows are alike."""
+
+NEEDS = {"vision": "torchvision", "quantized": "torchao"}
+"""Packages of extras."""
 
 LOAD = {"balance/load", "balance/load_predicted"}
 """Metrics that one controller does not have."""
@@ -60,8 +63,8 @@ def together(name, size, folder):
 
 
 def check(name, sizes, folder):
-    if name == "vision":
-        pytest.importorskip("torchvision")
+    if package := NEEDS.get(name):
+        pytest.importorskip(package)
     sampled, gradient, row = work(make(name))
     for size in sizes:
         found = together(name, size, folder)
@@ -109,6 +112,7 @@ def test_two_controllers_do_what_one_does(name, tmp_path):
         *(pytest.param(name, [4], marks=pytest.mark.long) for name in ("text", "resampled")),
         ("critic", [2]),
         ("vision", [2]),
+        ("quantized", [2]),
     ],
 )
 def test_any_number_of_controllers_does_what_one_does(name, sizes, tmp_path):

@@ -29,20 +29,10 @@ from tests.support.tiny_diffusion import TIMES, cut
 allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.pipelines.diffusion import contract  # noqa: E402
-from tests.support.families import CLIPS, EDITORS, FAMILIES, TOLD, folders, recipe  # noqa: E402, F401
+from tests.support.families import CLIPS, EDITORS, FAMILIES, TOLD, UNREAD, folders, recipe  # noqa: E402, F401
 
 KOHYAS = ("module", "dim", "alpha")
 GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in FAMILIES if f not in TOLD)]
-_LAST = [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")]
-_LAST_HUNYUAN = [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "ff_context")]
-UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
-    "sd3": ["transformer_blocks.3.attn.add_q_proj"],
-    "qwen_image": _LAST,
-    "qwen_image_edit": _LAST,
-    "qwen_image_edit_plus": _LAST,
-    "hunyuan_video15": _LAST_HUNYUAN,
-    "hunyuan_video15_i2v": _LAST_HUNYUAN,
-}
 
 
 @pytest.mark.slow

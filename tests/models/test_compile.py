@@ -67,10 +67,13 @@ def traced(monkeypatch):
         pytest.param(["train.steps_per_forward=2", REFERENCE], id="adapters, two steps in a forward"),
         pytest.param(["model.lora=null", "train.updates_per_step=1"], id="all weights"),
         pytest.param(["model.lora=null"], id="all weights, twice", marks=pytest.mark.slow),
+        pytest.param(["model.quantize=int8"], id="a base in int8"),
         pytest.param(["model.gradient_checkpointing=true"], id="computed again", marks=pytest.mark.slow),
     ],
 )
 def test_in_half_precision_old_log_probs_are_those_of_the_replay(traced, how):
+    if "model.quantize=int8" in how:
+        pytest.importorskip("torchao")
     (row,) = stepped(built(*HALF, *how), steps=1)
     assert set(traced[0]) == {True, False}
     assert row["policy/first_ratio_max_dev"] == 0

@@ -31,6 +31,7 @@ RECIPES = {
         ],
     ),
     **{name: ("shapes-lora", [*CLEAN, f"algorithm={{type: {name}, noise_levels: 2}}"]) for name in ("crd", "v_grpo")},
+    "quantized": ("shapes-lora", [*PICTURES, "model.quantize=int8"]),
     "text": ("sums", [*EQUAL_SHAPES, "train.updates_per_step=2"]),
     "taught": ("sums", [*EQUAL_SHAPES, *TAUGHT]),
     "critic": ("sums", [*EQUAL_SHAPES, "algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"]),

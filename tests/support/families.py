@@ -51,6 +51,18 @@ SEEN = {"max_sequence_length": 512, "condition_size": 48}
 """Of a family whose text encoder sees the picture: its template alone has 350 tiny tokens, and the picture has another
 size than the one that is made."""
 
+_LAST = [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")]
+_LAST_HUNYUAN = [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "ff_context")]
+UNREAD: dict[str, list[str]] = {
+    "sd3": ["transformer_blocks.3.attn.add_q_proj"],
+    "qwen_image": _LAST,
+    "qwen_image_edit": _LAST,
+    "qwen_image_edit_plus": _LAST,
+    "hunyuan_video15": _LAST_HUNYUAN,
+    "hunyuan_video15_i2v": _LAST_HUNYUAN,
+}
+"""Weights that nothing reads: the last block drops its text stream."""
+
 
 class _Folders(dict[str, Path]):
     """Where the tiny model of a family is, which is made when it is first asked for."""
