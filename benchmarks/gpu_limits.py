@@ -24,6 +24,7 @@ from smoke_place import Place
 
 def every_check() -> list[Check]:
     import gpu_proof as proof
+    import limits_cards as cards
     import limits_device as device
     import limits_goals as goals
     import limits_pictures as pictures
@@ -96,6 +97,7 @@ def every_check() -> list[Check]:
         Check("whole rows in lines, 0.5B", text.packing, 100, {"lines over padded": (0.6, 0.8)}),
         Check("SD3.5-M, shares of the ceiling", goals.pictures, 200, goals.PICTURES),
         Check("1.5B, shares of the ceiling", goals.text, 150, goals.TEXT),
+        Check("Z-Image with the layer for 12 GB", cards.twelve_gib, 100, cards.PEAK),
     ]
 
 

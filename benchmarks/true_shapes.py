@@ -57,13 +57,34 @@ SMALL: dict[str, dict[str, dict[str, Any]]] = {
         },
         "vae": {"base_dim": 8},
     },
+    "z-image": {
+        "transformer": {
+            "dim": 32,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 32,
+            "axes_dims": [4, 6, 6],
+            "axes_lens": [128, 16, 16],
+        },
+        "text_encoder": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+        "vae": {"block_out_channels": [8, 8, 8, 8], "norm_num_groups": 4, "layers_per_block": 1},
+    },
 }
 """What a CPU computes in seconds, in place of the recorded sizes."""
 
 
-def built(place: Place, recipe: str, *words: str) -> StepContext:
-    """The run of a recipe of pictures as ``mmrl train`` builds it, over random weights."""
-    loaded = load_recipe([recipe], [f"device={place.device}", "train.steps=9", *words])
+def built(place: Place, recipe: str, *words: str, layer: Path | None = None) -> StepContext:
+    """The run of a recipe of pictures, with a ``layer`` over it, as ``mmrl train`` builds it, over random weights."""
+    files = [recipe, *([] if layer is None else [layer])]
+    loaded = load_recipe(files, [f"device={place.device}", "train.steps=9", *words])
     with random_weights(place, recipe):
         return build(loaded.recipe)
 

@@ -40,6 +40,7 @@ def test_every_check_runs_at_small_sizes_in_its_own_process(limits, tmp_path, ca
     found = {one["number"]: one for one in json.loads(file.read_text())["checks"]}
     assert [found[n]["status"] for n in (1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13)] == ["ok"] * 11
     assert "--peer PATH" in found[4]["why"]
+    assert found[14]["status"] == "ok" or "bitsandbytes" in found[14]["why"]
     for one in found.values():
         if one["status"] == "ok":
             assert one["figures"]["us a launch"] > 0
