@@ -55,6 +55,11 @@ class SRPOSettings(PathwiseSettings):
             yield f"algorithm.lowest: {self.lowest:g} is not below highest, {self.highest:g}; lower it"
         if bool(self.wanted) != bool(self.unwanted):
             yield "algorithm.wanted: wanted and unwanted words are compared; give both, or set both to []"
+        if sampling.type == "diffusion" and sampling.strength is not None:
+            yield (
+                f"algorithm.type: {self.type} trains noise levels of its own, and sampling.strength leaves some out; "
+                "set algorithm.type to draft"
+            )
 
 
 class SRPO(PathwiseObjective):

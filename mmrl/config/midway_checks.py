@@ -60,15 +60,15 @@ def _steps(recipe: Recipe, midway: Midway) -> Iterator[str]:
             "midway.step, and take midway.tokens out"
         )
         return
-    if midway.step >= sampling.steps:
+    if midway.step >= sampling.taken:
         yield (
-            f"midway.step: the schedule has {sampling.steps} denoising steps, and after {midway.step} of them nothing "
-            f"is left to save; set it to {sampling.steps - 1} or less"
+            f"midway.step: the schedule has {sampling.taken} denoising steps, and after {midway.step} of them nothing "
+            f"is left to save; set it to {sampling.taken - 1} or less"
         )
         return
     if sampling.same_initial_noise and recipe.algorithm.kind == "policy_gradient":
         window = sampling.window
-        last = 0 if window is None else (window.last or sampling.steps - 1) - window.size
+        last = 0 if window is None else (window.last or sampling.taken - 1) - window.size
         if midway.step <= last:
             yield (
                 "midway.step: with sampling.same_initial_noise the samples of a group are equal until the window, "
@@ -126,7 +126,7 @@ def _branches(recipe: Recipe, midway: Midway) -> Iterator[str]:
 
 def _noise_after(recipe: Recipe, midway: Midway) -> Iterator[str]:
     """Branches of pictures differ by the noise of the steps behind ``midway.step`` alone."""
-    window, steps = recipe.denoising.window, recipe.denoising.steps
+    window, steps = recipe.denoising.window, recipe.denoising.taken
     if midway.step is None:
         return
     last = steps - 2 if window is None else window.first + window.size - 1

@@ -15,6 +15,7 @@ def of_pictures(recipe: Recipe) -> list[str]:
     """All contradictions; each names the key to change."""
     return [
         *_buckets(recipe),
+        *_strength(recipe),
         *_window(recipe),
         *_negative_prompt(recipe),
         *_noise(recipe),
@@ -43,6 +44,17 @@ def _buckets(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _strength(recipe: Recipe) -> Iterator[str]:
+    """Check how many steps are taken, of training and of evaluation."""
+    sampling = recipe.denoising
+    for key, steps, least in (("sampling.steps", sampling.steps, 2), ("eval.steps", recipe.eval.steps, 1)):
+        if steps is not None and (taken := sampling.takes(steps)) < least:
+            yield (
+                f"sampling.strength: of {steps} steps ({key}) {sampling.strength:g} takes {taken}, and {least} or more "
+                f"are needed; raise it or {key}"
+            )
+
+
 _MOVES = {
     "every": ("decay", "exp_decay", "progressive"),
     "decay_from": ("exp_decay",),
@@ -52,7 +64,7 @@ _MOVES = {
 
 
 def _window(recipe: Recipe) -> Iterator[str]:
-    window, steps = recipe.denoising.window, recipe.denoising.steps
+    window, steps = recipe.denoising.window, recipe.denoising.taken
     if window is None:
         return
     if recipe.algorithm.kind != "policy_gradient":
@@ -97,7 +109,7 @@ def _noise(recipe: Recipe) -> Iterator[str]:
 
 
 def _levels(recipe: Recipe) -> Iterator[str]:
-    algorithm, steps = recipe.algorithm, recipe.denoising.steps
+    algorithm, steps = recipe.algorithm, recipe.denoising.taken
     if not isinstance(algorithm, ForwardSettings):
         return
     most = len(algorithm.levels(steps))
@@ -114,7 +126,7 @@ def _fewer(most: int) -> str:
 def _steps(recipe: Recipe) -> Iterator[str]:
     """Check policy gradients over denoising steps."""
     algorithm, sampling = recipe.algorithm, recipe.denoising
-    recorded = sampling.window.size if sampling.window else sampling.steps - 1
+    recorded = sampling.window.size if sampling.window else sampling.taken - 1
     trained = (algorithm.trained_steps if isinstance(algorithm, StepSettings) else None) or recorded
     if trained > recorded:
         yield f"algorithm.trained_steps: {recorded} steps carry noise and can be trained; set it to {recorded} or less"
@@ -172,10 +184,10 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
     if algorithm.kind != "pathwise":
         return
     name, last = algorithm.type, getattr(algorithm, "last_steps", None) or 1
-    if last > recipe.denoising.steps:
+    if last > recipe.denoising.taken:
         yield (
-            f"algorithm.last_steps: {last} of {recipe.denoising.steps} sampling steps; "
-            f"set it to {recipe.denoising.steps} or less"
+            f"algorithm.last_steps: {last} of {recipe.denoising.taken} sampling steps; "
+            f"set it to {recipe.denoising.taken} or less"
         )
     if last > 1 and getattr(algorithm, "renoise", 0):
         yield (

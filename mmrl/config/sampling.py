@@ -79,6 +79,10 @@ class Sampling(Section):
     one makes a step cheaper: a picture of 1024 pixels is as many tokens as one that is made at 1024 x 1024."""
     pictures: Annotated[int, Field(ge=1, le=16)] | None = None
     """How many pictures every prompt carries, of a family that takes several (Qwen-Image-Edit-Plus); None: one."""
+    strength: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """How far a clip that a prompt carries is noised before it is denoised (wan_v2v; 0.8 is diffusers' default):
+    ``steps`` times it, rounded down, are taken, the last ones of all. Steps that it leaves out are neither sampled nor
+    trained, and ``window`` and the algorithm's steps count from the first that is taken."""
     buckets: Annotated[list[Bucket], Field(min_length=1, max_length=MOST_BUCKETS)] | None = None
     """Several sizes, ``[[64, 64], [48, 80]]``, height before width: each prompt is sampled at the one that fits its
     record's ``height`` and ``width``, its ``aspect_ratio``, or its picture. ``height`` and ``width`` are one of them,
@@ -118,6 +122,15 @@ class Sampling(Section):
                 return {**given, "height": height, "width": width}
             case _:
                 return given
+
+    def takes(self, steps: int) -> int:
+        """How many of ``steps`` denoising steps are taken."""
+        return steps if self.strength is None else int(steps * self.strength)
+
+    @property
+    def taken(self) -> int:
+        """``takes`` of ``steps``."""
+        return self.takes(self.steps)
 
     @property
     def size(self) -> Size:

@@ -93,7 +93,7 @@ def count(
 def entries_recorded(recipe: Recipe) -> int:
     """The denoising steps of a picture that are recorded."""
     window = recipe.denoising.window
-    return window.size if window else recipe.denoising.steps - 1
+    return window.size if window else recipe.denoising.taken - 1
 
 
 def _sample_steps(recipe: Recipe, samples: int, begun: int) -> int:
@@ -131,7 +131,7 @@ def _begun(chunk: range, size: int) -> int:
 
 def forwards_of_a_sample(recipe: Recipe) -> int:
     """Denoising steps, or the most tokens: the prompt's forward gives the first one."""
-    return recipe.written_tokens if recipe.sampling.type == "text" else recipe.denoising.steps
+    return recipe.written_tokens if recipe.sampling.type == "text" else recipe.denoising.taken
 
 
 def with_steps(recipe: Recipe, n: int | Literal["auto"]) -> Recipe:

@@ -105,7 +105,7 @@ def estimated(
     elif c.micro_batches:
         width = recipe.train.width  # devices that draw a sample together
         turns = c.samples / c.batch if step.samplers == 1 else ceil(c.micro_batches * width / step.samplers)
-        computed = c.sample_steps / (c.samples * recipe.denoising.steps) / width
+        computed = c.sample_steps / (c.samples * recipe.denoising.taken) / width
         found["sample"] = lasts(policy(o.sample, recipe), turns * computed)
         found["decode"] = lasts(o.decode, turns * (1 + (c.begun + c.predicted) / c.samples))
     found["judge"] = step.judged / bandwidth

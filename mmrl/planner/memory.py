@@ -347,7 +347,7 @@ def _slice(
         at_once = range(recipe.train.at_once)
         if objective.kind == "pathwise":
             with once(pipeline, live):
-                path = objective.graph_steps(recipe.denoising.steps, 0.0)
+                path = objective.graph_steps(recipe.denoising.taken, 0.0)
                 sampler = of_pictures(pipeline)
                 new = sampler.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
             del new["latents"]

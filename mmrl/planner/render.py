@@ -126,7 +126,7 @@ def _arithmetic(plan: Plan) -> list[str]:
     twice, twice_loss = (" (twice that with guidance)" if guided else "" for guided in (m.guided, m.guided_loss))
     lines = [_step(plan)]
     if c.micro_batches:
-        each = _drawn(recipe) if text else f"{recipe.denoising.steps} denoising steps"
+        each = _drawn(recipe) if text else f"{recipe.denoising.taken} denoising steps"
         batches = f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice}"
         if own:
             lines.append(f"{batches}, {each} each, drawn by {recipe.rollout.engine_name}: it chooses its own forwards")
@@ -176,7 +176,7 @@ def _pruned(plan: Plan) -> str:
     if recipe.makes == "text":
         what, done = f"up to {recipe.decoding.max_new_tokens} tokens", "tokens at most"
     else:
-        what, done = f"{recipe.denoising.steps} denoising steps", "steps of samples"
+        what, done = f"{recipe.denoising.taken} denoising steps", "steps of samples"
     goes_on = f"finishes {c.samples:,}"
     if midway.branches > 1:
         goes_on = f"continues {c.samples // midway.branches:,} of them {midway.branches} times each"

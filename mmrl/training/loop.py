@@ -186,7 +186,7 @@ def pathwise_rollout(
     the number of the objective's phrases), and the other tensors that the objective needs.
     """
     draw = torch.rand((), generator=generator(context.recipe.seed, step, "graph_steps")).item()
-    path = objective.graph_steps(context.recipe.denoising.steps, draw)
+    path = objective.graph_steps(context.recipe.denoising.taken, draw)
     pipeline = of_pictures(context.pipeline)
     made = pipeline.generate(rows.slots, rows.ids, path, context.recipe.seed, objective.needs, context.policy.using)
     images, latents = made.pop("images"), made.pop("latents")

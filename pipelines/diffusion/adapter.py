@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from mmrl.config.sampling import Sampling, Size
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.media import Media
+from mmrl.core.trajectory import Prompt
 
 from .fields import check_flow
-from .pictures import scaled
+from .pictures import clip_of, fitted, frames, scaled, sources_of
 
 Conditions = dict[str, Tensor | dict[str, Tensor]]
 """Arguments of a model besides latents and timestep."""
@@ -81,6 +83,11 @@ class Adapter(ABC):
     """Whether a prompt may carry several pictures (``sampling.pictures``)."""
     masks: ClassVar[bool] = False
     """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
+    starts: ClassVar[bool] = False
+    """Whether a prompt carries a clip in place of a picture, and sampling starts from it, noised as far as
+    ``sampling.strength`` says (``started``)."""
+    takes_noise: ClassVar[bool] = True
+    """Whether the stock call takes initial noise as ``latents``; else it draws its own with ``randn_tensor``."""
     holds: ClassVar[bool] = False
     """Whether the latents of the picture that a clip begins with stay in every step: states are of the rest."""
     family: ClassVar[str]
@@ -108,6 +115,9 @@ class Adapter(ABC):
     """Components that are not loaded: a checker of contents, an encoder of pictures."""
     options: ClassVar[dict[str, Json]] = {}
     """Further arguments of the class of diffusers."""
+    index: ClassVar[Mapping[str, tuple[Json, ...]]] = {}
+    """Fields of ``model_index.json`` that the class of diffusers does not read, each with the values of a checkpoint
+    that this family draws with."""
     fixed: ClassVar[Mapping[str, tuple[Json, ...]]] = {}
     """Fields of the configuration of ``trains``, each with the values that this family draws with. Others are of models
     that take inputs which the family has not."""
@@ -136,6 +146,11 @@ class Adapter(ABC):
         if sampling.pictures is not None and not self.several:
             has = "a prompt carries one picture" if self.edits else "it is shown no pictures"
             raise UserError(f"sampling.pictures: {self.family}: {has}; remove pictures")
+        if (sampling.strength is not None) != self.starts:
+            edit = "it starts from noise alone; remove strength"
+            if self.starts:
+                edit = "say how far the clip of a prompt is noised; diffusers' default is 0.8"
+            raise UserError(f"sampling.strength: {self.family}: {edit}")
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
@@ -230,9 +245,23 @@ class Adapter(ABC):
         """To which size a picture that a prompt carries is scaled and cut."""
         return self.sampling.size
 
+    def check_sources(self, prompt: Prompt) -> Sequence[Media]:
+        """The pictures or the clip that ``prompt`` carries. Raises ``BadPromptError`` where they are not what the
+        family takes."""
+        if self.starts:
+            return [clip_of(prompt, self.source_size, self.sampling.frames or 1)]
+        return sources_of(prompt, self.pictures)
+
+    def sources(self, prompt: Prompt) -> list[Image.Image]:
+        """The pictures that ``prompt`` carries, or the frames of its clip, of ``source_size``. Raises
+        ``BadPromptError``."""
+        found = self.check_sources(prompt)
+        if self.starts:
+            return frames(prompt, found[0], self.source_size, self.sampling.frames or 1)
+        return [fitted(prompt, medium, self.source_size) for medium in found]
+
     def encode_source(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Features of the pictures that a prompt carries, of ``source_size``: the clean latent, ``[n, ...]`` of
-        several."""
+        """Features of ``sources``: the clean latent, ``[n, ...]`` of several."""
         found = [self.encode_image(scaled(one).unsqueeze(0).to(self.device))[0].float() for one in pictures]
         return {"source": torch.stack(found) if len(found) > 1 else found[0]}
 
@@ -253,6 +282,11 @@ class Adapter(ABC):
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """The shape of one sample. Raises ``UserError`` if the family cannot make this size."""
+
+    def started(self, noisy: Tensor, features: dict[str, Tensor], start: float) -> Tensor:
+        """What is denoised first, of initial noise ``[B, ...]`` times the schedule's ``start``; ``features`` of the
+        prompts are last in a batch with negative ones."""
+        return noisy
 
     @abstractmethod
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
@@ -300,9 +334,14 @@ class Adapter(ABC):
         """Initial noise ``[B, ...]`` as the stock pipeline's call takes ``latents``."""
         return noise
 
-    def schedule(self, steps: int) -> Schedule:
+    def schedule(self, steps: int | None = None) -> Schedule:
+        """Of ``steps``, by default those of sampling: all, or the last ones that ``sampling.strength`` takes."""
+        steps = self.sampling.steps if steps is None else steps
         if steps not in self._schedules:
             made = self._schedule(steps)
+            if first := steps - self.sampling.takes(steps):
+                start = made.sigmas[first].item()
+                made = Schedule(made.sigmas[first:], made.timesteps[first:], start)
             _check_levels(made.sigmas, steps)
             self._schedules[steps] = made._replace(timesteps=made.timesteps.to(self.device))
         return self._schedules[steps]

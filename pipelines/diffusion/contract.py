@@ -11,7 +11,8 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from mmrl.core.trajectory import Prompt, SampleId, Slot
 from mmrl.logging.card import What
 from mmrl.models.policy import Policy
 
-from . import export, pictures
+from . import export
 from .adapter import set_scheduler
 from .flow import FlowPipeline
 from .negative import Negatives
@@ -75,19 +76,14 @@ class Case:
             exec(adapter.prepare, {"pipe": pipe})  # what a model card shows
         pipe.to(self.device)
         size = {"height": sampling.height, "width": sampling.width} if adapter.sized else {}
-        rows = [
-            adapter.shown(
-                pipe(
-                    prompt=slot.prompt.text,
-                    num_inference_steps=sampling.steps,
-                    **size,
-                    latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape).to(self.device)),
-                    output_type="pt",
-                    **(adapter.call() | self._given(slot.prompt, pipe)),
-                )
-            )
-            for slot, name in self._of_each_prompt()
-        ]
+        rows = []
+        for slot, name in self._of_each_prompt():
+            latents = adapter.as_given(noise(5, [name], "initial", self.pipeline.shape).to(self.device))
+            given = size | adapter.call() | self._given(slot.prompt, pipe)
+            given |= {"latents": latents} if adapter.takes_noise else {}
+            steps = {"num_inference_steps": sampling.steps, "output_type": "pt"}
+            with nullcontext() if adapter.takes_noise else _drawing(pipe, latents):
+                rows.append(adapter.shown(pipe(prompt=slot.prompt.text, **steps, **given)))
         return torch.cat(rows).float().cpu()
 
     def _of_each_prompt(self) -> list[tuple[Slot, SampleId]]:
@@ -100,7 +96,9 @@ class Case:
         given = {name: eval(text, {"pipe": pipe}) for name, text in code.items()}  # what a model card shows
         if not adapter.edits:
             return given
-        sources = pictures.sources(prompt, adapter.source_size, adapter.pictures)
+        sources = adapter.sources(prompt)
+        if adapter.starts:
+            return given | {"video": sources}
         return given | {"image": sources if adapter.several else sources[0]}
 
     def give_negatives(self, common: str, own: str) -> None:
@@ -117,6 +115,18 @@ class Case:
         with torch.no_grad():
             for parameter in self.policy.trainable.values():
                 parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+@contextmanager
+def _drawing(pipe: Any, drawn: Tensor) -> Generator[None]:
+    """A stock pipeline that draws ``drawn`` where it draws noise."""
+    module, name = sys.modules[type(pipe).__module__], "randn_tensor"
+    before = getattr(module, name)
+    setattr(module, name, lambda *_, **__: drawn)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _picture(seed: int) -> Media:

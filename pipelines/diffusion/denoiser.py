@@ -136,9 +136,9 @@ class Denoiser(Predictor):
         evaluate: bool = False,
     ) -> _Rows:
         recipe = self.recipe
-        steps = (recipe.eval.steps if evaluate else None) or self.steps
         solver = (recipe.eval.solver if evaluate else None) or recipe.denoising.solver
-        schedule, shape = self.sizes.adapted(slots).schedule(steps), self.sizes.shape(slots)
+        schedule = self.sizes.adapted(slots).schedule(recipe.eval.steps if evaluate else None)
+        steps, shape = len(schedule.timesteps), self.sizes.shape(slots)
         features, c = self.batch_features(slots), self.coefficients(schedule, actions)
         tuned = round(recipe.eval.tuned_fraction * steps) if evaluate else steps
         return _Rows(slots, ids, actions, seed, schedule, shape, features, c, steps, tuned, solver)
@@ -146,7 +146,8 @@ class Denoiser(Predictor):
     def _started(self, rows: _Rows, version: tuple[int, str] | None) -> tuple[_State, int]:
         """The initial noise, or the latents after the steps that the samples of a group share; and the next step."""
         noiseless = self._noiseless(rows)
-        state = _State(self.initial(rows.ids, rows.seed, rows.schedule, rows.shape), noiseless)
+        noise = self.initial(rows.ids, rows.seed, rows.schedule, rows.shape)
+        state = _State(self.adapter.started(noise, rows.features, rows.schedule.start), noiseless)
         shared = self.prefix.steps(rows.ids, rows.actions, version)
         if shared:
 

@@ -70,7 +70,7 @@ def trained_steps(pipeline: Predictor, noisy: Sequence[int]) -> dict[str, int]:
     kind, steps = recipe.algorithm.kind, pipeline.steps
     if not adapter.also_trains or kind == "offline":
         return {}
-    times = adapter.schedule(steps).timesteps.tolist()
+    times = adapter.schedule().timesteps.tolist()
     if kind == "policy_gradient":
         trains, edit = [times[n] for n in noisy], "sampling.window"
     elif kind == "forward_process":

@@ -34,7 +34,7 @@ from mmrl.models.teachers import lessons
 from mmrl.models.text.control_tokens import ControlTokens
 from mmrl.models.text.spelled import SHOWN, SpelledTokens
 
-from . import export, pictures
+from . import export
 from .adapter import Adapter, Schedule
 from .decoding import Decoder
 from .denoiser import Denoiser
@@ -67,11 +67,11 @@ class FlowPipeline(Denoiser):
         self._encoders_looked_at = False
         self.lengths_of_prompts: PromptLengths | None = None
         self.captions, self.decoded = Captions(adapter), Decoder(adapter, recipe, device)
-        adapter.schedule(recipe.eval.steps or self.steps)  # what it refuses, before anything trains
-        ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
+        adapter.schedule(recipe.eval.steps)  # what it refuses, before anything trains
+        ends_noisy = bool(adapter.schedule().sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
-            self.sizes.refuse_noiseless(self.steps, self._may_carry_noise())
+            self.sizes.refuse_noiseless(self._may_carry_noise())
         self.pairs = given_of(self)
         self.served: Elsewhere | None = None
         """What samples in training; None: this process, which samples for an evaluation in any case."""
@@ -144,14 +144,14 @@ class FlowPipeline(Denoiser):
         adapter, given = self.adapter.at(self.sizes.of(prompt)), self.negatives.given(prompt)
         text = adapter.negative if given is None else self.captions.plain(given)
         if adapter.sees:
-            return adapter.encode_seen(text, pictures.sources(prompt, adapter.source_size, adapter.pictures))
+            return adapter.encode_seen(text, adapter.sources(prompt))
         return adapter.encode(text) if given is None else adapter.encode_negative(text)
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
         adapter, text = self.adapter.at(self.sizes.of(prompt)), self.captions.plain(prompt.text)
         if not adapter.edits:
             return adapter.encode(text)
-        sources = pictures.sources(prompt, adapter.source_size, adapter.pictures)
+        sources = adapter.sources(prompt)
         embeds = adapter.encode_seen(text, sources) if adapter.sees else adapter.encode(text)
         return embeds | adapter.encode_source(sources)
 
@@ -226,7 +226,7 @@ class FlowPipeline(Denoiser):
 
     def _schedule(self, rows: DenoisingRows) -> Schedule:
         """The training rollout's, for the size of ``rows``."""
-        return self.sizes.adapted(rows.slots).schedule(self.steps)
+        return self.sizes.adapted(rows.slots).schedule()
 
     def timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
         return schedule.timesteps[step].expand(rows)
@@ -345,9 +345,9 @@ class FlowPipeline(Denoiser):
         weights: Weights,
     ) -> dict[str, Tensor]:
         features = self.batch_features(slots)
-        schedule, shape = self.sizes.adapted(slots).schedule(self.steps), self.sizes.shape(slots)
+        schedule, shape = self.sizes.adapted(slots).schedule(), self.sizes.shape(slots)
         c = self.coefficients(schedule, [])
-        x = self.initial(ids, seed, schedule, shape)
+        x = self.adapter.started(self.initial(ids, seed, schedule, shape), features, schedule.start)
         distances = []
 
         def velocity(x: Tensor, i: int) -> Tensor:

@@ -113,7 +113,7 @@ class PicturePairs(Given):
         """States, velocities to predict and timesteps of ``latents``: both of a pair with one noise, at one level."""
         pipeline, seed = self.pipeline, self.pipeline.recipe.seed
         adapter = pipeline.sizes.adapted(rows.slots)
-        sigmas = adapter.schedule(pipeline.steps).sigmas[: pipeline.steps]
+        sigmas = adapter.schedule().sigmas[: pipeline.steps]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "pair level") for i in rows.ids]
         levels = [int(torch.randint(len(sigmas), (), generator=draw)) for draw in draws] * 2
         sigma = to_device(sigmas[levels].float(), latents.device)

@@ -56,6 +56,8 @@ from .sizes import Sizes
 _VARIANTS = 64
 """Kinds of blocks times shapes of a batch of one size times with or without gradient and adapter. Past it torch would
 go on without compiling, and only where that is met."""
+_CLIPS = 64
+"""Of how many prompts with clips the plan opens the clips."""
 _SERVER = "SGLang's diffusion server"
 _FILE = "diffusion_pytorch_model.safetensors"
 _LACKS = "its safetensors files have other weights than the model"
@@ -95,7 +97,10 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
 
     def said_of(prompts: Sequence[Prompt]) -> list[str]:
         most = recipe.data.max_bad_fraction
-        lacking = without_sources(prompts, adapter.pictures, most) if adapter.edits else []
+        looked_at = prompts[:: max(1, len(prompts) // _CLIPS)] if adapter.starts else prompts
+        lacking = (
+            without_sources(looked_at, lambda one: _at(pipeline, one).check_sources(one), most) if adapter.edits else []
+        )
         return [*lacking, *lengths.said_of(prompts)]
 
     return Description(
@@ -112,6 +117,12 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         beside=() if recipe.rollout.in_process else [Beside("engine", f"{_SERVER}; its memory is not known to mmrl")],
         notes=[_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else [],
     )
+
+
+def _at(pipeline: FlowPipeline, prompt: Prompt) -> Adapter:
+    """The adapter for a prompt, whose clip has to fill the size that is sampled."""
+    adapter = pipeline.adapter
+    return adapter.at(pipeline.sizes.of(prompt)) if adapter.starts else adapter
 
 
 def _steps_of(counts: Mapping[str, int]) -> str:

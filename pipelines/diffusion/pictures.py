@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from PIL import Image, ImageOps
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.config.sampling import Size
 from mmrl.core.errors import BadPromptError, UserError
-from mmrl.core.media import BadMediaError, Media, open_clip, open_image, read_bytes
+from mmrl.core.media import BadMediaError, Media, open_clip, open_image, probe_clip, read_bytes
 from mmrl.core.trajectory import Prompt
 
 
@@ -31,23 +31,30 @@ def pixels(prompt: Prompt, medium: Media, size: Size) -> Tensor:
     return scaled(fitted(prompt, medium, size))
 
 
-def clip_pixels(prompt: Prompt, medium: Media, size: Size, frames: int) -> Tensor:
-    """A clip of ``prompt`` as ``[F, 3, H, W]`` in [-1, 1]: ``frames`` evenly spaced, each fitted as a picture is.
+def frames(prompt: Prompt, medium: Media, size: Size, count: int) -> list[Image.Image]:
+    """``count`` frames of a clip of ``prompt``, RGB and evenly spaced, each fitted as a picture is.
 
     A picture is a clip that stands still. Raises ``BadPromptError`` where it cannot be read or has fewer frames.
     """
     if medium.kind == "image":
-        return pixels(prompt, medium, size).expand(frames, 3, size.height, size.width)
+        return [fitted(prompt, medium, size)] * count
     try:
-        shown = open_clip(medium, count=frames).frames
+        shown = open_clip(medium, count=count).frames
     except BadMediaError as error:
         raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
-    if len(shown) != frames:
-        raise BadPromptError(
-            prompt.id, f"its clip has {len(shown)} frames, and {frames} train (sampling.frames); take it out"
-        )
+    if len(shown) != count:
+        raise BadPromptError(prompt.id, _short(len(shown), count))
     box = (size.width, size.height)
-    return torch.stack([scaled(ImageOps.fit(frame, box, Image.Resampling.BICUBIC)) for frame in shown])
+    return [ImageOps.fit(frame, box, Image.Resampling.BICUBIC) for frame in shown]
+
+
+def _short(found: int, count: int) -> str:
+    return f"its clip has {found} frames, and {count} train (sampling.frames); take it out"
+
+
+def clip_pixels(prompt: Prompt, medium: Media, size: Size, count: int) -> Tensor:
+    """``frames`` as ``[F, 3, H, W]`` in [-1, 1]."""
+    return torch.stack([scaled(frame) for frame in frames(prompt, medium, size, count)])
 
 
 def scaled(image: Image.Image) -> Tensor:
@@ -70,13 +77,39 @@ def sources_of(prompt: Prompt, count: int) -> Sequence[Media]:
     return prompt.media
 
 
-def without_sources(prompts: Sequence[Prompt], count: int, most: float) -> list[str]:
-    """A note on those of ``prompts`` that do not carry ``count`` pictures. Raises ``UserError`` where they are more
-    than the share ``most``."""
+def clip_of(prompt: Prompt, size: Size, count: int) -> Media:
+    """The clip, or the picture that stands still for one, that sampling starts from. Raises ``BadPromptError`` where
+    it cannot be read, or has fewer frames than ``count`` or pixels than ``size``."""
+    if len(prompt.media) != 1:
+        raise BadPromptError(
+            prompt.id,
+            f"it has {len(prompt.media)} media; give every prompt the one clip that it starts from (data: {{name: "
+            "jsonl}, with a column video)",
+        )
+    if (medium := prompt.media[0]).kind == "image":
+        return medium
+    try:
+        found = probe_clip(medium, decode=False)
+    except BadMediaError as error:
+        raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
+    if found.frames < count:
+        raise BadPromptError(prompt.id, _short(found.frames, count))
+    if found.width < size.width or found.height < size.height:
+        raise BadPromptError(
+            prompt.id,
+            f"its clip is of {found.height} x {found.width} pixels, and {size} are sampled (sampling.height and "
+            "sampling.width); lower them or take it out",
+        )
+    return medium
+
+
+def without_sources(prompts: Sequence[Prompt], check: Callable[[Prompt], object], most: float) -> list[str]:
+    """A note on those of ``prompts`` that ``check`` raises ``BadPromptError`` for. Raises ``UserError`` where they are
+    more than the share ``most``."""
     bad = list[BadPromptError]()
     for prompt in prompts:
         try:
-            sources_of(prompt, count)
+            check(prompt)
         except BadPromptError as error:
             bad.append(error)
     if not bad:
@@ -85,11 +118,6 @@ def without_sources(prompts: Sequence[Prompt], count: int, most: float) -> list[
     if len(bad) > most * len(prompts):
         raise UserError(f"data: {named}; or raise data.max_bad_fraction to leave them out")
     return [f"{named}: they are left out and named in failures.jsonl"]
-
-
-def sources(prompt: Prompt, size: Size, count: int) -> list[Image.Image]:
-    """``fitted`` of ``sources_of``. Raises ``BadPromptError``."""
-    return [fitted(prompt, medium, size) for medium in sources_of(prompt, count)]
 
 
 def digest(prompt: Prompt) -> str:

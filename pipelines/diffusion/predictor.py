@@ -39,7 +39,7 @@ class Predictor:
         self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
         half = recipe.model.dtype != "float32" and recipe.model.lora is None  # an adapter sees to it itself
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
-        self.steps = recipe.denoising.steps
+        self.steps = recipe.denoising.taken
         self.renoising = Renoising(adapter, recipe)
         guided_loss = max(self.renoising.guidance, self.renoising.reference_guidance) > 1
         self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or guided_loss)
@@ -98,7 +98,7 @@ class Renoising:
     reference's. Raises ``UserError`` where the recipe asks for guidance in the loss and the model takes none."""
 
     def __init__(self, adapter: Adapter, recipe: Recipe) -> None:
-        self.adapter, self.steps, algorithm = adapter, recipe.denoising.steps, recipe.algorithm
+        self.adapter, self.steps, algorithm = adapter, recipe.denoising.taken, recipe.algorithm
         self.sizes = Sizes(adapter)
         own = algorithm.guidance if isinstance(algorithm, ForwardSettings) else "sampling"
         if own != "sampling" and own > 1 and not adapter.combines:
@@ -161,7 +161,7 @@ class Renoising:
     def sigma(self, rows: DenoisingRows, level: int, seed: int) -> Tensor:
         """The noise level of each row, ``[B]``: the ``level``-th of an order that is the sample's own, or stratified a
         draw from the ``level``-th part."""
-        sigmas = self.sizes.adapted(rows.slots).schedule(self.steps).sigmas[self.levels]
+        sigmas = self.sizes.adapted(rows.slots).schedule().sigmas[self.levels]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "levels") for i in rows.ids]
         if self._parts is not None:
             part = sigmas.tensor_split(self._parts)[level]

@@ -114,6 +114,12 @@ def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
         if Path(path).is_dir() and _named(index.get(family.tokenizer_of(name))) != _NOTHING
         if not any(Path(path, family.tokenizer_of(name)).glob("*"))
     ]
+    wrong += [
+        f"model.path: model_index.json of {path} says {name}: {as_json(index.get(name))}, which is of another kind of "
+        f"model than {family.family}: give one that says {' or '.join(map(as_json, allowed))}, or nothing"
+        for name, allowed in family.index.items()
+        if index.get(name) not in allowed
+    ]
     if wrong:
         raise UserError("\n".join(wrong))
 

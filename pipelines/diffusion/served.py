@@ -57,7 +57,7 @@ class Served:
         """Sample a micro-batch under the policy's present weights. Raises ``UserError``, also where the server samples
         something else than what trains."""
         pipeline = self.pipeline
-        schedule, shape = pipeline.sizes.adapted(slots).schedule(pipeline.steps), pipeline.sizes.shape(slots)
+        schedule, shape = pipeline.sizes.adapted(slots).schedule(), pipeline.sizes.shape(slots)
         named = zip(slots, ids, strict=True)
         found, fresh = self._answers([self._body(slot, name, actions, seed) for slot, name in named])
         for one in found:
@@ -201,7 +201,7 @@ class Served:
             self._gap("log_prob_gap", (rows.log_probs.cpu() - theirs).abs().max().item(), "log-probs")
         if fresh and found[0].velocities is not None:
             step, shape = (actions[0] if actions else 0), tuple(states.shape[2:])
-            schedule = pipeline.sizes.adapted(rows.slots).schedule(pipeline.steps)
+            schedule = pipeline.sizes.adapted(rows.slots).schedule()
             timestep, features = schedule.timesteps[step].expand(len(rows)), pipeline.batch_features(rows.slots)
             mine = pipeline.velocity(states[:, step], timestep, features)[0].cpu()
             theirs = self._laid(found[0].velocities, shape)[step]

@@ -54,11 +54,12 @@ class Sizes:
         """``name``, of features of ``prompt``, with the size that they are for. No text has the character 0."""
         return f"{name}\0{self.of(prompt)}" if self.several else name
 
-    def refuse_noiseless(self, steps: int, noisy: Iterable[int]) -> None:
+    def refuse_noiseless(self, noisy: Iterable[int]) -> None:
         """Raises ``UserError`` where a step of ``noisy`` could carry no noise, at any size."""
         kind, noisy = self.adapter.sampling.sde.kind, list(noisy)
         for size in self.shapes:
-            sigmas = self.adapter.at(size).schedule(steps).sigmas
+            sigmas = self.adapter.at(size).schedule().sigmas
+            steps = len(sigmas) - 1
             if bad := sde.noiseless(sigmas, kind, noisy):
                 n = bad[0]
                 edit = f"set sampling.window to {{size: {n}, last: {n}}}, or to less" if n else "raise sampling.steps"

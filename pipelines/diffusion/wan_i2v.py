@@ -102,9 +102,9 @@ class WanI2VAdapter(WanAdapter):
 
 def clean_without_ftfy() -> None:
     """Let diffusers clean prompts without ftfy where that is not installed, as its other Wan pipelines do."""
-    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_video2video
 
-    pipeline_wan_i2v.basic_clean = pipeline_wan.basic_clean
+    pipeline_wan_i2v.basic_clean = pipeline_wan_video2video.basic_clean = pipeline_wan.basic_clean
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

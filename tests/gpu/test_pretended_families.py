@@ -32,6 +32,7 @@ FAMILIES = [
     "wan22_a14b",
     "wan_i2v",
     "wan22_i2v_5b",
+    "wan_v2v",
     "qwen_image_edit_plus",
     "flux2",
     "flux2_edit",
@@ -77,7 +78,7 @@ def folder_of(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("families")
     saved = cache(lambda family: save(family, root / family))
-    of = {"flux2_klein_edit": "flux2_klein", "flux2_edit": "flux2", "wan22_i2v_5b": "wan22_ti2v"}
+    of = {"flux2_klein_edit": "flux2_klein", "flux2_edit": "flux2", "wan22_i2v_5b": "wan22_ti2v", "wan_v2v": "wan"}
     return lambda family: SHAPES if family == "sd3" else saved(of.get(family, family))
 
 

@@ -302,6 +302,7 @@ LARGE = (
     "wan22-ti2v-5b",
     "wan22-a14b",
     "wan21-i2v-14b",
+    "wan21-v2v-14b",
     "flux2-dev",
     "flux2-dev-edit",
     "hunyuan-video15",

@@ -12,6 +12,7 @@ EDITORS = (
     "qwen_image_edit_plus",
     "wan_i2v",
     "wan22_i2v_5b",
+    "wan_v2v",
     "hunyuan_video15_i2v",
 )
 SEEN = {"max_sequence_length": 512, "condition_size": 48}
@@ -34,6 +35,7 @@ def settings(family, folder, kind, lora):
     own = {"sd3": 12, "wan_i2v": 512, "hunyuan_video15": 96, "hunyuan_video15_i2v": 96, "flux2": 288, "flux2_edit": 288}
     length = own.get(family, short)
     sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
+    sampling |= {"steps": 5, "strength": 0.7} if family == "wan_v2v" else {}
     return {
         "name": "pretended",
         "device": "cuda",

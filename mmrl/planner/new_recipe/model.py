@@ -57,6 +57,7 @@ class _Family(Protocol):
     makes: str
     edits: bool
     holds: bool
+    starts: bool
     saved_as: tuple[str, ...]
 
 
@@ -158,7 +159,9 @@ def _not_here(name: str, modality: Modality | None, algorithm: str | None, *, ed
     if modality in TEXTS:
         return FirstModel(name, name, modality, _CHAT[modality], says, readable=False)
     of_one = {name: family for name, family in _families().items() if not family.also_trains}  # the index says of two
-    fitting = [name for name, one in of_one.items() if _MADE[one.makes] is modality and one.edits == edits]
+    fitting = [
+        name for name, one in of_one.items() if _MADE[one.makes] is modality and one.edits == edits and not one.starts
+    ]
     if len(fitting) > 1:
         raise UserError(f"{why}: of which of the pipelines {', '.join(fitting)} it is, its model_index.json says")
     return _with_shipped(FirstModel(name, name, modality, fitting[0], says, readable=False), algorithm)
@@ -203,6 +206,7 @@ def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
     held = bool(index.get("expand_timesteps"))  # a time for each token, so that the first frame can stay
     fitting.sort(
         key=lambda one: (
+            one[1].starts,  # for clips, which nobody has said that the prompts carry
             one[1].holds > held,
             one[1].edits != edits,
             bool(one[1].also_trains) != two,
