@@ -207,9 +207,19 @@ def lacking(objective: Objective) -> list[str]:
     return sorted(name for name in names if not hasattr(objective, name))
 
 
+@runtime_checkable
+class KeepsCopies(Protocol):
+    """An objective that keeps copies of the weights: each of a forward process, and others where they say so."""
+
+    @property
+    def copies(self) -> Mapping[str, Callable[[int], float]]:
+        """Their names, and for each the decay of its moving average after step ``n``."""
+        ...
+
+
 def copies_of(objective: Objective) -> Mapping[str, Callable[[int], float]]:
     """The copies of the weights that ``objective`` keeps, and the decay of each after step ``n``."""
-    return objective.copies if objective.kind == "forward_process" else {}
+    return objective.copies if isinstance(objective, KeepsCopies) else {}
 
 
 def sampler(objective: Objective, step: int) -> str:

@@ -48,6 +48,7 @@ from mmrl.rollout.async_rollout import AsyncRollout
 from mmrl.rollout.collect import SynchronousRollout
 from mmrl.rollout.curriculum import Curriculum
 from mmrl.rollout.dynamic_sampling import DynamicSampling
+from mmrl.rollout.hints import asks_for_feedback
 from mmrl.rollout.partial_rollout import PartialRollout
 from mmrl.rollout.workload import Balance
 from mmrl.step.objectives import load_objective
@@ -73,14 +74,15 @@ def build(
     """
     controller = controller or Controller(recipe.seed)
     device = _settled_device(recipe)
-    path = recipe.model.path
-    if unset := lacking(path):
+    if unset := lacking(path := recipe.model.path):
         raise UserError(f"model.path: {unset}")
     prompts = in_order(recipe, load_prompts(recipe, "train")) if scored else []
     later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
     listed = recipe.rewards if scored else []
-    rewards = RewardSet(listed, device, controller.total, awake=not later, patience=patience)
+    rewards = RewardSet(
+        listed, device, controller.total, awake=not later, patience=patience, feedback=asks_for_feedback(recipe)
+    )
     rewards.can_read(recipe)
     if recipe.placement.sleep:
         rewards.sleep()

@@ -56,6 +56,8 @@ class AlgorithmSettings(Section):
     """Whether only a few rows of a step have a weight, so that an update leaves out the others' work."""
     trains_scores: ClassVar[bool] = False
     """Whether the model scores a text, in place of writing it."""
+    teaches_itself: ClassVar[bool] = False
+    """Whether the policy, shown a hint, is the teacher of its own responses."""
     scores_steps: ClassVar[bool] = False
     """Whether the results that are predicted before each recorded denoising step are scored, too."""
     exact_replay: ClassVar[bool] = False

@@ -15,7 +15,7 @@ from mmrl.config.placement_checks import of_placement
 from mmrl.config.sampling import TextSampling
 from mmrl.config.schema import Recipe
 from mmrl.config.section import Section
-from mmrl.config.teacher_checks import of_teachers, teaches_alone
+from mmrl.config.teacher_checks import of_self_teaching, of_teachers, teaches_alone
 from mmrl.config.written_picture_checks import of_written_pictures
 from mmrl.core.episode import REWARD
 from mmrl.core.plugins.python_objects import in_this_process
@@ -456,6 +456,7 @@ def _weights(recipe: Recipe) -> Iterator[str]:
 
 _RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     *(_device, _sampler, _groups, _batches, _performance, _quantized, _pairs, _unused, _normalize, _scores),
-    *(of_midway, of_environment, _of_drawing, of_placement, of_moving, of_teachers, _labels, _weights, of_evaluation),
+    *(of_midway, of_environment, _of_drawing, of_placement, of_moving, of_teachers, of_self_teaching),
+    *(_labels, _weights, of_evaluation),
 )
 """What is checked of several sections together, whatever is sampled."""

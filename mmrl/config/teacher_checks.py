@@ -43,6 +43,21 @@ def of_teachers(recipe: Recipe) -> Iterator[str]:
         yield from (f"teacher[{n}].{line}" for line in _of_one(recipe, teacher, text=text))
 
 
+def of_self_teaching(recipe: Recipe) -> Iterator[str]:
+    """Contradictions of an algorithm by which the policy teaches itself."""
+    kind, train, instead = recipe.algorithm.type, recipe.train, "set algorithm.type to grpo"
+    if not recipe.algorithm.teaches_itself or recipe.sampling.type != "text":
+        return
+    if recipe.environment is not None:
+        yield f"environment: {kind} puts a hint behind the one message that is answered; remove it, or {instead}"
+    if recipe.decoding.picture is not None:
+        yield f"sampling.picture: {kind} has no hints for pictures that are written as tokens; {instead}"
+    if train.backend != "replicated" or train.width > 1:
+        key = "train.backend" if train.backend != "replicated" else "train.context_parallel"
+        value = "replicated" if train.backend != "replicated" else "1"
+        yield f"{key}: the teacher of {kind} computes whole rows with whole weights; set it to {value}, or {instead}"
+
+
 def _of_one(recipe: Recipe, teacher: Teacher, *, text: bool) -> Iterator[str]:
     labels, lora = recipe.data.labels, recipe.model.lora
     if teacher.prompts is not None and teacher.prompts not in labels:

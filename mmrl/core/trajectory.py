@@ -229,6 +229,8 @@ class TextRows(Rows):
     drawn_at: torch.Tensor | None = None
     episodes: list[Episode] | None = None
     """What happened in each row, where the recipe has an environment."""
+    hints: list[Mapping[str, torch.Tensor] | None] | None = None
+    """What there is per token of each row's prompt with a hint, as its own teacher reads it; None for a row without."""
 
     @classmethod
     def answers(
@@ -386,16 +388,24 @@ class TextRows(Rows):
         at = to_device(torch.cat(spans), self.tokens.device)
         columns = {n: c[at] if per_token else picked(c, index) for n, c, per_token in self._columns()}
         played = None if self.episodes is None else [self.episodes[i] for i in index]
+        hints = None if self.hints is None else [self.hints[i] for i in index]
         chosen = replace(super().rows(index), segments=[self.segments[i] for i in index], **columns)
-        return replace(chosen, episodes=played)
+        return replace(chosen, episodes=played, hints=hints)
+
+    def behind(self, prompts: Sequence[torch.Tensor]) -> TextRows:
+        """What is behind each prompt, behind others: the tokens ``[P_i]`` of each, whose features keep their names."""
+        spoken = [row[n:] for row, n in zip(self.tokens.split(self.lengths), self.prompts, strict=True)]
+        asked = list(zip(self.features, prompts, strict=True))
+        return TextRows.answers(self.slots, self.ids, asked, spoken, self.truncated)
 
     def _joined(self, parts: Sequence[Any]) -> Self:
         import torch
 
         columns = {n: torch.cat([getattr(p, n) for p in parts]) for n, _, _ in self._columns()}
         played = None if self.episodes is None else [one for p in parts for one in p.episodes]
+        hints = None if self.hints is None else [one for p in parts for one in p.hints]
         joined = replace(super()._joined(parts), segments=[of for p in parts for of in p.segments], **columns)
-        return replace(joined, episodes=played)
+        return replace(joined, episodes=played, hints=hints)
 
     def _columns(self) -> list[tuple[str, torch.Tensor, bool]]:
         """Its tensors, and whether each has an entry per token, or one per row."""

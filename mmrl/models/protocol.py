@@ -220,6 +220,11 @@ class TextPipeline(_Pipeline[TextRows], Protocol):
         """Draw at most ``most`` further tokens for every row, all of them under way, with its engine."""
         ...
 
+    def hinted(self, prompt: Prompt, hint: str, most: int) -> dict[str, Tensor] | None:
+        """What the model reads of ``prompt`` with ``hint`` behind its last message, per token, on the CPU; None where
+        that has more than ``most`` tokens, or does not fit into the model's context with a response."""
+        ...
+
     def token_values(self, row: TextRows, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         """Sum the values of character ``spans`` (start, end, value) of one response on each of its tokens; those
         of an episode are of its transcript, and what was told has 0."""

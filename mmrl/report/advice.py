@@ -28,6 +28,8 @@ RATIO = 1.0
 """Largest |ratio - 1| from which on updates are too large, where few ratios are counted as clipped."""
 RIGHT, WRONG = 0.95, 0.02
 """Held-out success from which on prompts are too easy, and below which they are too hard."""
+FEW_TAUGHT = 0.02
+"""Share of the responses with a hint at which a policy that teaches itself learns nothing."""
 WIDE = 0.05
 """Half of an interval that cannot tell small changes."""
 
@@ -193,12 +195,23 @@ def turns_without_action(facts: Facts) -> Advice | None:
 
 def groups_without_spread(facts: Facts) -> Advice | None:
     share = facts.above("advantage/zero_std_groups", NO_SPREAD)
-    if share is None or facts.run.setting("teacher"):  # which teaches without a spread
-        return None
+    if share is None or facts.run.setting("teacher") or facts.run.setting("algorithm.type") == "sdpo":
+        return None  # they teach without a spread
     why = f"In {share:.0%} of the groups all samples had the same reward, so they taught nothing"
     if facts.run.setting("algorithm.dynamic_sampling") is False:
         return Advice("algorithm.dynamic_sampling=true", f"{why}; this draws other prompts in their place.")
     return Advice(facts.times("train.group_size", 2), f"{why}; in larger groups samples differ more often.")
+
+
+def no_hints(facts: Facts) -> Advice | None:
+    share = facts.mean("self_teacher/taught")
+    if share is None or share > FEW_TAUGHT:
+        return None
+    why = f"{share:.0%} of the responses had a hint, and the others did not train"
+    if (facts.mean("self_teacher/too_long") or 0) > share:
+        return Advice(facts.times("algorithm.max_prompt_tokens", 2), f"{why}: prompts with their hints were too long.")
+    said = "no other response of their prompt was right (algorithm.success), and no reward gave feedback on them"
+    return Advice(facts.times("train.group_size", 2), f"{why}: {said}.")
 
 
 def hotter(facts: Facts) -> Advice | None:
@@ -315,6 +328,7 @@ RULES: tuple[Callable[[Facts], Advice | None], ...] = (
     too_easy,
     too_hard,
     groups_without_spread,
+    no_hints,
     hotter,
     truncated,
     clipped,

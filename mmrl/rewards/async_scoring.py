@@ -54,6 +54,7 @@ class Scores:
     the sample failed. ``seconds``: the time, by label, in which a reward had at least one running call. ``waited``:
     how long ``finish`` waited for them; the rest ran at the same time as sampling, or as another reward. ``steps``
     ``[B, T]``: the totals of the results predicted before each recorded step, where the algorithm has them scored.
+    ``feedback``: by label a text about each sample, of the rewards that gave any.
     """
 
     total: torch.Tensor
@@ -63,6 +64,7 @@ class Scores:
     spans: dict[str, list[list[Span] | None]] = field(default_factory=dict)
     waited: float = 0.0
     steps: torch.Tensor | None = None
+    feedback: dict[str, list[str | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,14 @@ class Scoring:
         number: int = 0,
         patience: Patience | None = None,
         longest: float = math.inf,
+        *,
+        feedback: bool = False,
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
         self._contexts = {
-            e.label: Context(step, device, folder, e.label, e.sent, number, patience=longest) for e in entries
+            e.label: Context(step, device, folder, e.label, e.sent, number, patience=longest, feedback=feedback)
+            for e in entries
         }
         self._group_size, self._patience = group_size, patience
         self._open: dict[tuple[int, int, int], list[int]] = {}
@@ -244,6 +249,8 @@ class Scoring:
                 part = scores.parts.setdefault(f"{entry.label}/{name}", torch.full_like(raw, NAN))
                 for i, row in kept:
                     part[row] = values[i]
+            for i, row in kept if any(answer.feedback) else ():
+                scores.feedback.setdefault(entry.label, [None] * len(raw))[row] = answer.feedback[i]
             for i, row in kept:
                 reason = reasons[i]
                 if reason is None:

@@ -114,7 +114,7 @@ class RewardSet:
     all controllers, for the statistics of ``normalize: batch``; the default is one controller. ``folder``: the run's
     directory, for caches and transcripts; may be set later. ``awake``: load models onto the device and start servers
     now, not at the first call. ``patience``: how long training steps wait for failed samples; None: they do not wait.
-    Raises ``UserError``.
+    ``feedback``: ask for the texts that rewards may give of samples. Raises ``UserError``.
     """
 
     def __init__(
@@ -126,8 +126,9 @@ class RewardSet:
         patience: Patience | None = None,
         *,
         awake: bool = True,
+        feedback: bool = False,
     ) -> None:
-        self.device, self.folder = device, folder
+        self.device, self.folder, self._feedback = device, folder, feedback
         self._all_sum, self._patience = all_sum, patience
         self._here: dict[str, Caller] = {}
         self._entries: list[Entry] = []
@@ -223,7 +224,7 @@ class RewardSet:
 
     def answer(self, label: str, samples: Sequence[Sample], step: int) -> Answer:
         """One reward's answer for a batch, computed in this process."""
-        context = Context(step, self.device, self.folder, label)
+        context = Context(step, self.device, self.folder, label, feedback=self._feedback)
         return replace(self._here[label].one(samples, context), sent=context.sent)
 
     def sleep(self, but: str = "") -> None:
@@ -271,7 +272,18 @@ class RewardSet:
         entries = [entry for entry in self._entries if not labels or entry.label in labels]
         all_sum, patience = self._all_sum if scale else None, self._patience if patient else None
         longest = math.inf if self._patience is None else self._patience.settings.patience
-        return Scoring(entries, step, self.device, self.folder, group_size, all_sum, round, patience, longest)
+        return Scoring(
+            entries,
+            step,
+            self.device,
+            self.folder,
+            group_size,
+            all_sum,
+            round,
+            patience,
+            longest,
+            feedback=self._feedback,
+        )
 
     def total(self, parts: Mapping[str, torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
         """The weighted sum ``[B]`` of the normalised rewards, of their raw values by label; NaN where one is missing.

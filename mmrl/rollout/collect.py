@@ -34,6 +34,7 @@ from mmrl.placement import device_tasks
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.rollout.branches import with_credit
 from mmrl.rollout.encoding import encode
+from mmrl.rollout.hints import with_hints
 from mmrl.rollout.importance import SCALE, mean_weight, normalizes
 from mmrl.rollout.kto_baseline import mismatched, prompt_of_step
 from mmrl.rollout.moving import prompts_move, whole_first
@@ -56,6 +57,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
         with clock("prepare"):
             prepared = prepare(context, batch, mask)
     metrics.set(credit(context, groups, batch, mask, prepared))
+    metrics.set(with_hints(context, groups, batch, rewards_of(context, groups)))
     return batch
 
 

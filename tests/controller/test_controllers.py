@@ -98,7 +98,7 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("stepwise", "crd
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["diffusion", "text", "resampled", "sft", "kto", "pictures", "normalized", "taught", *LONG]
+    "name", ["diffusion", "text", "resampled", "sft", "kto", "pictures", "normalized", "taught", "hinted", *LONG]
 )
 def test_two_controllers_do_what_one_does(name, tmp_path):
     check(name, [2], tmp_path)

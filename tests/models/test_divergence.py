@@ -17,10 +17,14 @@ def drawn(*shape, seed):
 def closed_form(kind, student, teacher):
     p, q = ((logits / T).log_softmax(-1) for logits in (student, teacher))
     reverse, forward = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
+    if kind == "jensen":  # entropies, in place of the two divergences
+        parts = [0.7 * p.exp() + 0.3 * q.exp(), p.exp(), q.exp()]
+        middle, mine, theirs = (-(of * of.log()).sum(-1) for of in parts)
+        return middle - 0.7 * mine - 0.3 * theirs
     return {"reverse": reverse, "forward": forward, "mixed": (reverse + forward) / 2}[kind]
 
 
-@pytest.mark.parametrize("kind", ["reverse", "forward", "mixed"])
+@pytest.mark.parametrize("kind", ["reverse", "forward", "mixed", "jensen"])
 @pytest.mark.parametrize("layers", [True, False])
 def test_it_is_the_closed_form_and_its_gradient(kind, layers, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 4 * V)  # two places at a time
@@ -31,7 +35,7 @@ def test_it_is_the_closed_form_and_its_gradient(kind, layers, monkeypatch):
 
     def computed(states, layer):
         student = Outputs(states, layer) if layers else Outputs(states @ layer.T)
-        return divergence(student, Outputs(other, head), kind, T, barred)
+        return divergence(student, Outputs(other, head), kind, T, barred, alpha=0.3)
 
     expected = closed_form(kind, (states @ layer.T)[:, counted], (other @ head.T)[:, counted])
     assert torch.allclose(computed(states, layer), expected, atol=1e-12)

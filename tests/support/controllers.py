@@ -34,6 +34,7 @@ RECIPES = {
     "quantized": ("shapes-lora", [*PICTURES, "model.quantize=int8"]),
     "text": ("sums", [*EQUAL_SHAPES, "train.updates_per_step=2"]),
     "taught": ("sums", [*EQUAL_SHAPES, *TAUGHT]),
+    "hinted": ("sums", [*EQUAL_SHAPES, "algorithm={type: sdpo, success: 0.05}", "sampling.temperature=0.7"]),
     "critic": ("sums", [*EQUAL_SHAPES, "algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"]),
     "vision": ("scenes", EQUAL_SHAPES),
     "sft": (

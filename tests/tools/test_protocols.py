@@ -42,6 +42,7 @@ from mmrl.algorithms import (
     rloo,
     rwr,
     sapo,
+    sdpo,
     sft,
     srpo,
     stepwise_flow_grpo,
@@ -148,6 +149,7 @@ POLICY_GRADIENT: list[type[PolicyGradient]] = [
     reinforce_pp.ReinforcePP,
     rloo.RLOO,
     sapo.SAPO,
+    sdpo.SDPO,
     stepwise_flow_grpo.StepwiseFlowGRPO,
 ]
 FORWARD_PROCESS: list[type[ForwardProcess]] = [

@@ -30,7 +30,8 @@ OF_PICTURES = {"v", "target", "x_s", "x0", "v_old", "v_average", "v_reference"}
 CLOSE = 1e-6
 MADE = {
     "policy_gradient": {
-        "log_probs", "reference_log_probs", "entropy", "values", "reference_distance", "old_distance"
+        "log_probs", "reference_log_probs", "entropy", "values", "reference_distance", "old_distance",
+        "self_divergence",
     },
     "forward_process": {*OF_PICTURES},
     "pathwise": {"rewards", "reference_distance"},
@@ -327,7 +328,8 @@ def checks(case: Case) -> Iterator[Check]:
         "pathwise": ["advantages", "ratio 1 on fresh samples", "dropped rows are left out"],
         "offline": ["advantages", "ratio 1 on fresh samples"],
     }
-    left_out = without.get(kind, ())
+    own = ["ratio 1 on fresh samples"] if case.settings.teaches_itself else []  # no policy gradient of a reward
+    left_out = [*without.get(kind, ()), *own]
     yield from (Check(name, partial(check, case)) for name, check in CHECKS.items() if name not in left_out)
 
 
@@ -434,10 +436,11 @@ def _tokens(normal: Callable[..., Tensor], moved: float) -> Batch:
             "reference_log_probs": new + 0.3 * moved * normal(ROWS, TOKENS),
             "entropy": normal(ROWS, TOKENS).abs(),
             "values": values + 0.1 * normal(ROWS, TOKENS),
+            "self_divergence": normal(ROWS, TOKENS).abs(),
         },
         {"log_probs": old, "mask": mask, "values": values, "returns": normal(ROWS, TOKENS)},
         lengths,
-        ("log_probs", "entropy", "values"),
+        ("log_probs", "entropy", "values", "self_divergence"),
     )
 
 

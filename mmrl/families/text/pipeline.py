@@ -10,16 +10,18 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
 from PIL.Image import Image, new
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from mmrl.algorithms.objective import Kind
 from mmrl.algorithms.policy_gradient import divergence as estimate
+from mmrl.algorithms.sdpo import COPY, SDPOSettings
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.core import nan_check, sharded_loading
@@ -48,6 +50,7 @@ from mmrl.models.text import generation, packing
 from mmrl.models.text.base_model import base_model
 from mmrl.models.text.chat import Conditioner
 from mmrl.models.text.critic import Critic
+from mmrl.models.text.divergence import Kind as Divergence
 from mmrl.models.text.divergence import Outputs, divergence
 from mmrl.models.text.features import PER_TOKEN, as_weights, features_of, joined, key_of, with_told
 from mmrl.models.text.given import GivenTexts, Pairs, Responses
@@ -62,6 +65,26 @@ from mmrl.models.text.told import Contents, Told, key_of_told, whole_key
 from mmrl.models.text.written_pictures import Decoder, Frame
 
 MISMATCHED = "mismatched_log_ratio"
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the policy says at the ``K`` places behind the prompts of ``rows``: its outputs, and the ``tokens`` there
+    with their ``log_probs`` ``[K]``; ``whole``: outputs are logits."""
+
+    rows: TextRows
+    own: Outputs
+    tokens: Tensor
+    log_probs: Tensor
+    temperature: float
+    whole: bool
+
+    def part(self, index: Sequence[int]) -> tuple[Tensor, Outputs]:
+        """The places of the rows ``index``, and the outputs there."""
+        some = torch.tensor([n in index for n in range(len(self.rows))])
+        places = some.repeat_interleave(torch.tensor(self.rows.responses)).nonzero()[:, 0]
+        at = to_device(places, self.tokens.device)
+        return at, self.own if len(index) == len(self.rows) else Outputs(self.own.states[at], self.own.layer)
 
 
 class LanguagePipeline:
@@ -185,10 +208,16 @@ class LanguagePipeline:
     def _guided(self) -> bool:
         return self.frame is not None and self.frame.guided
 
-    def _read(self, rows: TextRows) -> dict[str, Tensor]:
-        """The model's arguments: prompts padded on the left, then what is behind them, ``[R, T]``."""
-        found = zip(rows.features, rows.prompts, strict=True)
-        prompts = [features_of(self.features, key, length) for key, length in found]
+    def _read(self, rows: TextRows, shown: Sequence[Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """The model's arguments: prompts padded on the left, then what is behind them, ``[R, T]``. ``shown``: see
+        ``_outputs``."""
+        if shown is None:
+            found = zip(rows.features, rows.prompts, strict=True)
+            prompts = [features_of(self.features, key, length) for key, length in found]
+        else:
+            kept = [self.features.get(key) for key in rows.features]
+            whole = [{name: of[name] for name in of.keys() - PER_TOKEN} for of in kept]
+            prompts = [{**of, **hint} for of, hint in zip(whole, shown, strict=True)]
         keys = [" ".join(s.features for s in of if s.features) for of in rows.segments]
         for n, played in enumerate(rows.episodes or ()):
             if told := self._told_in(rows.segments[n], played):
@@ -518,8 +547,8 @@ class LanguagePipeline:
         self, rows: TextRows, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         temperature, out = self.settings.temperature, {}
-        if "teacher_kl" in needs:
-            out |= self._taught(rows, temperature, weights, with_entropy="entropy" in needs)
+        if needs & {"teacher_kl", "self_divergence"}:
+            out |= self._taught(rows, temperature, weights, needs)
         elif needs != frozenset({"reference_log_probs"}):
             out |= self._of_tokens(rows, temperature, with_entropy="entropy" in needs)
         if "values" in needs:
@@ -598,43 +627,107 @@ class LanguagePipeline:
             out["entropy"] = made.padded(entropy(logits, temperature)[0])
         return out
 
-    def _taught(self, rows: TextRows, temperature: float, weights: Weights, *, with_entropy: bool) -> dict[str, Tensor]:
-        """``_of_tokens``, and by the same forward ``teacher_kl``, the divergence from all teachers of a row, and
-        ``teacher_loss``, their sum by their weights, ``[R, T]``."""
+    def _taught(self, rows: TextRows, temperature: float, weights: Weights, needs: frozenset[str]) -> dict[str, Tensor]:
+        """``_of_tokens``, and by the same forward what is needed of ``teacher_kl``, the divergence from all teachers of
+        a row, with ``teacher_loss``, their sum by their weights, and ``self_divergence``, that from the policy that is
+        shown a hint, ``[R, T]``."""
         if rows.sequences is not rows:
-            found = self._taught(rows.sequences, temperature, weights, with_entropy=with_entropy)
+            found = self._taught(rows.sequences, temperature, weights, needs)
             return {name: rows.rejoined(values) for name, values in found.items()}
-        own = self._outputs(self.policy, rows, whole=with_entropy)
+        whole = "entropy" in needs
+        own = self._outputs(self.policy, rows, whole=whole)
         tokens = self._drawn_tokens(rows).flatten()[packing.behind(rows)]
         out = {"log_probs": self._of_outputs(own, tokens, temperature)}
-        out |= {"entropy": entropy(own.states, temperature)} if with_entropy else {}
-        out |= {"teacher_kl": torch.zeros_like(out["log_probs"]), "teacher_loss": torch.zeros_like(out["log_probs"])}
-        for teacher, copy, index in lessons(self.recipe, rows.slots):
-            some, mine = rows, own
-            taught = torch.tensor([n in index for n in range(len(rows))])
-            at = to_device(taught.repeat_interleave(torch.tensor(rows.responses)).nonzero()[:, 0], self.device)
-            if len(index) < len(rows):
-                some, mine = rows.rows(index), Outputs(own.states[at], own.layer)
+        out |= {"entropy": entropy(own.states, temperature)} if whole else {}
+        said = _Said(rows, own, tokens, out["log_probs"], temperature, whole)
+        if "teacher_kl" in needs:
+            out |= self._of_teachers(said, weights)
+        if "self_divergence" in needs:
+            out["self_divergence"] = self._of_itself(said, weights)
+        return {name: packing.padded(rows, values) for name, values in out.items()}
+
+    def _of_teachers(self, said: _Said, weights: Weights) -> dict[str, Tensor]:
+        """``teacher_kl`` and ``teacher_loss`` ``[K]``."""
+        names = {"teacher_kl": 1.0, "teacher_loss": 1.0}
+        out = {name: torch.zeros_like(said.log_probs) for name in names}
+        for teacher, copy, index in lessons(self.recipe, said.rows.slots):
+            at, mine = said.part(index)
+            some = said.rows if len(index) == len(said.rows) else said.rows.rows(index)
             with torch.no_grad():
                 if teacher.is_adapter:
                     with weights(copy):
-                        theirs = self._outputs(self.policy, some, whole=with_entropy)
+                        theirs = self._outputs(self.policy, some, whole=said.whole)
                 else:
                     with self._resting.using(*self.teachers.values()):  # all: each slice has rows of each
                         theirs = self._outputs(self.teachers[teacher.model], some)
-            if teacher.divergence == "sampled":
-                there = self._of_outputs(theirs, tokens[at], temperature)
-                value = estimate(out["log_probs"][at], there, torch.ones_like(there, dtype=torch.bool), "k1+")
-            else:
-                assert teacher.divergence != "velocity"
-                with self._autocast():
-                    value = divergence(mine, theirs, teacher.divergence, temperature, self._barred)
-            for name, times in (("teacher_kl", 1.0), ("teacher_loss", teacher.weight)):
+            assert teacher.divergence != "velocity"
+            value = self._apart(said, at, mine, theirs, teacher.divergence)
+            for name, times in (names | {"teacher_loss": teacher.weight}).items():
                 out[name] = out[name].index_add(0, at, times * value)
-        return {name: packing.padded(rows, values) for name, values in out.items()}
+        return out
 
-    def _outputs(self, model: nn.Module, rows: TextRows, *, whole: bool = False) -> Outputs:
-        """What ``model`` says before each token behind the prompts, row by row; ``whole``: its logits."""
+    def _of_itself(self, said: _Said, weights: Weights) -> Tensor:
+        """``self_divergence`` ``[K]``: 0 for rows without a hint."""
+        settings, rows = self.recipe.algorithm, said.rows
+        assert isinstance(settings, SDPOSettings)
+        hints, out = rows.hints or self._planned_hints(rows), torch.zeros_like(said.log_probs)
+        index = [n for n, hint in enumerate(hints) if hint is not None]
+        if not index:
+            return out
+        at, mine = said.part(index)
+        shown = [as_weights(hint, self.policy, self.device) for hint in hints if hint is not None]
+        behind = rows.rows(index).behind([hint["input_ids"] for hint in shown])
+        with torch.no_grad(), weights(COPY):
+            theirs = self._outputs(self.policy, behind, shown, whole=said.whole)
+            if theirs.layer is not None:  # which has other weights as soon as the copy is left
+                theirs = Outputs(theirs.states, theirs.layer.detach())
+        kind = "forward" if settings.alpha == 0 else "reverse" if settings.alpha == 1 else "jensen"
+        how = "sampled" if settings.vocabulary == "sampled" else kind
+        return out.index_add(0, at, self._apart(said, at, mine, theirs, how, settings.alpha))
+
+    def _planned_hints(self, rows: TextRows) -> Sequence[Mapping[str, Tensor] | None]:
+        """Of rows that nothing has shown a hint for: none, and in a plan one as long as a response may be."""
+        if self.device.type != "meta":
+            return [None] * len(rows)
+        found = [self.features.get(key) for key in rows.features]
+        more = self.settings.max_new_tokens
+        return [{name: pad(value, (0, more)) for name, value in of.items() if name in PER_TOKEN} for of in found]
+
+    def _apart(
+        self,
+        said: _Said,
+        at: Tensor,
+        mine: Outputs,
+        theirs: Outputs,
+        how: Divergence | Literal["sampled"],
+        alpha: float = 0.5,
+    ) -> Tensor:
+        """The divergence ``[K]`` of what the policy says at the places ``at`` from what a teacher says there."""
+        if how == "sampled":
+            there = self._of_outputs(theirs, said.tokens[at], said.temperature)
+            return estimate(said.log_probs[at], there, torch.ones_like(there, dtype=torch.bool), "k1+")
+        with self._autocast():
+            return divergence(mine, theirs, how, said.temperature, self._barred, alpha=alpha)
+
+    def hinted(self, prompt: Prompt, hint: str, most: int) -> dict[str, Tensor] | None:
+        if self.context is not None:
+            most = min(most, self.context - self.recipe.response_tokens)
+        shown = self._shown(prompt)
+        features = self.conditioner.encode(replace(shown, text=shown.text + hint))
+        if len(features["input_ids"]) > most:
+            return None
+        return {name: value for name, value in features.items() if name in PER_TOKEN}
+
+    def _outputs(
+        self,
+        model: nn.Module,
+        rows: TextRows,
+        shown: Sequence[Mapping[str, Tensor]] | None = None,
+        *,
+        whole: bool = False,
+    ) -> Outputs:
+        """What ``model`` says before each token behind the prompts, row by row; ``whole``: its logits. ``shown``: what
+        there is per token of prompts that are not those of the features."""
         layer = None if whole else packing.plain_head(model)
         with self._autocast(), nullcontext() if layer is None else packing.headless(model):
             if self.packing is not None and model is self.policy and any(rows.responses):
@@ -642,7 +735,7 @@ class LanguagePipeline:
                 with made.head(model):
                     states = model(**made.inputs, use_cache=False).logits[0]
             else:
-                inputs = self._read(rows)
+                inputs = self._read(rows, shown)
                 end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
                 kept = torch.arange(end - rows.width, end, device=self.device)
                 found = model(**inputs, logits_to_keep=kept, use_cache=False).logits
