@@ -303,6 +303,8 @@ LARGE = (
     "wan22-a14b",
     "wan21-i2v-14b",
     "wan21-v2v-14b",
+    "wan22-i2v-5b",
+    "wan22-i2v-a14b",
     "flux2-dev",
     "flux2-dev-edit",
     "hunyuan-video15",
