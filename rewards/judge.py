@@ -20,8 +20,9 @@ from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.lines import lines_of
 from mmrl.core.reward_contract import Asks, Context, Declaration, Input, Parts, Weights
 from mmrl.core.trajectory import Sample, SampleId
-from mmrl.rewards.judging.answers import READING, Words, parse_kind
+from mmrl.rewards.judging.answers import READING, ByCriterion, Kind, Words, parse_kind
 from mmrl.rewards.judging.asking import Ask, Outcome, Settings, seed_of_samples, seeded
+from mmrl.rewards.judging.criteria import Verifiers
 from mmrl.rewards.judging.modes import Job, Mode
 from mmrl.rewards.judging.protocol import kind_of
 from mmrl.rewards.judging.replay import recorded_here
@@ -62,8 +63,9 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 def _asks(options: Mapping[str, Any], model: Mapping[str, Any]) -> Asks:
     mode = Mode.of(str(options.get("mode", "pointwise")), 1, None, None, 0).name
-    rubric = Rubric(str(options["rubric"]), mode, options.get("meta", ()))
-    one = isinstance(parse_kind(mode, options.get("answer")), Words)
+    kind = parse_kind(mode, options.get("answer"))
+    rubric = Rubric(str(options["rubric"]), mode, options.get("meta", ()), criteria=_criteria(kind))
+    one = isinstance(kind, Words)
     template = dict(model.get("template") or {})
     if "chat_template" in model:
         template["chat_template"] = model["chat_template"]
@@ -74,7 +76,13 @@ def _asks(options: Mapping[str, Any], model: Mapping[str, Any]) -> Asks:
 def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
     """What the rubric shows. Raises ``UserError``."""
     mode = Mode.of(str(options.get("mode", "pointwise")), 1, None, None, 0).name
-    return Rubric(str(options["rubric"]), mode, options.get("meta", ())).inputs
+    criteria = _criteria(parse_kind(mode, options.get("answer")))
+    return Rubric(str(options["rubric"]), mode, options.get("meta", ()), criteria=criteria).inputs
+
+
+def _criteria(kind: Kind) -> str:
+    """What a rubric shows of the criteria of an answer; empty where it has none."""
+    return kind.criteria.asked if isinstance(kind, ByCriterion) else ""
 
 
 @mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric", "cache"), models=_models, reads=_reads, checks=True)
@@ -83,9 +91,10 @@ class Judge:
 
     ``model``: a path or hub name (transformers, in process), ``{path, batch, dtype, template,
     chat_template}``, ``{url, name, token, extra, insecure}``, or ``{vllm: path, args, python, extra}`` (a server of
-    our own). ``rubric``: a template or its file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}`` or
-    ``{type: json, schema, score}``. ``mode``: pointwise, pairwise, ranking or steps. ``votes`` critiques become one by
-    ``vote``. ``order``: of the candidates where they are compared: average, fixed or random
+    our own). ``rubric``: a template or its file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}``,
+    ``{type: json, schema, score}`` or ``{type: criteria, criteria}`` (``mmrl.rewards.judging.criteria``). ``mode``:
+    pointwise, pairwise, ranking or steps. ``votes`` critiques become one by ``vote``. ``order``: of the candidates
+    where they are compared: average, fixed or random
     (``mmrl.rewards.judging.modes``).
     ``meta``: the fields of a prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of
     requests to an endpoint. ``cache``: whether verdicts are kept in the run's folder, or a folder that several runs
@@ -118,8 +127,9 @@ class Judge:
         budget: Mapping[str, int] | None = None,
     ) -> None:
         self.mode, self.kind = Mode.of(mode, votes, vote, opponents, seed, order), parse_kind(mode, answer)
-        self.rubric = Rubric(rubric, mode, meta, frames, seed)
-        self.settings = Settings(temperature, max_tokens, reasks)
+        self.rubric = Rubric(rubric, mode, meta, frames, seed, _criteria(self.kind))
+        self.verifiers = Verifiers(self.kind.criteria, meta) if isinstance(self.kind, ByCriterion) else None
+        self.settings, self._caches = Settings(temperature, max_tokens, reasks), dict[Path | None, Cache]()
         _check_least({"temperature": temperature, "reasks": reasks, "retries": retries}, 0)
         _check_least({"max_tokens": max_tokens, "frames": frames, "concurrency": concurrency}, 1)
         _check_least({"timeout": timeout}, 0.001)
@@ -138,7 +148,6 @@ class Judge:
             paths=("model", "model.path", "model.vllm", "rubric", "cache"),
             reads=_reads,
         )
-        self._caches: dict[Path | None, Cache] = {}
         self._recorded = recorded_here()
         self.local: LocalJudge | None = None
         self.remote: RemoteJudge | None = None
@@ -200,6 +209,8 @@ class Judge:
 
     def close(self) -> None:
         """End the server, where this judge started one."""
+        if self.verifiers is not None:
+            self.verifiers.close()
         if self.served is not None:
             self.served.close()
 
@@ -250,13 +261,20 @@ class Judge:
             Outcome(reason=job.reason) if key is None else all_[key]
             for job, key in zip(hearing.jobs, hearing.keys, strict=True)
         ]
-        returned = self.mode.fold(samples, hearing.jobs, by_job)
+        told: Sequence[str | None] | None = None
+        if self.verifiers is None:
+            returned = self.mode.fold(samples, hearing.jobs, by_job)
+        else:
+            said = [None if s.text is None else self.rubric.clean_response(s.transcript) for s in samples]
+            returned, told = self.verifiers.fold(samples, said, hearing.jobs, by_job, self.mode)
         shown = returned["right" if self.mode.name == "steps" else "score"]
         if context.folder is not None:
             rows = self._transcripts(samples, hearing.jobs, by_job, shown, context)
             lines_of(context.folder / TRANSCRIPTS).append(*rows)
         if not context.feedback:
             return returned
+        if told is not None:
+            return {**returned, "feedback": told}
         said = {job.rows: outcome.raw[-1] for job, outcome in zip(hearing.jobs, by_job, strict=True) if outcome.raw}
         return {**returned, "feedback": [said.get((row,)) for row in range(len(samples))]}
 

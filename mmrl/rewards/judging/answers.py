@@ -18,6 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json as JsonValue
 from mmrl.core.json_types import JsonObject
 from mmrl.rewards.judging.asking import Outcome
+from mmrl.rewards.judging.criteria import Criteria, parse_criteria
 from mmrl.rewards.judging.json_answer import (
     begins_as_object,
     check_schema,
@@ -185,7 +186,21 @@ class WrongSteps:
         return wrong
 
 
-Kind: TypeAlias = Words | Number | Json | Ranking | WrongSteps
+@dataclass(frozen=True)
+class ByCriterion:
+    """An object with a field for each of the ``criteria``."""
+
+    criteria: Criteria
+
+    def read(self, text: str, items: int = 0) -> dict[str, float | str]:
+        """Raises ``UnreadableError``."""
+        try:
+            return self.criteria.read(plain(text))
+        except ValueError as error:
+            raise UnreadableError(str(error)) from None
+
+
+Kind: TypeAlias = Words | Number | Json | Ranking | WrongSteps | ByCriterion
 
 
 def parse_kind(mode: str, answer: JsonObject | None) -> Kind:
@@ -197,9 +212,9 @@ def parse_kind(mode: str, answer: JsonObject | None) -> Kind:
     given = dict(answer or {"type": "yes_no"})
     kind = given.pop("type", None)
     keys = {"yes_no": ("yes", "no", "floor"), "number": ("min", "max", "label"), "json": ("schema", "score")}
-    known = keys.get(str(kind))
+    known = (keys | {"criteria": ("criteria",)}).get(str(kind))
     if known is None:
-        raise UserError(f"options.answer.type: {kind!r}; write yes_no, number or json")
+        raise UserError(f"options.answer.type: {kind!r}; write yes_no, number, json or criteria")
     extra = set(given) - set(known)
     if extra:
         raise UserError(f"options.answer.{sorted(extra)[0]}: {kind} has no such key; it has {', '.join(known)}")
@@ -214,6 +229,10 @@ def parse_kind(mode: str, answer: JsonObject | None) -> Kind:
         if not low < high:
             raise UserError(f"options.answer: min is {low:g} and max {high:g}; max must be the greater")
         return Number(low, high, _labels(given.get("label")))
+    if kind == "criteria":
+        if mode != "pointwise":
+            raise UserError("options.answer.type: criteria are of one sample; set options.mode to pointwise")
+        return ByCriterion(parse_criteria(given.get("criteria")))
     return _json(mode, given)
 
 
@@ -262,6 +281,8 @@ def schema_of(kind: Kind, items: int) -> JsonObject | None:
             return _list_schema("ranking", items, items)
         case WrongSteps():
             return _list_schema("wrong", items, 0)
+        case ByCriterion(criteria):
+            return criteria.schema
         case _:
             return None
 

@@ -15,8 +15,9 @@ from PIL.Image import Image
 from mmrl.core.json_types import Json
 from mmrl.core.trajectory import SampleId
 
-Verdict: TypeAlias = float | list[int]
-"""A number in [0, 1], a ranking (numbers of the candidates, best first) or the numbers of the wrong steps."""
+Verdict: TypeAlias = float | list[int] | dict[str, float | str]
+"""A number in [0, 1], a ranking (numbers of the candidates, best first), the numbers of the wrong steps, or of each
+criterion a number or what was extracted for it."""
 
 REASK_TEMPERATURE = 0.7
 """At least this when a judge is asked again: at 0 it would write the same once more."""

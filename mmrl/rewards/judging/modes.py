@@ -106,7 +106,7 @@ class Mode:
             for row, value in zip(job.rows, self._shares(outcome), strict=True):
                 found[row].append(value)
         alone = self.grouped and len(samples) == 1  # nothing to compare it with: neither better nor worse
-        return {"score": [0.5 if alone else self._decide(*of) for of in zip(found, missed, strict=True)]}
+        return {"score": [0.5 if alone else self.decided(*of) for of in zip(found, missed, strict=True)]}
 
     def _rows(self, samples: Sequence[Sample], vote: int) -> Iterable[tuple[int, ...]]:
         n = len(samples)
@@ -150,7 +150,7 @@ class Mode:
         value = cast("float", verdict)
         return [value, 1 - value] if self.name == "pairwise" else [value]
 
-    def _decide(self, found: list[float], missed: list[str]) -> Value:
+    def decided(self, found: list[float], missed: list[str]) -> Value:
         """One value of the verdicts found; a failure where more than half are missing."""
         if not found or len(missed) > len(found):
             return _failed(missed, len(found) + len(missed))

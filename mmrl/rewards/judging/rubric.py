@@ -119,12 +119,14 @@ class Rubric:
     """A template and what of a sample it reads.
 
     ``text``: the template, or the name of a file (.txt, .md, .j2) with it. ``meta``: the fields of a prompt's meta it
-    may see. ``frames``: how many frames of each clip are shown. ``seed``: of the fences. Raises ``UserError`` for a
-    template that cannot work.
+    may see. ``frames``: how many frames of each clip are shown. ``seed``: of the fences. ``criteria``: what
+    the judge reads of them, where the answer has any. Raises ``UserError`` for a template that cannot work.
     """
 
-    def __init__(self, text: str, mode: str, meta: Collection[str] = (), frames: int = 8, seed: int = 0) -> None:
-        self.mode, self.meta, self.frames, self.seed = mode, tuple(meta), frames, seed
+    def __init__(
+        self, text: str, mode: str, meta: Collection[str] = (), frames: int = 8, seed: int = 0, criteria: str = ""
+    ) -> None:
+        self.mode, self.meta, self.frames, self.seed, self.criteria = mode, tuple(meta), frames, seed, criteria
         self.control: tuple[str, ...] = ()
         """Further control tokens to keep out of texts, those of the judge's own tokenizer."""
         self.source = _source(text)
@@ -162,6 +164,8 @@ class Rubric:
         fence = fence_of(self.seed, [prompt.conversation, *(sample.transcript for sample in samples)])
         plain = _PLACEHOLDER.sub("", prompt.conversation) if prompt.media else prompt.conversation
         found: dict[str, _Shown] = {"prompt_text": self.clean(plain.strip()), "fence": fence}
+        if self.criteria:
+            found["criteria"] = self.criteria
         if "meta" in self.names:
             found["meta"] = {key: self._clean_value(prompt.meta[key]) for key in self.meta if key in prompt.meta}
         if self.names & {"prompt", "media"}:
@@ -247,7 +251,12 @@ class Rubric:
         return tuple(field for name, field in fields if name in shown)
 
     def _check(self, tree: nodes.Template) -> None:
-        allowed = {*_COMMON, *NAMES[self.mode]}
+        allowed = {*_COMMON, *NAMES[self.mode], *(["criteria"] if self.criteria else [])}
+        if self.criteria and "criteria" not in self.names:
+            raise UserError(
+                "options.rubric: the template does not show the judge its criteria (options.answer.criteria); put "
+                "{{ criteria }} where they are to stand"
+            )
         unknown = sorted(self.names - allowed)
         if unknown:
             raise UserError(

@@ -125,6 +125,13 @@ def verdict_of(value: Json) -> Verdict | None:
     """The verdict that a row holds, None where it holds none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
+    if isinstance(value, dict):
+        kept: dict[str, float | str] = {}
+        for name, one in value.items():
+            if isinstance(one, bool) or not isinstance(one, int | float | str):
+                return None
+            kept[str(name)] = one
+        return kept
     return whole_numbers(value)
 
 
