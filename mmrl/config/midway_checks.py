@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mmrl.config.evaluation_checks import label_of
@@ -29,10 +30,10 @@ def of_midway(recipe: Recipe) -> Iterator[str]:
 
 def _tokens(recipe: Recipe, midway: Midway) -> Iterator[str]:
     most = recipe.decoding.max_new_tokens
-    if midway.tokens is None or midway.step is not None:
+    if midway.tokens is None or midway.step is not None or midway.draft_steps is not None:
         yield (
             "midway: responses are scored after a number of tokens, and have no denoising steps; set midway.tokens, "
-            "and take midway.step out"
+            "and take midway.step and midway.draft_steps out"
         )
         return
     if midway.tokens >= most:
@@ -54,11 +55,14 @@ def _tokens(recipe: Recipe, midway: Midway) -> Iterator[str]:
 
 def _steps(recipe: Recipe, midway: Midway) -> Iterator[str]:
     sampling = recipe.denoising
-    if midway.step is None or midway.tokens is not None:
+    if (midway.step is None) == (midway.draft_steps is None) or midway.tokens is not None:
         yield (
             "midway: pictures and clips are scored after a number of denoising steps, and have no tokens; set "
-            "midway.step, and take midway.tokens out"
+            "midway.step or midway.draft_steps, one of the two, and take midway.tokens out"
         )
+        return
+    if midway.step is None:
+        yield from _drafts(recipe, midway)
         return
     if midway.step >= sampling.taken:
         yield (
@@ -80,6 +84,33 @@ def _steps(recipe: Recipe, midway: Midway) -> Iterator[str]:
             f"in, which changes the rounding of {recipe.model.dtype}, and {recipe.algorithm.type} needs the same step "
             f"mean at sampling and at training; set sampling.window.first to {midway.step + 1} or more, or "
             "model.dtype to float32"
+        )
+
+
+def _drafts(recipe: Recipe, midway: Midway) -> Iterator[str]:
+    """A draft says something of the sample that is drawn from its noise, where that noise is all that it is drawn
+    from."""
+    sampling, steps = recipe.denoising, midway.draft_steps
+    if steps is not None and sampling.takes(steps) < 1:
+        yield (
+            f"midway.draft_steps: of {steps} steps sampling.strength takes none; set it to "
+            f"{math.ceil(1 / (sampling.strength or 1))} or more"
+        )
+    if steps is not None and steps >= sampling.steps:
+        yield (
+            f"midway.draft_steps: a draft of {steps} steps saves nothing beside a sample of {sampling.steps} "
+            f"(sampling.steps); set it to {sampling.steps - 1} or less"
+        )
+    if recipe.algorithm.kind == "policy_gradient":
+        yield (
+            f"midway.draft_steps: {recipe.algorithm.type} adds noise in the steps that it trains, and a draft of fewer "
+            "steps has none of it, so that it cannot be drawn again; set algorithm.type to diffusion_nft or another "
+            "that noises clean samples, or set midway.step in its place"
+        )
+    if sampling.same_initial_noise:
+        yield (
+            "midway.draft_steps: with sampling.same_initial_noise all drafts of a group are equal; set "
+            "same_initial_noise to false"
         )
 
 
@@ -107,6 +138,9 @@ def _size(recipe: Recipe, midway: Midway) -> Iterator[str]:
 def _branches(recipe: Recipe, midway: Midway) -> Iterator[str]:
     algorithm = recipe.algorithm
     if midway.branches == 1:
+        return
+    if midway.draft_steps is not None:
+        yield "midway.branches: what a draft is drawn again from is its noise alone, which has no branches; set it to 1"
         return
     if algorithm.kind != "policy_gradient" or not algorithm.compares_group or algorithm.uses_token_rewards:
         yield (

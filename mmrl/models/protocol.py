@@ -244,6 +244,11 @@ class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
         """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
         ...
 
+    def draft(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, steps: int) -> DenoisingRows:
+        """Whole samples in so many denoising steps, none with noise, from the noise that ``sample`` starts them from.
+        No step is recorded."""
+        ...
+
     def noisy_steps(self, step: int) -> list[int]:
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
         ...

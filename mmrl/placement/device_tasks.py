@@ -20,7 +20,7 @@ from mmrl.core.errors import NotFiniteError
 from mmrl.core.out_of_memory import in_parts, in_phase
 from mmrl.core.trajectory import DenoisingRows, R, Rows, Sample, TextRows
 from mmrl.models.policy import Version
-from mmrl.models.protocol import of_text
+from mmrl.models.protocol import of_pictures, of_text
 from mmrl.placement.utilisation import of_gpu
 from mmrl.rewards.returned import Answer
 from mmrl.step.batch import MicroBatch
@@ -74,6 +74,8 @@ def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -
         assert context.recipe.midway is not None
         return context.pipeline.finish(begun, how.actions, how.seed, context.recipe.midway.at)
     of, tag = (chunk.slots[rows.start : rows.stop], chunk.ids[rows.start : rows.stop]), context.policy.tag
+    if how.draft is not None:
+        return of_pictures(context.pipeline).draft(*of, how.seed, how.draft)
     if how.until is not None:
         return context.pipeline.begin(*of, how.actions, how.seed, how.until, tag)
     return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate, version=tag)

@@ -101,13 +101,21 @@ def _sample_steps(recipe: Recipe, samples: int, begun: int) -> int:
     if recipe.midway is None:
         return samples * forwards_of_a_sample(recipe)
     early = _early(recipe)
-    return begun * early + samples * (forwards_of_a_sample(recipe) - early)
+    return begun * early + samples * (forwards_of_a_sample(recipe) - _kept_steps(recipe))
 
 
 def _early(recipe: Recipe) -> int:
     """Denoising steps, or tokens, of a sample before its group is pruned."""
     assert recipe.midway is not None
+    if recipe.midway.draft_steps is not None:
+        return recipe.denoising.takes(recipe.midway.draft_steps)
     return recipe.midway.at + (recipe.makes != "text")  # the prediction of a picture is the next step's
+
+
+def _kept_steps(recipe: Recipe) -> int:
+    """Those of them that the finished samples need not take again: none of a draft's."""
+    assert recipe.midway is not None
+    return 0 if recipe.midway.draft_steps is not None else _early(recipe)
 
 
 def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps: float) -> int:
@@ -116,7 +124,7 @@ def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps
     early, late = steps, 0
     if recipe.midway is not None:
         size, early = recipe.midway.group_size, _early(recipe)
-        late = -(-samples // batch) * (steps - early)
+        late = -(-samples // batch) * (steps - _kept_steps(recipe))
     first = [range(start, min(start + batch, begun or samples)) for start in range(0, begun or samples, batch)]
     shared = sum(_begun(chunk, size) for chunk in first) * shared_steps
     return round(len(first) * (early - shared_steps) + shared + late)

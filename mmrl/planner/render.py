@@ -177,6 +177,11 @@ def _pruned(plan: Plan) -> str:
         what, done = f"up to {recipe.decoding.max_new_tokens} tokens", "tokens at most"
     else:
         what, done = f"{recipe.denoising.taken} denoising steps", "steps of samples"
+    if midway.draft_steps is not None:
+        return (
+            f"midway draws {c.begun:,} drafts of {midway.draft_steps} denoising steps, and {c.samples:,} of them again "
+            f"with {recipe.denoising.taken}: {c.sample_steps:,} {done}"
+        )
     goes_on = f"finishes {c.samples:,}"
     if midway.branches > 1:
         goes_on = f"continues {c.samples // midway.branches:,} of them {midway.branches} times each"

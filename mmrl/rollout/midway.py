@@ -4,7 +4,9 @@ All samples of a group are denoised for ``midway.step`` steps, and their clean r
 of text the first ``midway.tokens`` tokens are drawn and scored. ``train.group_size`` of them are kept: those with the
 largest variance of rewards (the max-variance down-sampling of PODS, arXiv 2504.13818, which selects finished
 responses), the best and the worst half, or the best. The others are dropped. With ``midway.branches`` fewer are kept,
-and each is continued several times (``mmrl.rollout.branches``).
+and each is continued several times (``mmrl.rollout.branches``). With ``midway.draft_steps`` all samples are drafts,
+drawn whole in fewer steps, and those that are kept are drawn again with all steps from the same noise (Sol-RL, arXiv
+2604.06916, whose drafts are in four bits besides): a sample's noise depends on its name alone.
 Sampling, scoring and selection happen on the controller that owns the group, and depend on nothing but the recipe and
 the weights.
 
@@ -63,7 +65,8 @@ class Beginning:
         self._scoring = context.rewards.start(
             how.step, midway.group_size, scale=False, round=how.round, patient=False, labels=self._labels
         )
-        self._drawn = context.compute.devices.sample(context, asked, replace(how, until=midway.at), clock, version)
+        begun = replace(how, until=midway.at) if midway.draft_steps is None else replace(how, draft=midway.draft_steps)
+        self._drawn = context.compute.devices.sample(context, asked, begun, clock, version)
 
     def prune(self) -> Pruned:
         """Wait for the samples and their rewards, and choose which are finished. Raises ``RewardError``."""
@@ -77,7 +80,9 @@ class Beginning:
             scores = self._scoring.finish(groups)
         except RewardError as error:
             of = f"responses cut after {midway.tokens} tokens"
-            if midway.tokens is None:
+            if midway.draft_steps is not None:
+                of = f"drafts of {midway.draft_steps} denoising steps"
+            elif midway.tokens is None:
                 of = f"results predicted after {midway.step} denoising steps"
             raise RewardError(f"midway, of {of}: {error}") from error
         values = self._values(scores).view(-1, size)
@@ -120,7 +125,10 @@ class Beginning:
         branches = range(self._midway.branches)
         begun = [place[n * size + int(k)] for n, row in enumerate(kept) for k in row for _ in branches]
         ids = [branch_ids([parts[m].ids[i]], n % len(branches), size)[0] for n, (m, i) in enumerate(begun)]
-        _, rows = chunked(self._context, [(parts[m].slots[i], name) for (m, i), name in zip(begun, ids, strict=True)])
+        named = [(parts[m].slots[i], name) for (m, i), name in zip(begun, ids, strict=True)]
+        again, rows = chunked(self._context, named)
+        if self._midway.draft_steps is not None:
+            return again, rows
         whole = [replace(gather(parts, [begun[n] for n in of]), ids=[ids[n] for n in of]) for of in rows]
         return [Chunk(one.slots, one.ids, one) for one in whole], rows
 

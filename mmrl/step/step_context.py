@@ -67,7 +67,7 @@ class SamplingSpec:
     ``actions``: the denoising steps to record, as in ``Pipeline.sample``. ``weights``: the copy of the policy that
     samples. ``inputs``: what rewards read of a sample. ``step`` and ``round``: the training step and its round of
     sampling; ``step`` is -1 outside training. ``until``: denoise only these first steps and predict the results;
-    of text: draw only these first tokens.
+    of text: draw only these first tokens. ``draft``: in so many denoising steps, without noise in them.
     """
 
     actions: Sequence[int]
@@ -78,6 +78,7 @@ class SamplingSpec:
     step: int = -1
     round: int = 0
     until: int | None = None
+    draft: int | None = None
 
 
 class Devices(ABC):

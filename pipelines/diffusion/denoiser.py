@@ -93,6 +93,13 @@ class Denoiser(Predictor):
         return self._made(rows, state, rows.schedule.end * state.x)
 
     @torch.no_grad()
+    def draft(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, steps: int) -> DenoisingRows:
+        rows = self._rows(slots, ids, [], seed, draft=steps)
+        state, first = self._started(rows, None)
+        self._denoise(rows, state, first, rows.steps)
+        return self._made(rows, state, rows.schedule.end * state.x)
+
+    @torch.no_grad()
     def begin(
         self,
         slots: Sequence[Slot],
@@ -134,10 +141,11 @@ class Denoiser(Predictor):
         seed: int,
         *,
         evaluate: bool = False,
+        draft: int | None = None,
     ) -> _Rows:
         recipe = self.recipe
         solver = (recipe.eval.solver if evaluate else None) or recipe.denoising.solver
-        schedule = self.sizes.adapted(slots).schedule(recipe.eval.steps if evaluate else None)
+        schedule = self.sizes.adapted(slots).schedule(recipe.eval.steps if evaluate else draft)
         steps, shape = len(schedule.timesteps), self.sizes.shape(slots)
         features, c = self.batch_features(slots), self.coefficients(schedule, actions)
         tuned = round(recipe.eval.tuned_fraction * steps) if evaluate else steps

@@ -68,6 +68,8 @@ class FlowPipeline(Denoiser):
         self.lengths_of_prompts: PromptLengths | None = None
         self.captions, self.decoded = Captions(adapter), Decoder(adapter, recipe, device)
         adapter.schedule(recipe.eval.steps)  # what it refuses, before anything trains
+        if recipe.midway is not None and recipe.midway.draft_steps is not None:
+            adapter.schedule(recipe.midway.draft_steps)
         ends_noisy = bool(adapter.schedule().sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
