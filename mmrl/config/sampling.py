@@ -66,6 +66,8 @@ class Sampling(Section):
     scale, because it replays the sampled steps; a forward-process loss has its own scale (algorithm.guidance)."""
     guidance_scale_2: NonNegative | None = None
     """Of the model for low noise, where two models predict (Wan 2.2 A14B); None takes guidance_scale for both."""
+    audio_guidance_scale: PositiveFloat | None = None
+    """Of the sound, where a model makes it with the clip (LTX-2); None takes guidance_scale for both."""
     negative_prompt: str | None = None
     """The negative prompt of guidance, for prompts without a ``negative_prompt`` of their own. None: the default of the
     diffusers pipeline (the empty text; zeros for SDXL; a space for Qwen-Image)."""
@@ -90,6 +92,9 @@ class Sampling(Section):
     ``width``."""
     frames: Count | None = None
     """Frames of a clip; None if the pipeline makes pictures."""
+    frame_rate: PositiveFloat | None = None
+    """Frames per second, where a model makes sound with the clip (LTX-2), which says how long the sound is; None: the
+    diffusers pipeline's own, 24."""
     max_sequence_length: Annotated[int, Field(gt=0, le=8192)] = 256
     """Tokens of a prompt for the text encoders that take a limit (T5)."""
     shift: PositiveFloat | None = None

@@ -103,6 +103,11 @@ class Adapter(ABC):
     encoders: ClassVar[tuple[str, ...]]
     """Components that encode text, and an ``image_encoder`` that encodes the picture of a prompt; those a checkpoint
     lacks are left out."""
+    connects: ClassVar[tuple[str, ...]] = ()
+    """Components that encode what ``encoders`` have read further."""
+    sounds: ClassVar[tuple[str, ...]] = ()
+    """Components that make sound of latents (``decode_sound``), of a family whose states are of a clip and of its
+    sound; they are kept with the VAE."""
     shows: ClassVar[str] = "image_processor"
     """The component that makes the pixels of an ``image_encoder``."""
     guider: ClassVar[str | None] = None
@@ -131,9 +136,11 @@ class Adapter(ABC):
 
     def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         self.pipe, self.sampling, self.device = pipe, sampling, device
-        found = [getattr(pipe, name, None) for name in self.encoders]
+        found = [getattr(pipe, name, None) for name in (*self.encoders, *self.connects)]
         self.text_encoders: list[nn.Module] = [encoder for encoder in found if encoder is not None]
-        self.vae: nn.Module = pipe.vae
+        self.vae: nn.Module = (
+            nn.ModuleList([pipe.vae, *(getattr(pipe, name) for name in self.sounds)]) if self.sounds else pipe.vae
+        )
         self._check_scheduler()
         if sampling.guidance_scale_2 is not None and not self.also_trains:
             raise UserError(
@@ -151,6 +158,9 @@ class Adapter(ABC):
             if self.starts:
                 edit = "say how far the clip of a prompt is noised; diffusers' default is 0.8"
             raise UserError(f"sampling.strength: {self.family}: {edit}")
+        for key in ("audio_guidance_scale", "frame_rate"):
+            if getattr(sampling, key) is not None and not self.sounds:
+                raise UserError(f"sampling.{key}: {self.family} makes no sound; remove {key}")
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
@@ -306,6 +316,14 @@ class Adapter(ABC):
         scale, shift = self._scaled()
         return self.pipe.vae.decode(latents / scale + shift, return_dict=False)[0]
 
+    def decode_sound(self, latents: Tensor) -> Tensor:
+        """The sound ``[B, channels, N]`` in [-1, 1] of clean latents, ``sound_rate`` numbers a second."""
+        raise NotImplementedError
+
+    @property
+    def sound_rate(self) -> int:
+        raise NotImplementedError
+
     def encode_image(self, pixels: Tensor) -> Tensor:
         """Clean latents of pictures ``[B, 3, H, W]`` in [-1, 1], the inverse of ``decode``: the mode of the VAE's
         distribution."""
@@ -333,6 +351,10 @@ class Adapter(ABC):
     def as_given(self, noise: Tensor) -> Tensor:
         """Initial noise ``[B, ...]`` as the stock pipeline's call takes ``latents``."""
         return noise
+
+    def given_noise(self, noise: Tensor) -> dict[str, Tensor]:
+        """The arguments of that call with ``as_given``."""
+        return {"latents": self.as_given(noise)}
 
     def schedule(self, steps: int | None = None) -> Schedule:
         """Of ``steps``, by default those of sampling: all, or the last ones that ``sampling.strength`` takes."""

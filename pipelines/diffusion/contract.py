@@ -60,12 +60,17 @@ class Case:
         self.slots = [Slot(0, i // 2, 0, prompts[i // 2]) for i in range(4)]
         self.ids = [SampleId(0, i // 2, 0, i % 2) for i in range(4)]
         self.pipeline.encode(self.slots)
+        self.heard: dict[str, Tensor] = {}
+        """The sound ``[2, channels, N]`` of what was drawn last, of clips with sound."""
 
     def drawn(self) -> Tensor:
         """Pictures ``[2, 3, H, W]``, or clips, in [0, 1], one of each prompt, without noise between steps. They are
         drawn one at a time: matrices then have the shapes that the stock pipeline's have, on which their last
         digits hang."""
         rows = [self.pipeline.sample([s], [i], [], seed=5) for s, i in self._of_each_prompt()]
+        if self.pipeline.adapter.sounds:
+            with torch.no_grad():
+                self.heard["ours"] = torch.cat([self.pipeline.adapter.decode_sound(row.clean).cpu() for row in rows])
         return torch.cat([self.pipeline.images(row).cpu() for row in rows])
 
     def stock(self, pipe: Any) -> Tensor:
@@ -78,13 +83,21 @@ class Case:
         size = {"height": sampling.height, "width": sampling.width} if adapter.sized else {}
         rows = []
         for slot, name in self._of_each_prompt():
-            latents = adapter.as_given(noise(5, [name], "initial", self.pipeline.shape).to(self.device))
+            drawn = noise(5, [name], "initial", self.pipeline.shape).to(self.device)
             given = size | adapter.call() | self._given(slot.prompt, pipe)
-            given |= {"latents": latents} if adapter.takes_noise else {}
+            given |= adapter.given_noise(drawn) if adapter.takes_noise else {}
             steps = {"num_inference_steps": sampling.steps, "output_type": "pt"}
-            with nullcontext() if adapter.takes_noise else _drawing(pipe, latents):
-                rows.append(adapter.shown(pipe(prompt=slot.prompt.text, **steps, **given)))
-        return torch.cat(rows).float().cpu()
+            with nullcontext() if adapter.takes_noise else _drawing(pipe, adapter.as_given(drawn)):
+                rows.append(pipe(prompt=slot.prompt.text, **steps, **given))
+        if adapter.sounds:
+            self.heard["stock"] = torch.cat([row.audio for row in rows]).float().cpu()
+        return torch.cat([adapter.shown(row) for row in rows]).float().cpu()
+
+    def gap(self, ours: Tensor, theirs: Tensor) -> float:
+        """The largest difference of pictures, or of the sound that was drawn with them."""
+        pictures = (ours - theirs).abs().max().item()
+        sound = (self.heard["ours"] - self.heard["stock"]).abs().max().item() if self.heard else 0.0
+        return max(pictures, sound)
 
     def _of_each_prompt(self) -> list[tuple[Slot, SampleId]]:
         return list(zip(self.slots, self.ids, strict=True))[::2]
@@ -141,7 +154,7 @@ def sampling_is_the_stock_pipelines(recipe: Recipe) -> str:
     """Without noise, and with the same initial noise, the pictures are those of the stock call."""
     case = Case(recipe)
     ours, theirs = case.drawn(), case.stock(case.pipeline.adapter.pipe)
-    gap = (ours - theirs).abs().max().item()
+    gap = case.gap(ours, theirs)
     assert gap < CLOSE, f"pixels differ from the stock pipeline's by {gap:.2g}"
     assert ours.std() > 1e-3, "the pictures are of one colour: random weights that are all but 0 show nothing"
     return f"pixels within {gap:.1g} of the stock pipeline's"
@@ -156,7 +169,7 @@ def negative_prompts_are_the_stock_pipelines(recipe: Recipe) -> str:
     none = case.drawn()
     case.give_negatives(NEGATIVE, OWN_NEGATIVE)
     ours, theirs = case.drawn(), case.stock(case.pipeline.adapter.pipe)
-    gap, moved = (ours - theirs).abs().max().item(), (ours - none).abs().flatten(1).amax(1).tolist()
+    gap, moved = case.gap(ours, theirs), (ours - none).abs().flatten(1).amax(1).tolist()
     assert gap < CLOSE, f"pixels with negative prompts differ from the stock pipeline's by {gap:.2g}"
     assert min(moved) > 10 * CLOSE, f"negative prompts change the two pictures by no more than {moved}"
     return f"pixels within {gap:.1g} of the stock pipeline's, moved by {min(moved):.2g} or more"
@@ -214,7 +227,7 @@ def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
             denoiser = PeftModel.from_pretrained(getattr(pipe, adapter.trains), folder)
             setattr(pipe, adapter.trains, denoiser)
         theirs = case.stock(pipe)
-    gap, moved = (ours - theirs).abs().max().item(), (ours - base).abs().max().item()
+    gap, moved = case.gap(ours, theirs), (ours - base).abs().max().item()
     assert moved > 100 * CLOSE, f"the LoRA changes pixels by no more than {moved:.2g}"
     assert gap < CLOSE, f"pixels of the exported LoRA differ by {gap:.2g}"
     return f"pixels within {gap:.1g} of the exported LoRA's, which moved them by {moved:.2g}"

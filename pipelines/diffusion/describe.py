@@ -17,6 +17,7 @@ from mmrl.core.library_loading import refused
 from mmrl.core.stored import read_object
 
 from .adapter import Adapter
+from .fields import declared
 from .prompt_lengths import readers
 from .refusals import check_classes, check_path, check_scheduler
 
@@ -60,7 +61,7 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
         for name in configs.keys() - {"scheduler", family.guider, _INDEX}:
             dtype = dtypes.get(name, dtypes["default"])
             wanted = name in family.encoders
-            module = _module(configs[name], wanted)
+            module = _module(configs[name], () if wanted else declared(family.pipeline)[name])
             made[name] = torch.nn.Module.to(module, dtype)  # diffusers' own ``to`` warns of half precision, wanted here
             _keep_in_float32(module, dtype, wanted)
     length = next(iter(_lengths(made[name] for name in readers(family))), 512)
@@ -92,11 +93,14 @@ def _keep_in_float32(module: nn.Module, dtype: torch.dtype, wanted: bool) -> Non
             parameter.data = parameter.data.float()
 
 
-def _module(config: dict[str, Any], wanted: bool) -> Any:
-    """A text encoder is from transformers, other modules are from diffusers."""
-    if not wanted:
-        return getattr(import_module("diffusers"), config["_class_name"]).from_config(config)
-    kind: Any = getattr(import_module("transformers"), config["architectures"][0])
+def _module(config: dict[str, Any], declared: Iterable[type]) -> Any:
+    """A text encoder is from transformers; other modules are from diffusers, which does not show those that are of one
+    pipeline alone, but ``declared`` with it."""
+    if declared:
+        name = config["_class_name"]
+        kind: Any = getattr(import_module("diffusers"), name, None)
+        return (kind or next(one for one in declared if one.__name__ == name)).from_config(config)
+    kind = getattr(import_module("transformers"), config["architectures"][0])
     left_out = ("architectures", "transformers_version", "dtype", "torch_dtype")
     return kind(kind.config_class(**{k: v for k, v in config.items() if k not in left_out}))
 
@@ -105,7 +109,7 @@ class TokenShapes:
     """A replacement of a tokenizer for when only the shape of its output matters: all token ids are 0."""
 
     def __init__(self, length: int) -> None:
-        self.model_max_length = length
+        self.model_max_length, self.pad_token = length, ""
 
     def __call__(
         self, text: str | list[str], padding: str, max_length: int | None = None, **_: object
@@ -167,7 +171,8 @@ def _of_checkpoint(family: type[Adapter], path: str) -> Configs:
 
 def _files(family: type[Adapter]) -> dict[str, str]:
     """Where the configuration of each component lies in a checkpoint."""
-    modules = {name: f"{name}/config.json" for name in (*family.trained(), "vae", *family.encoders)}
+    beside = (*family.connects, *family.sounds)
+    modules = {name: f"{name}/config.json" for name in (*family.trained(), "vae", *family.encoders, *beside)}
     guider = {family.guider: f"{family.guider}/guider_config.json"} if family.guider else {}
     return modules | guider | {"scheduler": "scheduler/scheduler_config.json"}
 

@@ -132,7 +132,12 @@ class FlowPipeline(Denoiser):
     @property
     def frozen(self) -> dict[str, nn.Module]:
         """The parts that do not train, by their names in messages."""
-        names = [name for name in self.adapter.encoders if getattr(self.adapter.pipe, name, None) is not None]
+        adapter = self.adapter
+        names = [
+            name
+            for name in (*adapter.encoders, *adapter.connects)
+            if getattr(self.adapter.pipe, name, None) is not None
+        ]
         shown = [f"{name}_1" if f"{name}_2" in names else name for name in names]
         named = zip((name.replace("_", " ") for name in shown), self.adapter.text_encoders, strict=True)
         return {**dict(named), "VAE": self.adapter.vae}

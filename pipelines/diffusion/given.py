@@ -131,9 +131,10 @@ class GivenPictures(Given):
     def __init__(self, pipeline: Predictor, settings: PictureSFTSettings) -> None:
         super().__init__(pipeline)
         self.settings, adapter = settings, pipeline.adapter
-        if adapter.edits:
+        if adapter.edits or adapter.sounds:
+            why = _STARTS if adapter.edits else "learns sound, of which given clips are read without any"
             raise UserError(
-                f"algorithm.type: {settings.type} trains on given pictures, and {adapter.family} {_STARTS}; use an "
+                f"algorithm.type: {settings.type} trains on given pictures, and {adapter.family} {why}; use an "
                 "algorithm that samples"
             )
         if not adapter.predicts_velocity and settings.density not in ("auto", "uniform"):

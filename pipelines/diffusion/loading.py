@@ -59,6 +59,9 @@ go on without compiling, and only where that is met."""
 _CLIPS = 64
 """Of how many prompts with clips the plan opens the clips."""
 _SERVER = "SGLang's diffusion server"
+_UNHEARD = (
+    "no reward hears the sound that is sampled with each clip: it trains with the advantage that the picture earns"
+)
 _FILE = "diffusion_pytorch_model.safetensors"
 _LACKS = "its safetensors files have other weights than the model"
 
@@ -73,7 +76,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     pipeline = _assemble(family, pipe, recipe, path, device)
     sharded_loading.move(pipeline.policy, device)
     if not recipe.model.offload or device.type == "cpu":
-        for module in (*pipeline.adapter.text_encoders, pipe.vae):
+        for module in (*pipeline.adapter.text_encoders, pipeline.adapter.vae):
             module.to(device)
     if recipe.performance.compile:
         compile_for_all(pipeline.adapter.model, device, sizes=len(recipe.denoising.sizes))
@@ -108,14 +111,17 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         [
             Component("policy", type(adapter.model).__name__, pipeline.policy, frozenset(get_args(Phase))),
             *encoders,
-            Component("VAE", type(pipe.vae).__name__, pipe.vae, vae_for),
+            Component("VAE", type(pipe.vae).__name__, adapter.vae, vae_for),
         ],
         source,
         pictures=adapter.pictures,
         by_rows=True,
         too_long=said_of,
         beside=() if recipe.rollout.in_process else [Beside("engine", f"{_SERVER}; its memory is not known to mmrl")],
-        notes=[_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else [],
+        notes=[
+            *([_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else []),
+            *([_UNHEARD] if adapter.sounds else []),
+        ],
     )
 
 
@@ -191,7 +197,8 @@ def _attend(model: nn.Module, recipe: Recipe) -> None:
 def _dtypes(family: type[Adapter], recipe: Recipe) -> dict[str, torch.dtype]:
     frozen = getattr(torch, recipe.model.dtype)
     of_trained = frozen if recipe.model.lora else torch.float32
-    return {"default": frozen, "vae": torch.float32} | dict.fromkeys(family.trained(), of_trained)
+    decoders = dict.fromkeys(("vae", *family.sounds), torch.float32)
+    return {"default": frozen} | decoders | dict.fromkeys(family.trained(), of_trained)
 
 
 def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.DiffusionPipeline:

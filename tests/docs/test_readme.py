@@ -96,7 +96,7 @@ def test_every_recipe_named_is_shipped():
     shipped = {p.stem for p in ROOT.glob("pipelines/*/recipes/*.yaml")}
     starts = (
         "shapes|sd35|sd15|sdxl|flux|sana|z-image|wan|moving|sums|scenes|clips|qwen|smollm2|words|reason|minigrid|draw-"
-        "|guess|hunyuan"
+        "|guess|hunyuan|ltx2"
     )
     page = (ROOT / "docs" / "recipes.md").read_text()
     named = set(re.findall(rf"`((?:{starts})[\w.-]*)`", page))

@@ -305,6 +305,7 @@ LARGE = (
     "wan21-v2v-14b",
     "wan22-i2v-5b",
     "wan22-i2v-a14b",
+    "ltx2",
     "flux2-dev",
     "flux2-dev-edit",
     "hunyuan-video15",

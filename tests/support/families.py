@@ -24,6 +24,7 @@ FAMILIES = [
     "wan_v2v",
     "hunyuan_video15",
     "hunyuan_video15_i2v",
+    "ltx2",
     "sana",
     "z_image",
     "flux2_klein",
@@ -41,7 +42,7 @@ EDITORS = (
     "wan_v2v",
     "hunyuan_video15_i2v",
 )
-CLIPS = ("wan", "wan_i2v", "wan_v2v", "hunyuan_video15", "hunyuan_video15_i2v")
+CLIPS = ("wan", "wan_i2v", "wan_v2v", "hunyuan_video15", "hunyuan_video15_i2v", "ltx2")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
 SAME = {"flux2_klein_edit": "flux2_klein", "flux2_edit": "flux2", "wan22_i2v_5b": "wan22_ti2v", "wan_v2v": "wan"}

@@ -381,13 +381,94 @@ def _hunyuan_video15_i2v():
     )
 
 
-def _sana():
+def _ltx2():
+    """LTX-2: clips with sound. Its text encoder's connectors have no registers, so that masks count."""
     import diffusers
+    import transformers as t
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+    tok = _gemma()
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = t.Gemma3TextConfig(**LANGUAGE, vocab_size=len(tok), head_dim=8, max_position_embeddings=1024)
+    vision = t.SiglipVisionConfig(**sees, image_size=28, patch_size=14)
+    encoder = t.Gemma3ForConditionalGeneration(
+        t.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    small = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
+    streams = {f"{stream}_connector_{what}": n for stream in ("video", "audio") for what, n in small.items()}
+    transformer = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        vae_scale_factors=(4, 8, 8),
+        audio_in_channels=8,
+        audio_out_channels=8,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=32,
+        rope_double_precision=False,
+        rope_type="split",
+    )
+    vae = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        down_block_types=("LTX2VideoDownBlock3D",) * 2,
+        decoder_block_out_channels=(8, 8),
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, True),
+        decoder_spatio_temporal_scaling=(True, True),
+        decoder_inject_noise=(False, False, False),
+        downsample_type=("spatiotemporal", "spatiotemporal"),
+        upsample_type=("spatiotemporal", "spatiotemporal"),
+        upsample_residual=(True, True),
+        upsample_factor=(1, 1),
+        patch_size=2,
+        decoder_causal=False,
+    )
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, resolution=32, latent_channels=4, mel_bins=8
+    )
+    for one in (vae, audio_vae):
+        one.latents_mean.normal_(std=0.2)
+        one.latents_std.uniform_(0.5, 2)
+    vocoder = LTX2Vocoder(
+        in_channels=16,
+        hidden_channels=16,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3, 5]],
+    )
+    return diffusers.LTX2Pipeline(
+        scheduler=_shifting(base_shift=0.95, max_shift=2.05, shift_terminal=0.1),
+        vae=vae,
+        audio_vae=audio_vae,
+        text_encoder=encoder,
+        tokenizer=tok,
+        connectors=LTX2TextConnectors(32, 3, **streams, rope_double_precision=False, rope_type="split"),
+        transformer=transformer,
+        vocoder=vocoder,
+    )
+
+
+def _gemma():
     import transformers as t
 
     bytes_ = [f"<0x{n:02X}>" for n in range(256)]
     vocab = {piece: i for i, piece in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *bytes_])}
-    tok = t.GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
+    return t.GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
+
+
+def _sana():
+    import diffusers
+    import transformers as t
+
+    tok = _gemma()
     text = t.Gemma2Config(**LANGUAGE, vocab_size=len(tok), head_dim=8, max_position_embeddings=4096)
     transformer = diffusers.SanaTransformer2DModel(
         in_channels=4,
