@@ -95,7 +95,7 @@ ALGORITHMS = {
     "ppo": "{type: ppo, critic_lr: 1.0e-3}",
     "capo": "{type: capo}",
     "raft": "{type: raft, keep: 2}",
-    "sdpo": "{type: sdpo, success: 0.3}",
+    "sdpo": "{type: sdpo, success: 0.0}",
 }
 
 
