@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import mmrl
+from mmrl.core.media import open_image
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Prompt, Sample
 
@@ -99,6 +100,38 @@ def score(
         raise ValueError(f"success_weight is {success_weight}; it must be in [0, 1]")
     rows = [judge(_checked_image(s), _checked_meta(s.prompt), success_weight) for s in samples]
     return {part: [row[part] for row in rows] for part in PARTS}
+
+
+@mmrl.reward(inputs=("image",), checks=True)
+def kept(samples: Sequence[Sample], *, context: Context | None = None) -> list[float]:
+    """How much of the shapes in a prompt's picture an edit left as it was, in [0, 1]: the overlap (intersection over
+    union of coverage) of what differs from the background before and after. Where ``meta`` says that the edit changes a
+    ``place``: the smaller area over the larger. Colours and kinds do not count: that is for ``score``.
+
+    Raises ``ValueError`` as ``score`` does, and for a prompt without a picture.
+    """
+    return [_kept(sample) for sample in samples]
+
+
+def _kept(sample: Sample) -> float:
+    meta, image = _checked_meta(sample.prompt), _checked_image(sample)
+    given = next((one for one in sample.prompt.media if one.kind == "image"), None)
+    if given is None:
+        raise ValueError(
+            f"shapes:kept compares with the picture that is edited, and prompt {sample.prompt.id!r} has none: take the "
+            "prompts from the data set 'shape_edits', or remove the reward"
+        )
+    before, after = (coverage(one, meta) for one in (open_image(given).resize(image.size), image))
+    if meta.get("edit") == "place":
+        before, after = before.sum(keepdims=True), after.sum(keepdims=True)
+    return float(np.minimum(before, after).sum() / max(np.maximum(before, after).sum(), 1e-6))
+
+
+def coverage(image: Image.Image, meta: Mapping[str, Any]) -> Array:
+    """How much of each pixel differs from the background, ``[H, W]`` in [0, 1], at the size that is judged."""
+    base = np.asarray(meta["background"], np.float32)
+    shown = _visibility(resampled(image) - base, np.array(list(meta["palette"].values()), np.float32) - base)
+    return np.where(shown >= 0.25, shown, 0.0)  # what is fainter is no object
 
 
 def judge(image: Image.Image, meta: Mapping[str, Any], success_weight: float = 0.5) -> dict[str, float]:

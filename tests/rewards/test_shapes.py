@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFilter
 
 import mmrl
-from mmrl.core.media import open_image
+from mmrl.core.media import Media, open_image
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 
@@ -115,6 +115,47 @@ def test_an_edit_succeeds_where_the_colour_alone_has_changed():
     after = [recoloured(image, prompt.text.split()[-1]) for image, prompt in zip(before, edits, strict=True)]
     assert judged(list(zip(edits, before, strict=True))).sum() == 0
     assert judged(list(zip(edits, after, strict=True))).all()
+
+
+@pytest.mark.parametrize("change", ["colour", "place"])
+def test_an_edit_that_was_done_as_asked_keeps_the_rest(change):
+    edits, rng = mmrl.load("datasets", "shape_edits"), random.Random(0)
+    captions = [c for c in data.prompts("heldout") if "side" in c.meta]
+    done, kept = [], []
+    for caption in captions:
+        text, before, after = edits.pair(caption, change, rng)
+        media = (Media("image", data=data.png(data.draw(before))),)
+        prompt = replace(caption, text=text, media=media, meta=caption.meta | {"edit": change})
+        larger = [replace(shape, radius=1.3 * shape.radius) for shape in after]
+        for shapes in (before, after, larger):
+            sample = Sample(prompt, SampleId(0, 0, 0, 0), image=data.draw(shapes))
+            done.append(verifier.judge(sample.image, prompt.meta)["success"])
+            kept += verifier.kept([sample])
+    untouched, asked, grown = (np.array(kept)[n::3] for n in range(3))
+    assert not any(done[::3])
+    assert all(done[1::3])
+    assert untouched.min() > 0.999
+    assert asked.min() > 0.88
+    assert (grown < asked - 0.1).all()
+
+
+def test_an_edit_of_another_kind_or_without_a_picture_is_refused():
+    edits = mmrl.load("datasets", "shape_edits")
+    with pytest.raises(ValueError, match="changes has 'size'; an edit changes the 'colour' or the 'place'"):
+        edits.prompts(changes=("size",))
+    sample = Sample(EVERY[0], SampleId(0, 0, 0, 0), image=data.picture(EVERY[0], 0))
+    with pytest.raises(ValueError, match="shapes:kept compares with the picture that is edited"):
+        verifier.kept([sample])
+
+
+def test_edits_of_places_stand_beside_those_of_colours_and_leave_them_as_they_are():
+    edits = mmrl.load("datasets", "shape_edits").prompts
+    of_colour, every = edits("heldout"), edits("heldout", changes=("colour", "place"))
+    assert {(p.id, p.text) for p in of_colour} < {(p.id, p.text) for p in every}
+    assert {p.meta["task"] for p in edits("all")} == {"count", "side"}
+    moved = [p for p in every if p.meta["edit"] == "place"]
+    assert {p.text for p in moved} <= {f"move it to the {side}" for side in data.SIDES}
+    assert judged([(p, open_image(p.media[0])) for p in moved]).sum() == 0
 
 
 def recoloured(image: Image.Image, name: str) -> Image.Image:

@@ -195,6 +195,7 @@ FUNCTIONS: list[RewardFunction] = [
     motion.looks,
     motion.score,
     motion.steady,
+    shapes.kept,
     shapes.score,
     vbench.flicker,
 ]

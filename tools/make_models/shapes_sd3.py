@@ -61,19 +61,19 @@ def build(captions: list[str], side: int = 8) -> StableDiffusion3Pipeline:
 
     The VAE makes one latent of 4 x 4 pixels. Words that are not in ``captions`` are tokenized as characters.
     """
-    clip_tokenizer = _clip_tokenizer(captions)
+    tokens = clip_tokenizer(captions)
     words = t5_tokenizer(captions)
     clip = CLIPTextConfig(
-        vocab_size=len(clip_tokenizer),
+        vocab_size=len(tokens),
         hidden_size=64,
         intermediate_size=128,
         projection_dim=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=TEXT_LENGTH,
-        bos_token_id=clip_tokenizer.bos_token_id,
-        eos_token_id=clip_tokenizer.eos_token_id,
-        pad_token_id=clip_tokenizer.pad_token_id,
+        bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
     )
     t5 = T5Config(vocab_size=len(words), d_model=128, d_kv=32, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0)
     vae = AutoencoderKL(
@@ -107,15 +107,15 @@ def build(captions: list[str], side: int = 8) -> StableDiffusion3Pipeline:
         vae=vae,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
         text_encoder=CLIPTextModelWithProjection(clip).eval(),
-        tokenizer=clip_tokenizer,
+        tokenizer=tokens,
         text_encoder_2=CLIPTextModelWithProjection(clip).eval(),
-        tokenizer_2=_clip_tokenizer(captions),
+        tokenizer_2=clip_tokenizer(captions),
         text_encoder_3=T5EncoderModel(t5).eval(),
         tokenizer_3=words,
     )
 
 
-def _clip_tokenizer(captions: list[str]) -> CLIPTokenizer:
+def clip_tokenizer(captions: list[str]) -> CLIPTokenizer:
     """Byte-pair CLIP tokenizer whose merges were learned on the captions; any other text falls back to bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
