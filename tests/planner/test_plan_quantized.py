@@ -1,6 +1,7 @@
 """The plan counts the bytes of a quantised base as they are."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -30,7 +31,12 @@ def _quantized(recipe, kind):
 def recipes(tmp_path_factory):
     folder = tiny.language_model(tmp_path_factory.mktemp("model"))
     text = of_text(folder, model={"lora": {"rank": 4, "alpha": 8}, "dtype": "bfloat16"})
-    return {"text": text, "pictures": of_pictures("sd3", {"sd3": SHAPES})}
+    made = {"text": text, "pictures": of_pictures("sd3", {"sd3": SHAPES})}
+    if find_spec("torchvision"):
+        sees = tiny.vision_model(tmp_path_factory.mktemp("sees"), "qwen2_5_vl")
+        made["vision"] = of_text(sees, model={"lora": {"rank": 4, "alpha": 8}, "dtype": "bfloat16"})
+        made["vision"] = made["vision"].model_copy(update={"pipeline": "vlm/chat"})
+    return made
 
 
 def _real_bytes(tensor):
@@ -47,9 +53,11 @@ def _real_bytes_of(module):
 
 
 @pytest.mark.parametrize("kind", PACKAGES)
-@pytest.mark.parametrize("made_of", ["text", "pictures"])
+@pytest.mark.parametrize("made_of", ["text", "pictures", "vision"])
 def test_the_plan_has_the_bytes_of_the_real_tensors(recipes, made_of, kind):
     pytest.importorskip(PACKAGES[kind])
+    if made_of == "vision":
+        pytest.importorskip("torchvision")
     recipe = _quantized(recipes[made_of], kind)
     family = mmrl.load("pipelines", recipe.pipeline)
     pipeline = family.build(recipe, recipe.model.path, torch.device("cpu"))
