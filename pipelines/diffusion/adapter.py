@@ -357,7 +357,7 @@ class Adapter(ABC):
         return {"latents": self.as_given(noise)}
 
     def schedule(self, steps: int | None = None) -> Schedule:
-        """Of ``steps``, by default those of sampling: all, or the last ones that ``sampling.strength`` takes."""
+        """The schedule of ``steps``, by default sampling's: all, or the last that ``sampling.strength`` takes."""
         steps = self.sampling.steps if steps is None else steps
         if steps not in self._schedules:
             made = self._schedule(steps)

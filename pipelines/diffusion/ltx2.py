@@ -36,7 +36,7 @@ _ATTENTION = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_at
 
 
 class _Size(NamedTuple):
-    """Of a sample's latents: frames, height and width of the picture, and the length of the sound."""
+    """The size of a sample's latents: frames, height and width of the picture, and the length of the sound."""
 
     frames: int
     height: int

@@ -686,7 +686,7 @@ class LanguagePipeline:
         return out.index_add(0, at, self._apart(said, at, mine, theirs, how, settings.alpha))
 
     def _planned_hints(self, rows: TextRows) -> Sequence[Mapping[str, Tensor] | None]:
-        """Of rows that nothing has shown a hint for: none, and in a plan one as long as a response may be."""
+        """The hints of rows that nothing has shown one for: none, and in a plan one as long as a response may be."""
         if self.device.type != "meta":
             return [None] * len(rows)
         found = [self.features.get(key) for key in rows.features]
