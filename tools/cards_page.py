@@ -1,7 +1,7 @@
 """Make the page of cards: ``python tools/cards_page.py > docs/reference/cards.md`` (some minutes on one core).
 
 Each recipe of a published model is planned for a card of 8, 12, 16 and 24 GB with the changes of ``STEPS``, one after
-another, until it fits. All settings are written out: to let the plan choose them takes ten times as long. Nothing is
+another, until it fits. All settings are written out: to let the plan choose them takes longer. Nothing is
 downloaded and no GPU is used.
 """
 
