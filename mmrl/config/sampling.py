@@ -81,6 +81,9 @@ class Sampling(Section):
     one makes a step cheaper: a picture of 1024 pixels is as many tokens as one that is made at 1024 x 1024."""
     pictures: Annotated[int, Field(ge=1, le=16)] | None = None
     """How many pictures every prompt carries, of a family that takes several (Qwen-Image-Edit-Plus); None: one."""
+    image_crf: Annotated[int, Field(ge=0, le=51)] | None = None
+    """How strongly the picture that a clip begins with is compressed (CRF of H.264) for a model that was trained on
+    frames of films (ltx2_i2v), which needs PyAV. 0 leaves it as it is; None: the diffusers pipeline's own, 33."""
     strength: Annotated[float, Field(gt=0, lt=1)] | None = None
     """How far a clip that a prompt carries is noised before it is denoised (wan_v2v; 0.8 is diffusers' default):
     ``steps`` times it, rounded down, are taken, the last ones of all. Steps that it leaves out are neither sampled nor

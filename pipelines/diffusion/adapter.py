@@ -105,6 +105,8 @@ class Adapter(ABC):
     lacks are left out."""
     connects: ClassVar[tuple[str, ...]] = ()
     """Components that encode what ``encoders`` have read further."""
+    compresses: ClassVar[bool] = False
+    """Whether the picture that a clip begins with is compressed before it is encoded (``sampling.image_crf``)."""
     sounds: ClassVar[tuple[str, ...]] = ()
     """Components that make sound of latents (``decode_sound``), of a family whose states are of a clip and of its
     sound; they are kept with the VAE."""
@@ -161,6 +163,8 @@ class Adapter(ABC):
         for key in ("audio_guidance_scale", "frame_rate"):
             if getattr(sampling, key) is not None and not self.sounds:
                 raise UserError(f"sampling.{key}: {self.family} makes no sound; remove {key}")
+        if sampling.image_crf is not None and not self.compresses:
+            raise UserError(f"sampling.image_crf: {self.family} compresses no pictures; remove image_crf")
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
@@ -353,7 +357,7 @@ class Adapter(ABC):
         return noise
 
     def given_noise(self, noise: Tensor) -> dict[str, Tensor]:
-        """The arguments of that call with ``as_given``."""
+        """The arguments of that call with ``as_given``, or what it draws for them where it takes none."""
         return {"latents": self.as_given(noise)}
 
     def schedule(self, steps: int | None = None) -> Schedule:

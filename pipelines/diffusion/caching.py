@@ -49,7 +49,7 @@ def _parts(adapter: Adapter) -> Iterator[str]:
     yield " ".join(importlib.metadata.version(name) for name in ("torch", "transformers", "diffusers"))
     # of all settings of sampling those that a family may encode with; the others may change from run to run
     yield f"{sampling.height} {sampling.width} {sampling.frames} {sampling.max_sequence_length} {adapter.source_size}"
-    yield f"{adapter.family} {adapter.negative!r} {adapter.device.type}"
+    yield f"{adapter.family} {adapter.negative!r} {adapter.device.type} {sampling.image_crf}"
     yield _as_text(dict(pipe.config))
     for encoder in (
         *adapter.text_encoders,

@@ -85,9 +85,10 @@ class Case:
         for slot, name in self._of_each_prompt():
             drawn = noise(5, [name], "initial", self.pipeline.shape).to(self.device)
             given = size | adapter.call() | self._given(slot.prompt, pipe)
-            given |= adapter.given_noise(drawn) if adapter.takes_noise else {}
+            latents = adapter.given_noise(drawn)
+            given |= latents if adapter.takes_noise else {}
             steps = {"num_inference_steps": sampling.steps, "output_type": "pt"}
-            with nullcontext() if adapter.takes_noise else _drawing(pipe, adapter.as_given(drawn)):
+            with nullcontext() if adapter.takes_noise else _drawing(pipe, list(latents.values())):
                 rows.append(pipe(prompt=slot.prompt.text, **steps, **given))
         if adapter.sounds:
             self.heard["stock"] = torch.cat([row.audio for row in rows]).float().cpu()
@@ -131,11 +132,11 @@ class Case:
 
 
 @contextmanager
-def _drawing(pipe: Any, drawn: Tensor) -> Generator[None]:
-    """A stock pipeline that draws ``drawn`` where it draws noise."""
+def _drawing(pipe: Any, drawn: Sequence[Tensor]) -> Generator[None]:
+    """A stock pipeline that draws those of ``drawn`` where it draws noise, each by its shape."""
     module, name = sys.modules[type(pipe).__module__], "randn_tensor"
     before = getattr(module, name)
-    setattr(module, name, lambda *_, **__: drawn)
+    setattr(module, name, lambda shape, **_: next(one for one in drawn if one.shape == tuple(shape)))
     try:
         yield
     finally:

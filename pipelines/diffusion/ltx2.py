@@ -45,7 +45,7 @@ class _Size(NamedTuple):
 
 
 class LTX2Adapter(Adapter):
-    """Final class. ``sampling.guidance_scale`` is of the picture, ``sampling.audio_guidance_scale`` of the sound;
+    """``sampling.guidance_scale`` is of the picture, ``sampling.audio_guidance_scale`` of the sound;
     without it both have the first."""
 
     makes = "video"
@@ -72,6 +72,11 @@ class LTX2Adapter(Adapter):
                 f"sampling.audio_guidance_scale: sampling.guidance_scale is {sampling.guidance_scale:g}, and without "
                 "guidance of the picture the sound has none; set sampling.guidance_scale above 1, or remove "
                 "audio_guidance_scale"
+            )
+        if len(sampling.sizes) > 1:
+            raise UserError(
+                "sampling.buckets: a sample of LTX-2 is a row of tokens, which does not say of which size its clip is; "
+                "leave one size, or remove buckets"
             )
         registers = pipe.connectors.config.video_connector_num_learnable_registers or 1
         most = sampling.max_sequence_length
@@ -149,7 +154,7 @@ class LTX2Adapter(Adapter):
             audio_hidden_states=sound,
             encoder_hidden_states=embeds,
             audio_encoder_hidden_states=features["sound"],
-            timestep=timestep,
+            **self._times(timestep),
             sigma=timestep,
             encoder_attention_mask=mask,
             audio_encoder_attention_mask=mask,
@@ -159,6 +164,10 @@ class LTX2Adapter(Adapter):
             return_dict=False,
         )
         return torch.cat([one.flatten(1) for one in made], 1)
+
+    def _times(self, timestep: Tensor) -> dict[str, Tensor]:
+        """The model's arguments for the times of its tokens."""
+        return {"timestep": timestep}
 
     def scale(self, timestep: Tensor, scale: float) -> float | Tensor:
         of_sound = self.sampling.audio_guidance_scale

@@ -306,6 +306,7 @@ LARGE = (
     "wan22-i2v-5b",
     "wan22-i2v-a14b",
     "ltx2",
+    "ltx2-i2v",
     "flux2-dev",
     "flux2-dev-edit",
     "hunyuan-video15",

@@ -25,6 +25,7 @@ FAMILIES = [
     "hunyuan_video15",
     "hunyuan_video15_i2v",
     "ltx2",
+    "ltx2_i2v",
     "sana",
     "z_image",
     "flux2_klein",
@@ -41,11 +42,18 @@ EDITORS = (
     "wan_i2v",
     "wan_v2v",
     "hunyuan_video15_i2v",
+    "ltx2_i2v",
 )
-CLIPS = ("wan", "wan_i2v", "wan_v2v", "hunyuan_video15", "hunyuan_video15_i2v", "ltx2")
+CLIPS = ("wan", "wan_i2v", "wan_v2v", "hunyuan_video15", "hunyuan_video15_i2v", "ltx2", "ltx2_i2v")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
-SAME = {"flux2_klein_edit": "flux2_klein", "flux2_edit": "flux2", "wan22_i2v_5b": "wan22_ti2v", "wan_v2v": "wan"}
+SAME = {
+    "flux2_klein_edit": "flux2_klein",
+    "flux2_edit": "flux2",
+    "wan22_i2v_5b": "wan22_ti2v",
+    "wan_v2v": "wan",
+    "ltx2_i2v": "ltx2",
+}
 """Families that share a checkpoint."""
 TOLD = ("flux", "flux_kontext", "flux2", "flux2_edit")
 """Whose guidance is an input of the model, so that there is one prediction and no negative prompt."""
@@ -96,6 +104,7 @@ def recipe(family, folders, lora=True, **sampling):
     own = {"frames": 5} if wan or family in CLIPS else SEEN if family.startswith("qwen_image_edit") else {}
     own = own | ({"pictures": 2} if family in ("qwen_image_edit_plus", "flux2_edit") else {})
     own = own | ({"strength": 0.7} if family == "wan_v2v" else {})
+    own = own | ({"image_crf": 0} if family == "ltx2_i2v" else {})  # PyAV is no part of what every test has
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **own, **sampling}
     return Recipe.model_validate(
         {

@@ -204,10 +204,11 @@ def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
         )
     two = index.get("boundary_ratio") is not None  # models, each for noise of its own
     held = bool(index.get("expand_timesteps"))  # a time for each token, so that the first frame can stay
+    may_hold = held or not kind.startswith("Wan")  # others say nothing of it
     fitting.sort(
         key=lambda one: (
             one[1].starts,  # for clips, which nobody has said that the prompts carry
-            one[1].holds > held,
+            one[1].holds > may_hold,
             one[1].edits != edits,
             bool(one[1].also_trains) != two,
             held > one[1].holds,
