@@ -83,13 +83,13 @@ def build(
     rewards = RewardSet(
         listed, device, controller.total, awake=not later, patience=patience, feedback=asks_for_feedback(recipe)
     )
-    rewards.can_read(recipe)
+    family = mmrl.load("pipelines", recipe.pipeline)
+    rewards.can_read(recipe, sounds=getattr(family, "sounds", False))
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)
     if scored and objective.kind == "pathwise":
         _require_gradients(recipe, rewards)
-    family = mmrl.load("pipelines", recipe.pipeline)
     ranks = _sharded_over(recipe, controller)
     check_files(path)
     with sharded_loading.reading(ranks and ranks[0]):

@@ -24,6 +24,7 @@ from mmrl.core.clock import Clock
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.json_types import JsonObject, as_list
 from mmrl.core.media import KINDS, BadMediaError, Media, open_clip, open_image
+from mmrl.core.media.sound import wav_bytes
 from mmrl.core.trajectory import ONLY_SAMPLED, Prompt, Sample, SampleId, Slot
 from mmrl.data.fields import clean_text
 from mmrl.data.record_media import arranged
@@ -31,6 +32,7 @@ from mmrl.data.records import checked
 from mmrl.logging.grids import before_after, film_strip, grid, moving
 from mmrl.logging.progress import Progress
 from mmrl.logging.texts import cell, kept_lines
+from mmrl.models.protocol import of_pictures
 from mmrl.step.batch import chunks_of_a_size
 from mmrl.step.step_context import Chunk, SamplingSpec, StepContext
 
@@ -114,7 +116,9 @@ def _different(context: StepContext, n: int) -> int:
 def _sampled(context: StepContext, prompts: Sequence[Prompt], n: int, seed: int) -> list[Sample]:
     """As the recipe's evaluation samples, under its weights. A prompt that cannot be used is left out and named."""
     recipe, pipeline = context.recipe, context.pipeline
-    how = SamplingSpec([], context.policy.evaluated, seed, frozenset({recipe.shows}), evaluate=True)
+    sounds = pipeline.makes != "text" and of_pictures(pipeline).sounds
+    seen = {recipe.shows, "audio"} if sounds else {recipe.shows}
+    how = SamplingSpec([], context.policy.evaluated, seed, frozenset(seen), evaluate=True)
     slots = [Slot(ONLY_SAMPLED, i, 0, prompt) for i, prompt in enumerate(prompts)]
     slots, bad = _usable(context, slots)
     for line in bad:
@@ -164,7 +168,7 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
             of |= {"checkpoint": one.name, "step": one.step}
             if sample.text is None:
                 name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
-                rows.append({**of, "file": _keep(sample, folder, name)})
+                rows.append({**of, **_keep(sample, folder, name)})
             else:
                 shown = _pictures(sample.prompt.media, folder, f"prompts/{sample.id.slot:03d}")
                 name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
@@ -198,15 +202,18 @@ def _pictures(media: Sequence[Media], folder: Path, name: str) -> JsonObject:
     return {"pictures": files} if files else {}
 
 
-def _keep(sample: Sample, folder: Path, name: str) -> str:
-    """Write a picture or a clip; returns its file's name inside ``folder``."""
+def _keep(sample: Sample, folder: Path, name: str) -> JsonObject:
+    """Write a picture or a clip, and its sound; returns the names of the files inside ``folder``."""
     file = f"{name}.{'png' if sample.image is not None else 'webp'}"
     (folder / file).parent.mkdir(exist_ok=True)
     if sample.image is not None:
         sample.image.save(folder / file)
     else:
         (folder / file).write_bytes(moving(sample.video or ()))
-    return file
+    if sample.audio is None:
+        return {"file": file}
+    (folder / f"{name}.wav").write_bytes(wav_bytes(*sample.audio))
+    return {"file": file, "audio": f"{name}.wav"}
 
 
 def _sheet(drawn: Sequence[Drawn], n: int) -> Image.Image:

@@ -30,8 +30,8 @@ def sample(
 ) -> None:
     """Sample a run's checkpoint for your own prompts; prints the directory.
 
-    Writes pictures (PNG), clips (WebP) or texts (samples.jsonl), and a sheet of all of them. The settings are those of
-    the run's evaluation. Loads no reward.
+    Writes pictures (PNG), clips (WebP, and their sound as WAV) or texts (samples.jsonl), and a sheet of all of them.
+    The settings are those of the run's evaluation. Loads no reward.
     """
     use_threads_of(run)
     from mmrl.app.sample import draw, prompts_of

@@ -72,6 +72,9 @@ class Reward(Section):
     """Its name in metrics and reports; None takes the last part of ``name``."""
     weight: float = 1.0
     """Its factor in the weighted sum. With 0 it is measured and not trained on."""
+    modality: Literal["both", "video", "audio"] = "both"
+    """What it trains of a clip with sound (docs/reference/families.md). If no reward trains one of the two, log-probs
+    and losses are of the other alone."""
     normalize: Literal["none", "batch", "group"] = "none"
     """Divide by the batch's standard deviation, or standardise inside each group, before weighting."""
     batch_size: Many | None = None

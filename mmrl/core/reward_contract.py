@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mmrl.core.trajectory import Sample
 
-Input = Literal["image", "video", "tensor", "text"]
+Input = Literal["image", "video", "tensor", "text", "audio"]
 """Fields of a sample. ``sample.prompt`` with its text, meta and media is always there."""
 Per = Literal["sample", "group"]
 

@@ -99,16 +99,25 @@ class SampleId:
     sample: int
 
 
+class Audio(NamedTuple):
+    """The sound of a clip."""
+
+    wave: torch.Tensor
+    """``[channels, N]`` float32 in [-1, 1], on the CPU."""
+    rate: int
+    """Numbers a second."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """What a reward sees of one trajectory: the prompt and the clean result.
 
     ``image`` is an RGB PIL image (of the size the pipeline made), ``video`` the frames of a clip, in order; ``tensor``
     is the same as float32 ``[3, H, W]`` or ``[F, 3, H, W]`` in [0, 1], and carries a graph when the reward was declared
-    differentiable. ``text`` is a language model's response,
-    ``truncated`` where it was cut at the length limit; ``begun``, what the chat template wrote of it: the mark of a
-    thought, ``<think>`` and a line break. ``episode`` is what happened where the recipe has an environment; ``text`` is
-    then the last turn.
+    differentiable; ``audio`` is the sound of a clip, where the model makes one. ``text`` is a language model's
+    response, ``truncated`` where it was cut at the length limit; ``begun``, what the chat template wrote of it: the
+    mark of a thought, ``<think>`` and a line break. ``episode`` is what happened where the recipe has an environment;
+    ``text`` is then the last turn.
     """
 
     prompt: Prompt
@@ -120,6 +129,7 @@ class Sample:
     video: tuple[Image, ...] | None = None
     begun: str = ""
     episode: Episode | None = None
+    audio: Audio | None = None
 
     @property
     def transcript(self) -> str:

@@ -46,6 +46,7 @@ METRICS: dict[str, str] = {
     "policy/approx_kl": "KL divergence from the policy that sampled, as half the squared log-ratio, mean.",
     "policy/kl": "KL divergence from the reference, mean per action; without actions: squared distance of velocities.",
     "policy/loss": "The objective's loss without its KL term.",
+    "policy/loss_<modality>": "Clips with sound: the loss of video or audio, where each has its own advantages.",
     "policy/optimality": "diffusion_nft: optimality probability from the advantage, mean (0.5 is an average sample).",
     "policy/v_change": "diffusion_nft, crd: squared distance of velocities between the policy and the old policy.",
     "policy/x0_change": "v_grpo: squared distance of predicted clean results between the policy and the old policy.",

@@ -7,7 +7,7 @@ family, its latent layout or chat template, and no algorithm. ``build(recipe, ..
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
@@ -242,6 +242,15 @@ class DenoisingPipeline(_Pipeline[DenoisingRows], Protocol):
     @property
     def masks(self) -> bool:
         """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
+        ...
+
+    @property
+    def sounds(self) -> bool:
+        """Whether its clips have a sound."""
+        ...
+
+    def modalities(self, states: Tensor) -> Mapping[str, Tensor]:
+        """States ``[B, ...]`` of clips with sound, divided: ``video`` and ``audio``, ``[B, ...]`` each."""
         ...
 
     def draft(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, steps: int) -> DenoisingRows:

@@ -68,6 +68,7 @@ from mmrl.planner.steps_per_forward import settle
 from mmrl.planner.unread import few, unread
 from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check
+from mmrl.rewards.sound import problems_of_sound
 from mmrl.step.objectives import load_objective
 
 
@@ -113,9 +114,13 @@ def _planned(
     if unset := lacking(recipe.model.path):
         made.problems.append(f"model.path: {unset}")
     objective = load_objective(recipe)
-    inputs = _rewards(recipe, objective, made)
     try:
         module = mmrl.load("pipelines", recipe.pipeline)
+    except UserError as error:
+        made.problems.append(str(error))
+        return made
+    inputs = _rewards(recipe, objective, made, sounds=getattr(module, "sounds", False))
+    try:
         if not hasattr(module, "describe"):
             lacks = "has no describe(recipe, path, architecture), so its memory is not known"
             made.notes.append(f"{recipe.pipeline} {lacks}")
@@ -344,8 +349,8 @@ def _counted(prompts: Sequence[Prompt], recipe: Recipe) -> Sequence[Prompt]:
     return [prompts[n * len(prompts) // most] for n in range(most)]
 
 
-def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]:
-    """The inputs that the rewards read of a sample."""
+def _rewards(recipe: Recipe, objective: Objective, made: Plan, *, sounds: bool) -> frozenset[str]:
+    """The inputs that the rewards read of a sample; ``sounds``: whether it has a sound."""
     both = list[list[Found]]()
     for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
         try:
@@ -355,6 +360,9 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]
     if len(both) < 2:
         return frozenset()
     found, evaluated = both
+    reads = [one.reads(reward.options) for reward, one in zip(recipe.rewards, found, strict=True)]
+    watched = [one.reads(reward.options) for reward, one in zip(recipe.eval.rewards, evaluated, strict=True)]
+    made.problems += problems_of_sound(recipe, reads, watched, sounds=sounds)
     if recipe.eval.maj_at and not any(one.votes for one in (*found, *evaluated)):
         made.problems.append(NOBODY_VOTES)
     half = made.gpu.bfloat16 if made.gpu else has_bfloat16(recipe.device)
@@ -370,7 +378,7 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan) -> frozenset[str]
             for one in found
             if not inspect.isclass(one.target) and not one.declaration.has_gradient
         ]
-    return frozenset(name for r, one in zip(recipe.rewards, found, strict=True) for name in one.reads(r.options))
+    return frozenset(name for inputs in reads for name in inputs)
 
 
 def _account(

@@ -41,6 +41,7 @@ from mmrl.rewards.last_words import watched
 from mmrl.rewards.loading import Found, Loaded, build, called, find, problems, refused
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.returned import Answer
+from mmrl.rewards.sound import problems_of_sound
 from mmrl.rewards.views import views
 
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
@@ -92,7 +93,7 @@ def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded,
     """A message for fields that ``reward`` reads and samples of this kind do not have; an empty list if it has all.
     ``drawn``: see ``check``."""
     fields, word = (("text", "image"), "text and a picture") if drawn else _FIELDS[makes]
-    lacking = [name for name in inputs if name not in fields]
+    lacking = [name for name in inputs if name not in fields and (name, makes) != ("audio", "video")]
     if not lacking:
         return []
     if reward.declaration.reads is not None:
@@ -161,13 +162,17 @@ class RewardSet:
         """The fields of a sample that any of the rewards reads."""
         return frozenset(name for entry in self._entries for name in entry.loaded.declaration.inputs)
 
-    def can_read(self, recipe: schema.Recipe) -> None:
-        """Raises ``UserError`` where a reward reads what samples of this recipe do not have."""
+    def can_read(self, recipe: schema.Recipe, *, sounds: bool | None = None) -> None:
+        """Raises ``UserError`` where a reward reads what samples of this recipe do not have, or does with their sound
+        what cannot be done (``sounds``: whether they have one; None: not checked)."""
         drawn = draws(recipe.environment)
         for entry in self._entries:
             wrong = unmade(entry.loaded.declaration.inputs, recipe.shows, entry.loaded, drawn=drawn)
             if wrong:
                 raise UserError(f"the reward {entry.label} {wrong[0]}")
+        reads = [entry.loaded.declaration.inputs for entry in self._entries]
+        if sounds is not None and reads and (wrong := [*problems_of_sound(recipe, reads, sounds=sounds)]):
+            raise UserError("\n".join(wrong))
 
     @property
     def sent(self) -> Counter[str]:

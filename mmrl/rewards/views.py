@@ -30,6 +30,7 @@ def _view(sample: Sample) -> Sample:
         image=own(sample.image),
         tensor=own(sample.tensor),
         video=own(sample.video),
+        audio=None if sample.audio is None else sample.audio._replace(wave=own(sample.audio.wave)),
     )
 
 

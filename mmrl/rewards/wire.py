@@ -5,7 +5,8 @@
                   `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null,``
                   ``   "negative_prompt": null, "place": [7, 0, 0, 1],``
                   ``   "media": [{"kind": "video", "file": 0, "frames": null}],``
-                  ``   "image": PNG, "video": [PNG, ...], "text": null, "truncated": false, "begun": ""}]}``
+                  ``   "image": PNG, "video": [PNG, ...], "audio": WAV, "text": null, "truncated": false,``
+                  ``   "begun": ""}]}``
                   -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"],``
                   ``    "spans": [[[0, 4, -1.0]], null]}``
 ``files`` are the encoded pictures and clips of the prompts, the bytes of their files; samples share an entry.
@@ -23,14 +24,15 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import BadMediaError, Media, read_bytes
 from mmrl.core.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
+from mmrl.core.media.sound import BadSoundError, read_wav, wav_bytes
 from mmrl.core.reward_contract import Failed, Parts, Span, Spans, Value
-from mmrl.core.trajectory import Prompt, Sample, SampleId, Turn
+from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId, Turn
 from mmrl.core.untrusted import no_constant
 
 if TYPE_CHECKING:
@@ -109,6 +111,9 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
         if sample.video is not None:
             item["video"] = pngs = [_png(frame) for frame in sample.video]
             pictures += sum(map(len, pngs))
+        if sample.audio is not None:
+            item["audio"] = sound = base64.b64encode(wav_bytes(*sample.audio)).decode("ascii")
+            pictures += len(sound)
         if sample.text is not None:
             item["text"] = sample.text
         if sample.truncated:
@@ -150,15 +155,19 @@ def decode_request(body: bytes | bytearray, *, max_pixels: int = MAX_PIXELS, ten
         except BadImageError as error:
             samples.append(None)
             errors.append(f"image: {error}")
+        except BadSoundError as error:
+            samples.append(None)
+            errors.append(f"audio: {error}")
         if decoded > MAX_TOTAL_PIXELS:
             raise WireError(f"samples: more than {MAX_TOTAL_PIXELS:,} pixels in one request; lower batch_size")
     return Request(samples, errors, groups, _typed(message.get("step", -1), int, "step"))
 
 
 def picture_bytes(request: Request, *, tensor: bool) -> int:
-    """The memory that the decoded pictures of a request take."""
+    """The memory that the decoded pictures and sounds of a request take."""
     pictures = [p for s in request.samples if s is not None for p in (s.image, *(s.video or ())) if p is not None]
-    return sum(p.width * p.height for p in pictures) * (16 if tensor else 4)
+    sounds = sum(s.audio.wave.numel() for s in request.samples if s is not None and s.audio is not None)
+    return sum(p.width * p.height for p in pictures) * (16 if tensor else 4) + 4 * sounds
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -296,8 +305,9 @@ def _sample(item: JsonObject, index: int, files: list[bytes], max_pixels: int, t
     place, still, clip = _place(item, index), item.get("image"), item.get("video")
     image = None if still is None else _picture(still, f"{where}.image", max_pixels)
     video = None if clip is None else _clip(clip, f"{where}.video", max_pixels)
-    pixels = _pixels(image, video) if tensor else None
-    return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated, video=video, begun=begun)
+    audio = None if item.get("audio") is None else _audio(item["audio"], f"{where}.audio")
+    sample = Sample(prompt, place, image=image, video=video, audio=audio, text=text, truncated=truncated, begun=begun)
+    return replace(sample, tensor=_pixels(image, video)) if tensor else sample
 
 
 def _turn(turn: Json, where: str) -> Turn:
@@ -322,6 +332,16 @@ def _picture(encoded: Json, where: str, max_pixels: int) -> Image:
             raise
         raise BadImageError(f"not base64: {error}") from None
     return read_rgb(io.BytesIO(data), formats=("PNG",), max_pixels=max_pixels)[0]
+
+
+def _audio(encoded: Json, where: str) -> Audio:
+    """Raises ``WireError``, and ``BadSoundError`` for a sound that cannot be read."""
+    text = _typed(encoded, str, where)
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSoundError(f"not base64: {error}") from None
+    return Audio(*read_wav(data))
 
 
 def _clip(frames: Json, where: str, max_pixels: int) -> tuple[Image, ...]:

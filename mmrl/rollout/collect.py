@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
+from mmrl.algorithms.modality_routing import AUDIO_ADVANTAGES, advantages_by_modality, routed
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import (
     ComparesBatch,
@@ -104,9 +105,16 @@ def credit(
         step_rewards=groups.steps,
         parts=[(weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in weights.items()],
     )
-    advantages = with_credit(context.recipe, aggregated(advantages_of(context.objective), scored, algorithm.aggregates))
+    of, how = advantages_of(context.objective), algorithm.aggregates
+    if apart := routed(context.recipe.rewards):
+        advantages = advantages_by_modality(of, scored, how, context.recipe.rewards)
+    else:
+        advantages = aggregated(of, scored, how)
+    advantages = with_credit(context.recipe, advantages)
     advantages = with_turns(context.recipe, batch, scored, advantages)
     batch.rewards, batch.advantages = parts, advantages.values
+    if apart:
+        batch.advantages, batch.prepared[AUDIO_ADVANTAGES] = advantages.values.unbind(1)
     batch.weights = row_weights(algorithm, batch, scored.groups, advantages)
     metrics = {} if mask is None else text_metrics(batch, mask)
     if normalizes(context) and mask is not None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.mismatch import mismatch
+from mmrl.algorithms.modality_routing import AUDIO_ADVANTAGES, loss_by_modality
 from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.core import nan_check
 from mmrl.core.clock import Clock
@@ -121,7 +122,11 @@ def backward(context: StepContext, micro_batches: Iterable[MicroBatch], total: f
             old = importance_weights(context, old, new, metrics)
         if "teacher_kl" in new:
             by_lesson(context, micro_batch, new["teacher_kl"].detach(), metrics)
-        loss = context.objective.loss(new, old, total)
+        if AUDIO_ADVANTAGES in old:
+            split = of_pictures(context.pipeline).modalities
+            loss = loss_by_modality(context.objective, new, old, total, split)
+        else:
+            loss = context.objective.loss(new, old, total)
         metrics.add(loss, total, first_update=first)
         if context.pipeline.makes == "text":
             padding = torch.tensor(micro_batch.padded - micro_batch.tokens)

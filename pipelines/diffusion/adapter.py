@@ -320,6 +320,10 @@ class Adapter(ABC):
         scale, shift = self._scaled()
         return self.pipe.vae.decode(latents / scale + shift, return_dict=False)[0]
 
+    def modalities(self, states: Tensor) -> dict[str, Tensor]:
+        """States ``[B, ...]`` of a clip with sound, divided into ``video`` and ``audio``."""
+        raise NotImplementedError
+
     def decode_sound(self, latents: Tensor) -> Tensor:
         """The sound ``[B, channels, N]`` in [-1, 1] of clean latents, ``sound_rate`` numbers a second."""
         raise NotImplementedError

@@ -190,7 +190,7 @@ class Denoiser(Predictor):
             z = self.noise(rows.ids, f"step{i}", rows.seed, rows.shape)
             state.x = mean + rows.c.std[i].item() * z
             state.states.append(state.x)
-            state.log_probs.append(sde.log_prob(state.x, mean, rows.c, i))
+            state.log_probs.append(sde.log_prob(self.counted(state.x), self.counted(mean), rows.c, i))
         nan_check.check_steps(state.finite, rows.ids)
 
     def _noiseless(self, rows: _Rows) -> NoiselessSteps:

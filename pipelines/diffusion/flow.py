@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,7 +26,7 @@ from mmrl.controller.feature_cache import FeatureCache
 from mmrl.core import nan_check
 from mmrl.core.randomness import generator
 from mmrl.core.samples import make_samples
-from mmrl.core.trajectory import ONLY_SAMPLED, DenoisingRows, Prompt, Rows, Sample, SampleId, Slot
+from mmrl.core.trajectory import ONLY_SAMPLED, Audio, DenoisingRows, Prompt, Rows, Sample, SampleId, Slot
 from mmrl.core.transfer import picked, to_device
 from mmrl.logging.card import Usage, What
 from mmrl.models.policy import Policy
@@ -210,7 +211,18 @@ class FlowPipeline(Denoiser):
         return super().sample(slots, ids, actions, seed, evaluate=evaluate, version=version)
 
     def samples(self, rows: DenoisingRows, inputs: frozenset[str]) -> list[Sample]:
-        return make_samples(rows, self.images(rows), inputs)
+        made = make_samples(rows, self.images(rows), inputs)
+        if "audio" not in inputs:
+            return made
+        sound = zip(made, self.waves(rows), strict=True)
+        return [replace(sample, audio=Audio(wave, self.adapter.sound_rate)) for sample, wave in sound]
+
+    @torch.no_grad()
+    def waves(self, rows: DenoisingRows) -> Tensor:
+        """The sound of clips, float32 ``[B, channels, N]`` in [-1, 1] on the CPU."""
+        with self.offloaded.using(self.adapter.vae):
+            waves = self.adapter.decode_sound(rows.clean).float()
+            return nan_check.checked_pictures(waves, rows.clean, rows.ids).clamp(-1, 1).cpu()
 
     @torch.no_grad()
     def images(self, rows: DenoisingRows) -> Tensor:
@@ -277,7 +289,7 @@ class FlowPipeline(Denoiser):
         assert rows.actions is not None
         steps = [int(rows.actions[a]) for a in actions]
         c = self.coefficients(self._schedule(rows), rows.actions.tolist())
-        mine, following = self._means(rows, actions, c), [rows.states[:, a + 1] for a in actions]
+        mine, following = self._means(rows, actions, c), [self.counted(rows.states[:, a + 1]) for a in actions]
         made = list(zip(following, mine, steps, strict=True))
         out = {"log_probs": torch.stack([sde.log_prob(after, mean, c, s) for after, mean, s in made], 1)}
         if "reference_distance" in needs:
@@ -288,20 +300,22 @@ class FlowPipeline(Denoiser):
             out |= self._taught(rows, actions, c, mine, weights)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
             shape = self.sizes.shape(rows.slots)
-            given = [self.noise(rows.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
+            given = [self.counted(self.noise(rows.ids, f"step{s}", self.recipe.seed, shape)) for s in steps]
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
 
     def _means(self, rows: DenoisingRows, actions: Sequence[int], c: sde.Coefficients) -> list[Tensor]:
-        """The mean ``[B, ...]`` that each of the ``actions`` moves to, in one forward of all."""
+        """The mean ``[B, ...]`` that each of the ``actions`` moves to, what is ``counted`` of it, in one forward of
+        all."""
         assert rows.states is not None
         assert rows.actions is not None
         steps, states = [int(rows.actions[a]) for a in actions], [rows.states[:, a] for a in actions]
         schedule, features = self._schedule(rows), self.batch_features(rows.slots * len(steps))
         timestep = torch.cat([self.timestep(schedule, s, len(rows)) for s in steps])
         velocities = self.velocity(torch.cat(states), timestep, features).chunk(len(steps))
-        return [sde.step_mean(state, v, c, s) for state, v, s in zip(states, velocities, steps, strict=True)]
+        moved = zip(states, velocities, steps, strict=True)
+        return [self.counted(sde.step_mean(state, v, c, s)) for state, v, s in moved]
 
     def _taught(
         self, rows: DenoisingRows, actions: Sequence[int], c: sde.Coefficients, mine: list[Tensor], weights: Weights
@@ -340,7 +354,8 @@ class FlowPipeline(Denoiser):
         def velocity(x: Tensor, timestep: Tensor, guidance: float) -> Tensor:
             return self.velocity(x, timestep, features[guidance > 1], guidance)
 
-        return self.renoising(rows, level, seed, needs, weights, velocity)
+        made = self.renoising(rows, level, seed, needs, weights, velocity)
+        return {name: value if name == "sigma" else self.counted(value) for name, value in made.items()}
 
     def generate(
         self,

@@ -59,9 +59,6 @@ go on without compiling, and only where that is met."""
 _CLIPS = 64
 """Of how many prompts with clips the plan opens the clips."""
 _SERVER = "SGLang's diffusion server"
-_UNHEARD = (
-    "no reward hears the sound that is sampled with each clip: it trains with the advantage that the picture earns"
-)
 _FILE = "diffusion_pytorch_model.safetensors"
 _LACKS = "its safetensors files have other weights than the model"
 
@@ -118,10 +115,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         by_rows=True,
         too_long=said_of,
         beside=() if recipe.rollout.in_process else [Beside("engine", f"{_SERVER}; its memory is not known to mmrl")],
-        notes=[
-            *([_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else []),
-            *([_UNHEARD] if adapter.sounds else []),
-        ],
+        notes=[_steps_of(pipeline.trained_steps)] if pipeline.trained_steps else [],
     )
 
 

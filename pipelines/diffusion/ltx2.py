@@ -35,6 +35,10 @@ _NOT_USED = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
 _ATTENTION = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 
 
+sounds = True
+"""Clips of this family have a sound, which rewards may read."""
+
+
 class _Size(NamedTuple):
     """The size of a sample's latents: frames, height and width of the picture, and the length of the sound."""
 
@@ -144,6 +148,9 @@ class LTX2Adapter(Adapter):
         config, sound = self.pipe.transformer.config, self._own.sound
         cut = x.shape[1] - sound * config.audio_in_channels
         return x[:, :cut].unflatten(1, (-1, config.in_channels)), x[:, cut:].unflatten(1, (sound, -1))
+
+    def modalities(self, states: Tensor) -> dict[str, Tensor]:
+        return dict(zip(("video", "audio"), self.parts(states), strict=True))
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         embeds, mask, size, of = features["embeds"], features["mask"], self._own, self.pipe.transformer

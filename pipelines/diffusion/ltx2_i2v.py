@@ -26,6 +26,8 @@ from .flow import FlowPipeline
 from .ltx2 import LTX2Adapter
 from .pictures import scaled
 
+sounds = True
+
 
 class LTX2I2VAdapter(LTX2Adapter):
     """Every prompt carries one picture, which is brought to the size that is sampled and compressed there

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.algorithms import sde
+from mmrl.algorithms.modality_routing import trained
 from mmrl.config.algorithm_settings import ForwardSettings
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
@@ -45,6 +46,19 @@ class Predictor:
         self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or guided_loss)
         moves = recipe.model.offload and apart(device)
         self.offloaded = Offloaded((*adapter.text_encoders, adapter.vae) if moves else (), device)
+        modalities = trained(recipe.rewards)
+        self._counted = modalities[0] if adapter.sounds and len(modalities) == 1 else None
+
+    @property
+    def sounds(self) -> bool:
+        return bool(self.adapter.sounds)
+
+    def modalities(self, states: Tensor) -> dict[str, Tensor]:
+        return self.adapter.modalities(states)
+
+    def counted(self, states: Tensor) -> Tensor:
+        """What log-probs and losses are of in states ``[B, ...]``: all, or the one modality that rewards train."""
+        return states if self._counted is None else self.modalities(states)[self._counted]
 
     def key(self, prompt: Prompt) -> str:
         """Names the features of a prompt: its text, of a family that edits its picture too, and of several sizes its

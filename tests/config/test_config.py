@@ -67,7 +67,7 @@ OPTIM = (
     "ema_decay, ema_every"
 )
 QUOTES = "YAML reads {{ as a mapping; put quotes into those of the shell, as in '\"{{ ... }}\"', or name a file"
-REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, process, options"
+REWARD_KEYS = "name, label, weight, modality, normalize, batch_size, timeout, retries, on_failure, process, options"
 TYPES = ", ".join(algorithm_names())
 TOP = (
     "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, midway, environment, algorithm, teacher, "

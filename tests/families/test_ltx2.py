@@ -142,13 +142,12 @@ def test_what_is_refused(folders, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_the_plan_says_that_no_reward_hears_the_sound_and_refuses_to_cut_clips(folders, tmp_path, case):
+def test_the_plan_counts_both_decoders_and_refuses_to_cut_clips(folders, tmp_path, case):
     made = recipe(FAMILY, folders, steps=2).model_dump(mode="json")
-    made["rewards"] = [{"name": "frames", "options": {"name": "jpeg:incompressibility"}}]
+    made["rewards"] = [{"name": "frames", "options": {"name": "jpeg:incompressibility"}, "modality": "video"}]
     (tmp_path / "recipe.yaml").write_text(json.dumps(made))
     planned = plan(load_recipe([tmp_path / "recipe.yaml"], []))
     assert planned.problems == []
-    assert any("no reward hears the sound" in note for note in planned.notes), planned.notes
     assert not any("memory is not known" in note for note in planned.notes), planned.notes
     pipe = case.pipeline.adapter.pipe
     decoders = sum(

@@ -87,6 +87,44 @@ def vision_model(folder: Path, kind: str, sharp: float = 0.2, seed: int = 0) -> 
     return folder
 
 
+def clap(folder: Path) -> Path:
+    """A CLAP model of 8 dimensions that hears 48 kHz for 10 s, with its processor."""
+    allow_cpu_only()
+    from transformers import ClapConfig, ClapFeatureExtractor, ClapModel, ClapProcessor
+
+    words = tokenizer()
+    words.model_max_length = 32
+    audio = {
+        "patch_embeds_hidden_size": 8,
+        "hidden_size": 16,
+        "depths": [1, 1],
+        "num_attention_heads": [2, 2],
+        "spec_size": 128,
+        "num_mel_bins": 16,
+        "window_size": 4,
+        "projection_dim": 8,
+        "enable_patch_layer_norm": True,
+        "hidden_act": "gelu",
+    }
+    text = {
+        "vocab_size": len(words),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": words.pad_token_id + 40,
+        "pad_token_id": words.pad_token_id,
+        "projection_dim": 8,
+    }
+    torch.manual_seed(0)
+    model = ClapModel(ClapConfig(text_config=text, audio_config=audio, projection_dim=8))
+    for parameter in model.parameters():  # so that sounds and texts matter
+        parameter.data.normal_(std=0.3) if parameter.ndim > 1 else None
+    model.save_pretrained(folder)
+    ClapProcessor(ClapFeatureExtractor(feature_size=16, truncation="rand_trunc"), words).save_pretrained(folder)
+    return folder
+
+
 def clip(folder: Path, activation: str = "quick_gelu") -> Path:
     """A CLIP model of 32 x 32 pixels, 16 tokens and 8 dimensions, with its processor."""
     allow_cpu_only()

@@ -74,6 +74,7 @@ if TYPE_CHECKING:  # the drop-in folders join the package at run time
     from rewards import (
         aesthetic,
         answer,
+        clap,
         clip,
         colour,
         constraints,
@@ -103,6 +104,7 @@ else:
     from mmrl.rewards import (
         aesthetic,
         answer,
+        clap,
         clip,
         colour,
         constraints,
@@ -202,6 +204,7 @@ FUNCTIONS: list[RewardFunction] = [
 SLEEPERS: list[type[Sleeper]] = [
     aesthetic.Aesthetic,
     aesthetic.PathwiseAesthetic,
+    clap.Clap,
     clip.ClipScore,
     clip.PathwiseClip,
     distilled.Distilled,
@@ -228,6 +231,7 @@ CLASSES: list[type[RewardClass]] = [
     answer.Exact,
     answer.Math,
     answer.Number,
+    clap.Clap,
     clip.ClipScore,
     clip.PathwiseClip,
     distilled.Distilled,

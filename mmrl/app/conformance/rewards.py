@@ -15,7 +15,7 @@ from mmrl.app.conformance.running import CannotRun, Check, expect
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media.images import to_tensor
 from mmrl.core.reward_contract import Context
-from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.loading import Found, Loaded, build, find, problems
 from mmrl.rewards.returned import Answer
@@ -63,7 +63,8 @@ def opened(name: str, options: JsonObject, data: str | None = None) -> Case:
 
 
 def sample_of(prompt: Prompt, number: int, inputs: Sequence[str]) -> Sample:
-    """A made-up sample that holds ``inputs``: noise around a colour of its own, or one of ``TEXTS``."""
+    """A made-up sample that holds ``inputs``: noise around a colour of its own, one of ``TEXTS``, a second of
+    noise."""
     draw = torch.Generator().manual_seed(number)
     shade = torch.randint(256, (3,), generator=draw).view(1, 1, 3)
     frames = []
@@ -78,6 +79,7 @@ def sample_of(prompt: Prompt, number: int, inputs: Sequence[str]) -> Sample:
         video=tuple(frames) if "video" in inputs else None,
         tensor=None if "tensor" not in inputs else tensors if "video" in inputs else tensors[0],
         text=TEXTS[number % len(TEXTS)] if "text" in inputs else None,
+        audio=Audio(0.1 * torch.randn(2, 24000, generator=draw), 24000) if "audio" in inputs else None,
     )
 
 
@@ -115,7 +117,7 @@ def neighbours_do_not_matter(case: Case) -> str:
 
 
 def a_strange_sample_costs_only_itself(case: Case) -> str:
-    """A policy makes such things: a black picture, an empty response that was cut."""
+    """A policy makes such things: a black picture, silence, an empty response that was cut."""
     if case.loaded.declaration.per == "group":
         raise CannotRun("it compares the samples of a group, so that one may change the others")
     strange = case.samples[1]
@@ -126,6 +128,7 @@ def a_strange_sample_costs_only_itself(case: Case) -> str:
         video=None if strange.video is None else (black,) * 5,
         tensor=None if strange.tensor is None else torch.zeros_like(strange.tensor),
         text=None if strange.text is None else "",
+        audio=None if strange.audio is None else Audio(torch.zeros(2, 24000), 24000),
         truncated=strange.text is not None,
     )
     before = case.ask(case.samples).total
