@@ -18,7 +18,7 @@ from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
 from mmrl.rewards import wire
 from mmrl.rewards.views import views
-from tests.support import tiny
+from tests.support import asleep, tiny
 
 TEXTS = ["a dog barks", "rain", "a dog barks", "x" * 200]
 
@@ -91,6 +91,11 @@ def test_every_check_of_a_reward_passes(folder):
         conformance.a_strange_sample_costs_only_itself,
     )
     assert all(check(case) for check in checks)
+
+
+def test_it_sleeps_whole_and_scores_the_same(folder, monkeypatch):
+    reward = mmrl.load("rewards", "clap").Clap(str(folder))
+    asleep.scores_the_same(reward, lambda: reward.score(heard()[:2], context=Context(0, "cpu")), monkeypatch)
 
 
 def test_used_wrongly_it_says_the_edit(folder, tmp_path):

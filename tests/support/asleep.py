@@ -10,6 +10,7 @@ from mmrl.core import offload as frozen_modules
 
 TESTED = {
     "aesthetic:Aesthetic",
+    "clap:Clap",
     "clip:ClipScore",
     "distilled:Distilled",
     "frames:Frames",
