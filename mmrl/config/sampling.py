@@ -84,6 +84,9 @@ class Sampling(Section):
     image_crf: Annotated[int, Field(ge=0, le=51)] | None = None
     """How strongly the picture that a clip begins with is compressed (CRF of H.264) for a model that was trained on
     frames of films (ltx2_i2v), which needs PyAV. 0 leaves it as it is; None: the diffusers pipeline's own, 33."""
+    held_frames: Annotated[int, Field(ge=2)] | None = None
+    """How many frames of the clip that a prompt carries stay, and are gone on from (ltx2_v2v): its first ones, one more
+    than a multiple of eight, fewer than ``frames``."""
     strength: Annotated[float, Field(gt=0, lt=1)] | None = None
     """How far a clip that a prompt carries is noised before it is denoised (wan_v2v; 0.8 is diffusers' default):
     ``steps`` times it, rounded down, are taken, the last ones of all. Steps that it leaves out are neither sampled nor

@@ -25,7 +25,7 @@ from mmrl.core.media import Media
 from mmrl.core.trajectory import Prompt
 
 from .fields import check_flow
-from .pictures import clip_of, fitted, frames, scaled, sources_of
+from .pictures import clip_of, first_frames, fitted, frames, scaled, sources_of
 
 Conditions = dict[str, Tensor | dict[str, Tensor]]
 """Arguments of a model besides latents and timestep."""
@@ -83,9 +83,11 @@ class Adapter(ABC):
     """Whether a prompt may carry several pictures (``sampling.pictures``)."""
     masks: ClassVar[bool] = False
     """Whether the model picks tokens by masks, so that how many there are depends on what is in them."""
+    clips: ClassVar[bool] = False
+    """Whether a prompt carries a clip in place of a picture: what sampling ``starts`` from, or else whose first
+    ``sampling.held_frames`` frames stay in every step."""
     starts: ClassVar[bool] = False
-    """Whether a prompt carries a clip in place of a picture, and sampling starts from it, noised as far as
-    ``sampling.strength`` says (``started``)."""
+    """Whether sampling starts from the clip of a prompt, noised as far as ``sampling.strength`` says (``started``)."""
     takes_noise: ClassVar[bool] = True
     """Whether the stock call takes initial noise as ``latents``; else it draws its own with ``randn_tensor``."""
     holds: ClassVar[bool] = False
@@ -160,6 +162,11 @@ class Adapter(ABC):
             if self.starts:
                 edit = "say how far the clip of a prompt is noised; diffusers' default is 0.8"
             raise UserError(f"sampling.strength: {self.family}: {edit}")
+        if (sampling.held_frames is not None) != (self.clips and not self.starts):
+            edit = "no frames of a prompt's clip stay; remove held_frames"
+            if self.clips:
+                edit = edit if self.starts else "say how many frames of the clip of a prompt stay"
+            raise UserError(f"sampling.held_frames: {self.family}: {edit}")
         for key in ("audio_guidance_scale", "frame_rate"):
             if getattr(sampling, key) is not None and not self.sounds:
                 raise UserError(f"sampling.{key}: {self.family} makes no sound; remove {key}")
@@ -262,17 +269,37 @@ class Adapter(ABC):
     def check_sources(self, prompt: Prompt) -> Sequence[Media]:
         """The pictures or the clip that ``prompt`` carries. Raises ``BadPromptError`` where they are not what the
         family takes."""
-        if self.starts:
-            return [clip_of(prompt, self.source_size, self.sampling.frames or 1)]
+        if self.clips:
+            return [clip_of(prompt, self.source_size, self.sampling)]
         return sources_of(prompt, self.pictures)
 
     def sources(self, prompt: Prompt) -> list[Image.Image]:
         """The pictures that ``prompt`` carries, or the frames of its clip, of ``source_size``. Raises
         ``BadPromptError``."""
         found = self.check_sources(prompt)
-        if self.starts:
+        if self.clips and (held := self.sampling.held_frames):
+            return first_frames(prompt, found[0], self.source_size, held)
+        if self.clips:
             return frames(prompt, found[0], self.source_size, self.sampling.frames or 1)
         return [fitted(prompt, medium, self.source_size) for medium in found]
+
+    def given_sources(self, sources: list[Image.Image]) -> dict[str, Any]:
+        """Arguments of the stock pipeline's call for ``sources``."""
+        if self.clips:
+            return {"video": sources}
+        return {"image": sources if self.several else sources[0]} if self.edits else {}
+
+    def opened(self) -> tuple[str, str]:
+        """Python of a model card that opens ``sources``: what it imports, and the argument of the stock call."""
+        if self.clips:
+            return "from diffusers.utils import load_video\n", f'video=load_video("clip.mp4")[:{self.sampling.frames}]'
+        if not self.edits:
+            return "", ""
+        height, width = self.source_size
+        names = [f"picture{n + 1}.png" if self.several else "picture.png" for n in range(self.pictures)]
+        found = [f'Image.open("{name}").resize(({width}, {height}))' for name in names]
+        shown = f"[{', '.join(found)}]" if self.several else found[0]
+        return "from PIL import Image\n", f"image={shown}"
 
     def encode_source(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Features of ``sources``: the clean latent, ``[n, ...]`` of several."""

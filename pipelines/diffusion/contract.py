@@ -108,12 +108,7 @@ class Case:
         adapter, negative = self.pipeline.adapter, self.pipeline.negatives.given(prompt)
         code = {} if negative is None else adapter.call_negative(negative)
         given = {name: eval(text, {"pipe": pipe}) for name, text in code.items()}  # what a model card shows
-        if not adapter.edits:
-            return given
-        sources = adapter.sources(prompt)
-        if adapter.starts:
-            return given | {"video": sources}
-        return given | {"image": sources if adapter.several else sources[0]}
+        return given | (adapter.given_sources(adapter.sources(prompt)) if adapter.edits else {})
 
     def give_negatives(self, common: str, own: str) -> None:
         """Give negative prompts: ``common`` as the recipe does, and ``own`` as the record of the second prompt does."""

@@ -158,10 +158,9 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     absent = [f"{n}=None" for n in encoders if pipe.components.get(n, "") is None]
     given = [f"{name}={value!r}" for name, value in adapter.options.items()]
     options = ", ".join([f"torch_dtype=torch.{dtype}", *absent, *given])
-    opens = "from diffusers.utils import load_video\n" if adapter.starts else "from PIL import Image\n"
-    picture = opens if adapter.edits else ""
+    opens, source = adapter.opened()
     loader = adapter.pipeline if adapter.saved_as else "DiffusionPipeline"  # the checkpoint names another
-    head = f"import torch\nfrom diffusers import {loader}\n{picture}"
+    head = f"import torch\nfrom diffusers import {loader}\n{opens}"
     size = {"height": sampling.height, "width": sampling.width} if adapter.sized else {}
     asked = {"num_inference_steps": recipe.eval.steps or sampling.steps} | size | adapter.call()
     arguments = {name: repr(value) for name, value in asked.items()}
@@ -170,7 +169,7 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
         f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
-        + (f"    {_pictures(adapter)},\n" if picture else "")
+        + (f"    {source},\n" if source else "")
         + "".join(f"    {name}={value},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
@@ -189,18 +188,8 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
             code |= {"With peft": f"{head}from peft import PeftModel\n\n{start}{in_peft}{draw}"}
     kind = type(pipe).__name__
     tags = [kind] if what == "merged" else [kind, "lora"]
-    task = f"{'video' if adapter.starts else 'image' if adapter.edits else 'text'}-to-{adapter.makes}"
+    task = f"{'video' if adapter.clips else 'image' if adapter.edits else 'text'}-to-{adapter.makes}"
     return Usage("diffusers", task, tags, code)
-
-
-def _pictures(adapter: Adapter) -> str:
-    """The argument of the stock call that opens what a prompt carries."""
-    if adapter.starts:
-        return f'video=load_video("clip.mp4")[:{adapter.sampling.frames}]'
-    width, height = adapter.source_size.width, adapter.source_size.height
-    names = [f"picture{n + 1}.png" if adapter.several else "picture.png" for n in range(adapter.pictures)]
-    opened = [f'Image.open("{name}").resize(({width}, {height}))' for name in names]
-    return "image=" + (f"[{', '.join(opened)}]" if adapter.several else opened[0])
 
 
 def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:

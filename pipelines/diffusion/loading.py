@@ -97,7 +97,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
 
     def said_of(prompts: Sequence[Prompt]) -> list[str]:
         most = recipe.data.max_bad_fraction
-        looked_at = prompts[:: max(1, len(prompts) // _CLIPS)] if adapter.starts else prompts
+        looked_at = prompts[:: max(1, len(prompts) // _CLIPS)] if adapter.clips else prompts
         lacking = (
             without_sources(looked_at, lambda one: _at(pipeline, one).check_sources(one), most) if adapter.edits else []
         )
@@ -122,7 +122,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
 def _at(pipeline: FlowPipeline, prompt: Prompt) -> Adapter:
     """The adapter for a prompt, whose clip has to fill the size that is sampled."""
     adapter = pipeline.adapter
-    return adapter.at(pipeline.sizes.of(prompt)) if adapter.starts else adapter
+    return adapter.at(pipeline.sizes.of(prompt)) if adapter.clips else adapter
 
 
 def _steps_of(counts: Mapping[str, int]) -> str:

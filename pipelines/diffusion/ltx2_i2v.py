@@ -43,18 +43,24 @@ class LTX2I2VAdapter(LTX2Adapter):
 
     def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         super().__init__(pipe, sampling, device)
-        if sampling.image_crf != 0:
+        if self.compresses and sampling.image_crf != 0:
             needs("av", f"sampling.image_crf: {self.family} compresses pictures with PyAV (0 leaves them as they are)")
+
+    @property
+    def held(self) -> int:
+        """How many latent frames stay, the first ones."""
+        return 1
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         (numbers,) = super().latent_shape(height, width)
-        size = self._size(height, width)
-        if size.frames == 1:
-            more = self.pipe.vae_temporal_compression_ratio + 1
-            raise UserError(
-                f"sampling.frames: the first frame is the prompt's picture, and no other is left; use {more}"
-            )
-        return (numbers - size.height * size.width * self.pipe.transformer.config.in_channels,)
+        frames, h, w, _ = self._size(height, width)
+        if frames <= self.held:
+            given = "the first frame is the prompt's picture"
+            if self.clips:
+                given = f"{self.sampling.held_frames} frames are those of the prompt's clip (sampling.held_frames)"
+            more = self.held * self.pipe.vae_temporal_compression_ratio + 1
+            raise UserError(f"sampling.frames: {given}, and no other is left; use {more}")
+        return (numbers - self.held * h * w * self.pipe.transformer.config.in_channels,)
 
     def encode_source(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """``source``: the tokens ``[N, C]`` of the first frame."""
@@ -78,11 +84,9 @@ class LTX2I2VAdapter(LTX2Adapter):
 
     def _times(self, timestep: Tensor) -> dict[str, Tensor]:
         frames, height, width, _ = self._own
-        later = timestep.unsqueeze(1).expand(-1, (frames - 1) * height * width)
-        return {
-            "timestep": torch.cat([later.new_zeros(len(later), height * width), later], 1),
-            "audio_timestep": timestep,
-        }
+        later = timestep.unsqueeze(1).expand(-1, (frames - self.held) * height * width)
+        held = later.new_zeros(len(later), self.held * height * width)
+        return {"timestep": torch.cat([held, later], 1), "audio_timestep": timestep}
 
     def whole(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
         return torch.cat([features["source"][-len(latents) :].flatten(1), latents], 1)
@@ -95,11 +99,18 @@ class LTX2I2VAdapter(LTX2Adapter):
         return super().call() | ({} if crf is None else {"image_crf": crf})
 
     def given_noise(self, noise: Tensor) -> dict[str, Tensor]:
-        (frames, height, width, _), (picture, sound) = self._own, self.parts(noise)
-        held = picture.new_zeros(len(picture), height * width, picture.shape[2])
-        whole = torch.cat([held, picture], 1).transpose(1, 2).unflatten(2, (frames, height, width))
+        picture, sound = self._drawn(noise)
         channels = self.pipe.audio_vae.config.latent_channels
-        return {"latents": whole, "audio_latents": sound.unflatten(2, (channels, -1)).transpose(1, 2)}
+        return {
+            "latents": picture.transpose(1, 2).unflatten(2, self._own[:3]),
+            "audio_latents": sound.unflatten(2, (channels, -1)).transpose(1, 2),
+        }
+
+    def _drawn(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``[B, N, C]`` of picture and sound, with 0 for those that are held."""
+        (_, height, width, _), (picture, sound) = self._own, self.parts(noise)
+        held = picture.new_zeros(len(picture), self.held * height * width, picture.shape[2])
+        return torch.cat([held, picture], 1), sound
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

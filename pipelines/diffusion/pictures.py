@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from mmrl.config.sampling import Size
+from mmrl.config.sampling import Sampling, Size
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.media import BadMediaError, Media, open_clip, open_image, probe_clip, read_bytes
 from mmrl.core.trajectory import Prompt
@@ -44,12 +44,28 @@ def frames(prompt: Prompt, medium: Media, size: Size, count: int) -> list[Image.
         raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
     if len(shown) != count:
         raise BadPromptError(prompt.id, _short(len(shown), count))
-    box = (size.width, size.height)
-    return [ImageOps.fit(frame, box, Image.Resampling.BICUBIC) for frame in shown]
+    return _fitted(shown, size)
 
 
-def _short(found: int, count: int) -> str:
-    return f"its clip has {found} frames, and {count} train (sampling.frames); take it out"
+def first_frames(prompt: Prompt, medium: Media, size: Size, count: int) -> list[Image.Image]:
+    """``frames``, those that a clip begins with."""
+    if medium.kind == "image":
+        return [fitted(prompt, medium, size)] * count
+    try:
+        return _fitted(open_clip(medium, frames=range(count)).frames, size)
+    except BadMediaError as error:
+        raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
+
+
+def _fitted(shown: Sequence[Image.Image], size: Size) -> list[Image.Image]:
+    return [ImageOps.fit(frame, (size.width, size.height), Image.Resampling.BICUBIC) for frame in shown]
+
+
+_TRAIN = "train (sampling.frames)"
+
+
+def _short(found: int, count: int, does: str = _TRAIN) -> str:
+    return f"its clip has {found} frames, and {count} {does}; take it out"
 
 
 def clip_pixels(prompt: Prompt, medium: Media, size: Size, count: int) -> Tensor:
@@ -77,9 +93,9 @@ def sources_of(prompt: Prompt, count: int) -> Sequence[Media]:
     return prompt.media
 
 
-def clip_of(prompt: Prompt, size: Size, count: int) -> Media:
+def clip_of(prompt: Prompt, size: Size, sampling: Sampling) -> Media:
     """The clip, or the picture that stands still for one, that sampling starts from. Raises ``BadPromptError`` where
-    it cannot be read, or has fewer frames than ``count`` or pixels than ``size``."""
+    it cannot be read, or has fewer frames than ``sampling`` takes of it, or fewer pixels than ``size``."""
     if len(prompt.media) != 1:
         raise BadPromptError(
             prompt.id,
@@ -92,8 +108,10 @@ def clip_of(prompt: Prompt, size: Size, count: int) -> Media:
         found = probe_clip(medium, decode=False)
     except BadMediaError as error:
         raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
+    count = sampling.held_frames or sampling.frames or 1
     if found.frames < count:
-        raise BadPromptError(prompt.id, _short(found.frames, count))
+        does = "stay (sampling.held_frames)" if sampling.held_frames else _TRAIN
+        raise BadPromptError(prompt.id, _short(found.frames, count, does))
     if found.width < size.width or found.height < size.height:
         raise BadPromptError(
             prompt.id,

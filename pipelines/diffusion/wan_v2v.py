@@ -32,6 +32,7 @@ class WanV2VAdapter(WanAdapter):
     pipeline = "WanVideoToVideoPipeline"
     saved_as = ("WanPipeline",)
     edits = True
+    clips = True
     starts = True
     takes_noise = False
     unused = ()

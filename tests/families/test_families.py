@@ -117,6 +117,7 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path, f
     }
     if family in CLIPS:
         made["rewards"] = [{"name": "frames", "options": {"name": "jpeg:incompressibility", "count": 2}}]
+        made["rewards"][0] |= {"modality": "video"} if family.startswith("ltx2") else {}
     made["train"] |= {"steps": 1, "group_size": 2, "micro_batch_size": 4}
     (tmp_path / "recipe.yaml").write_text(json.dumps(made))
     loaded = load_recipe([tmp_path / "recipe.yaml"], ["sampling.window={size: 1}"])

@@ -142,7 +142,7 @@ def test_the_plan_refuses_a_record_without_its_first_frame(folders, tmp_path):
         "".join(json.dumps({"id": str(n), "prompt": "it moves"}) + "\n" for n in range(4))
     )
     made = recipe(FAMILY, folders, steps=2).model_dump(mode="json")
-    made["rewards"] = [{"name": "frames", "options": {"name": "jpeg:incompressibility"}}]
+    made["rewards"] = [{"name": "frames", "options": {"name": "jpeg:incompressibility"}, "modality": "video"}]
     (tmp_path / "recipe.yaml").write_text(json.dumps(made | {"data": {"name": "shape_edits"}}))
     right = plan(load_recipe([tmp_path / "recipe.yaml"], []))
     assert right.problems == []

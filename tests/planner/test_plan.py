@@ -307,6 +307,7 @@ LARGE = (
     "wan22-i2v-a14b",
     "ltx2",
     "ltx2-i2v",
+    "ltx2-v2v",
     "flux2-dev",
     "flux2-dev-edit",
     "hunyuan-video15",

@@ -26,6 +26,7 @@ FAMILIES = [
     "hunyuan_video15_i2v",
     "ltx2",
     "ltx2_i2v",
+    "ltx2_v2v",
     "sana",
     "z_image",
     "flux2_klein",
@@ -43,8 +44,9 @@ EDITORS = (
     "wan_v2v",
     "hunyuan_video15_i2v",
     "ltx2_i2v",
+    "ltx2_v2v",
 )
-CLIPS = ("wan", "wan_i2v", "wan_v2v", "hunyuan_video15", "hunyuan_video15_i2v", "ltx2", "ltx2_i2v")
+CLIPS = ("wan", "wan_i2v", "wan_v2v", "hunyuan_video15", "hunyuan_video15_i2v", "ltx2", "ltx2_i2v", "ltx2_v2v")
 OF = {"wan22_ti2v": "wan"}
 """Other models of a family."""
 SAME = {
@@ -53,11 +55,17 @@ SAME = {
     "wan22_i2v_5b": "wan22_ti2v",
     "wan_v2v": "wan",
     "ltx2_i2v": "ltx2",
+    "ltx2_v2v": "ltx2",
 }
 """Families that share a checkpoint."""
 TOLD = ("flux", "flux_kontext", "flux2", "flux2_edit")
 """Whose guidance is an input of the model, so that there is one prediction and no negative prompt."""
 
+OF_ONE = {
+    "wan_v2v": {"strength": 0.7},
+    "ltx2_i2v": {"image_crf": 0},  # PyAV is no part of what every test has
+    "ltx2_v2v": {"frames": 13, "held_frames": 9},
+}
 SEEN = {"max_sequence_length": 512, "condition_size": 48}
 """Of a family whose text encoder sees the picture: its template alone has 350 tiny tokens, and the picture has another
 size than the one that is made."""
@@ -103,8 +111,7 @@ def recipe(family, folders, lora=True, **sampling):
     )  # the least that the stock pipeline takes of a picture
     own = {"frames": 5} if wan or family in CLIPS else SEEN if family.startswith("qwen_image_edit") else {}
     own = own | ({"pictures": 2} if family in ("qwen_image_edit_plus", "flux2_edit") else {})
-    own = own | ({"strength": 0.7} if family == "wan_v2v" else {})
-    own = own | ({"image_crf": 0} if family == "ltx2_i2v" else {})  # PyAV is no part of what every test has
+    own = own | OF_ONE.get(family, {})
     settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **own, **sampling}
     return Recipe.model_validate(
         {

@@ -57,7 +57,7 @@ class _Family(Protocol):
     makes: str
     edits: bool
     holds: bool
-    starts: bool
+    clips: bool
     saved_as: tuple[str, ...]
 
 
@@ -160,7 +160,7 @@ def _not_here(name: str, modality: Modality | None, algorithm: str | None, *, ed
         return FirstModel(name, name, modality, _CHAT[modality], says, readable=False)
     of_one = {name: family for name, family in _families().items() if not family.also_trains}  # the index says of two
     fitting = [
-        name for name, one in of_one.items() if _MADE[one.makes] is modality and one.edits == edits and not one.starts
+        name for name, one in of_one.items() if _MADE[one.makes] is modality and one.edits == edits and not one.clips
     ]
     if len(fitting) > 1:
         raise UserError(f"{why}: of which of the pipelines {', '.join(fitting)} it is, its model_index.json says")
@@ -207,7 +207,7 @@ def _of_pictures(path: str, index: JsonObject, *, edits: bool) -> FirstModel:
     may_hold = held or not kind.startswith("Wan")  # others say nothing of it
     fitting.sort(
         key=lambda one: (
-            one[1].starts,  # for clips, which nobody has said that the prompts carry
+            one[1].clips,  # for clips, which nobody has said that the prompts carry
             one[1].holds > may_hold,
             one[1].edits != edits,
             bool(one[1].also_trains) != two,
