@@ -24,6 +24,7 @@ from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
+from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Adapter, Read
@@ -153,9 +154,8 @@ class LTX2Adapter(Adapter):
         return dict(zip(("video", "audio"), self.parts(states), strict=True))
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        embeds, mask, size, of = features["embeds"], features["mask"], self._own, self.pipe.transformer
+        embeds, mask = features["embeds"], features["mask"]
         picture, sound = self.parts(x.to(embeds.dtype))
-        nothing = embeds.new_zeros(())  # in a plan it has no data, and what is made of the positions then has none
         made = model(
             hidden_states=picture,
             audio_hidden_states=sound,
@@ -165,12 +165,22 @@ class LTX2Adapter(Adapter):
             sigma=timestep,
             encoder_attention_mask=mask,
             audio_encoder_attention_mask=mask,
-            video_coords=nothing + of.rope.prepare_video_coords(len(x), *size[:3], x.device, fps=self.frame_rate),
-            audio_coords=nothing + of.audio_rope.prepare_audio_coords(len(x), size.sound, x.device),
+            **self._places(embeds),
             use_cross_timestep=True,
             return_dict=False,
         )
         return torch.cat([one.flatten(1) for one in made], 1)
+
+    def _places(self, embeds: Tensor) -> dict[str, Tensor]:
+        """The model's arguments for the places of its tokens, for as many rows as ``embeds`` has. They are made on the
+        CPU: diffusers copies numbers to their device, and the host would wait in every step."""
+        size, of, on = self._own, self.pipe.transformer, torch.device("cpu")
+        found = {
+            "video_coords": of.rope.prepare_video_coords(1, *size[:3], on, fps=self.frame_rate),
+            "audio_coords": of.audio_rope.prepare_audio_coords(1, size.sound, on),
+        }
+        nothing = embeds.new_zeros(len(embeds), 1, 1, 1)  # in a plan it has no data, and what is made of it has none
+        return {name: nothing + to_device(places, embeds.device) for name, places in found.items()}
 
     def _times(self, timestep: Tensor) -> dict[str, Tensor]:
         """The model's arguments for the times of its tokens."""

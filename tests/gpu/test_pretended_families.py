@@ -38,6 +38,8 @@ FAMILIES = [
     "flux2_edit",
     "hunyuan_video15",
     "hunyuan_video15_i2v",
+    "ltx2",
+    "ltx2_i2v",
 ]
 OTHER_WAITS = {
     "qwen_image": " of Qwen-Image",
@@ -67,7 +69,7 @@ COMBINED = [  # of SD3 all; of another family one kind, which takes turns, as ad
     for lora in (True, False)
     if kind != "offline"
     or family
-    not in (*EDITORS, "wan", "wan22_ti2v", "wan22_a14b", "hunyuan_video15")  # which the recipe's checks refuse
+    not in (*EDITORS, "wan", "wan22_ti2v", "wan22_a14b", "hunyuan_video15", "ltx2")  # which the recipe's checks refuse
 ]
 
 
@@ -79,6 +81,7 @@ def folder_of(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     saved = cache(lambda family: save(family, root / family))
     of = {"flux2_klein_edit": "flux2_klein", "flux2_edit": "flux2", "wan22_i2v_5b": "wan22_ti2v", "wan_v2v": "wan"}
+    of |= {"ltx2_i2v": "ltx2"}
     return lambda family: SHAPES if family == "sd3" else saved(of.get(family, family))
 
 
