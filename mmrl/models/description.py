@@ -15,17 +15,31 @@ Phase = Literal["encode", "sample", "decode", "train", "optimizer"]
 """The parts of a step, in order. A pathwise objective samples and decodes inside ``train``."""
 
 
+class Resting(NamedTuple):
+    """Of several models of which one computes at a time, the weights that wait in the host's memory with
+    ``model.offload``."""
+
+    freed: int
+    """Bytes that are not on the device."""
+    kept: int
+    """Bytes in the host's memory, of all models."""
+    phases: frozenset[Phase]
+    """Where one computes at a time."""
+
+
 @dataclass(frozen=True)
 class Component:
     """A module of the pipeline, its parameters on the meta device in the dtypes they will have.
 
     ``needed`` are the phases in which it must be on the device; a recipe that offloads has it there in no other.
+    ``resting``: what of it is not there even then.
     """
 
     role: str
     name: str
     module: nn.Module
     needed: frozenset[Phase]
+    resting: Resting | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -115,6 +115,11 @@ def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 
 
+def kept_by_resting(description: Description) -> int:
+    """Bytes in the host's memory of models of which one computes at a time."""
+    return sum(component.resting.kept for component in description.components if component.resting)
+
+
 def on_host(made: Plan, description: Description, sizes: dict[int, Size], objective: Objective) -> int:
     """Bytes of the optimizer's state and of the reference in the host's memory, for each device."""
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
@@ -137,7 +142,8 @@ def roles_of(
         what = f"{component.name}, {size.dtypes}"
         frozen = size.parameters - size.trained_parameters
         if size.trained and frozen:
-            yield Role(f"{component.role}, frozen", what, frozen, size.total - size.trained, where)
+            rests = "one of two, else in host memory" if component.resting and offloads(made) else where
+            yield Role(f"{component.role}, frozen", what, frozen, size.total - size.trained, rests)
         elif not size.trained:
             yield Role(component.role, what, size.parameters, size.total, where)
         if size.trained:
@@ -203,6 +209,7 @@ def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> Pha
             before = size.as_loaded if made.device == "cpu" else 0
             whole = size.whole or before or size.total
             once = whole if before or not made.by_rows else -(-whole // ranks) if megatron else size.total
+            once -= component.resting.freed if component.resting and offloads(made) else 0
             weights[component.role] = weights.get(component.role, 0) + once
     parts = {
         **weights,
@@ -264,12 +271,8 @@ def phases_of(
         inside = {phase, "sample", "decode"} if pathwise else {phase}  # the modules that sample stay during its update
         if phase == "judge":
             inside = {"optimizer"}  # on the device in every phase
-        weights: dict[str, int] = {}
-        for component in description.components:
-            if not offloads(made) or component.needed & inside:
-                weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
         parts = {
-            **weights,
+            **_weights(made, description, sizes, inside),
             **({"optimizer state": measured.adam} if phase == "optimizer" or keeps_optimizer(made) else {}),
             **always,
             **awake.get(phase, {}),
@@ -277,6 +280,17 @@ def phases_of(
         }
         parts["copies of the trained weights"] += visiting.get(phase, 0)
         yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
+
+
+def _weights(made: Plan, description: Description, sizes: dict[int, Size], inside: Collection[str]) -> dict[str, int]:
+    """Bytes of the modules that are on the device in all phases of ``inside``, by their role."""
+    weights: dict[str, int] = {}
+    for component in description.components:
+        if not offloads(made) or component.needed & set(inside):
+            away = component.resting if offloads(made) else None
+            freed = away.freed if away and away.phases >= set(inside) else 0
+            weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total - freed
+    return weights
 
 
 def _gathered_to_sample(made: Plan, description: Description, sizes: dict[int, Size]) -> dict[str, int]:

@@ -60,7 +60,7 @@ from mmrl.planner.gpus import Gpu, cpu, like
 from mmrl.planner.judge_work import Answering, answering, sample_like
 from mmrl.planner.judges import Asked, on_devices
 from mmrl.planner.memory import measure
-from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
+from mmrl.planner.memory_budget import kept_by_resting, load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.prompt_check import lacking_truths, unread_messages, unreadable, unscored
 from mmrl.planner.rates import Assumed, Calibrated, Rates
@@ -434,7 +434,7 @@ def _account(
         made.load = load_of(made, description, sizes)
     if offloads(made):
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
-        made.host = sum(sizes[id(c)].total for c in moved)
+        made.host = sum(sizes[id(c)].total for c in moved) + kept_by_resting(description)
     made.host += on_host(made, description, sizes, objective)
     if sleeps(recipe) and made.device != "cpu":
         made.host += sum(one.weights for one in made.asked if one.sleeps)

@@ -34,6 +34,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub_files import json_of
 from mmrl.core.json_types import JsonObject, as_list, as_object, as_text
 from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
+from mmrl.core.offload import apart
 from mmrl.core.trajectory import Prompt
 from mmrl.core.whole_weights import whole_weights
 from mmrl.models.description import Beside, Component, Description, Phase
@@ -45,6 +46,7 @@ from .adapter import Adapter
 from .caching import cache_of
 from .decoding import lay
 from .describe import empty_pipeline
+from .experts import Experts, resting
 from .flow import FlowPipeline
 from .pictures import without_sources
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers
@@ -71,7 +73,11 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     """
     pipe = _load(family, recipe, path)
     pipeline = _assemble(family, pipe, recipe, path, device)
-    sharded_loading.move(pipeline.policy, device)
+    model = pipeline.adapter.model
+    if apart(device) and isinstance(model, Experts) and resting(recipe, model):
+        model.rest(device)
+    else:
+        sharded_loading.move(pipeline.policy, device)
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipeline.adapter.vae):
             module.to(device)
@@ -106,7 +112,13 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     return Description(
         pipeline,
         [
-            Component("policy", type(adapter.model).__name__, pipeline.policy, frozenset(get_args(Phase))),
+            Component(
+                "policy",
+                type(adapter.model).__name__,
+                pipeline.policy,
+                frozenset(get_args(Phase)),
+                resting(recipe, adapter.model),
+            ),
             *encoders,
             Component("VAE", type(pipe.vae).__name__, adapter.vae, vae_for),
         ],

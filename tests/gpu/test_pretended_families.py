@@ -119,3 +119,32 @@ def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, m
         str(wait) for wait in last if wait.where.partition(":")[0] not in (*budget.libraries, *budget.ours)
     } == set()
     assert sum(last.values()) <= budget.total
+
+
+def test_of_two_models_one_waits_in_the_hosts_memory(folder_of, tmp_path):
+    """Through training, evaluation and a checkpoint, with the same figures as if both stayed; both are exported."""
+    from mmrl.app.trainer import Trainer
+    from mmrl.config.loader import load_recipe
+    from mmrl.core.signals import Stop
+    from mmrl.logging.rundir import RunDir
+
+    found, rows = {}, {}
+    made = settings("wan22_a14b", folder_of("wan22_a14b"), "policy_gradient", lora=True)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(made | {"sampling": made["sampling"] | {"steps": 5}}))
+    (tmp_path / "clips.py").write_text(CLIPS)
+    for offload in ("true", "false"):
+        loaded = load_recipe([tmp_path / "recipe.yaml"], [f"model.offload={offload}"])
+        with RunDir.create(tmp_path / offload) as directory:
+            trainer = Trainer(loaded, directory)
+            trainer.begin(Stop(), resume=False)
+        pipeline = trainer.run.pipeline
+        frozen = [[p for p in one.parameters() if not p.requires_grad] for one in pipeline.adapter.model.models]
+        found[offload] = sorted({p.device.type for p in of} == {"cuda"} for of in frozen)
+        assert {p.device.type for p in pipeline.policy.parameters() if p.requires_grad} == {"cuda"}
+        pipeline.write(tmp_path / f"out-{offload}", "merged")
+        assert (tmp_path / f"out-{offload}" / "transformer_2" / "config.json").exists()
+        lines = (tmp_path / offload / "metrics.jsonl").read_text().splitlines()
+        rows[offload] = [json.loads(line) for line in lines]
+    assert found == {"true": [False, True], "false": [True, True]}
+    for name in ("reward/mean", "optim/grad_norm", "policy/kl"):
+        assert [row[name] for row in rows["true"]] == pytest.approx([row[name] for row in rows["false"]], rel=1e-3)
