@@ -88,6 +88,8 @@ def convert(adapter: Adapter, tensors: dict[str, Tensor]) -> tuple[dict[str, Ten
     if other := next((name for name in state if not name.startswith(begin)), None):
         raise ValueError(f"it has {other}, and what trains is the {adapter.trains}")
     own = {_peft_name(name.removeprefix(begin)): value for name, value in state.items()}
+    if odd := next((name for name in own if not name.endswith((".lora_A.weight", ".lora_B.weight"))), None):
+        raise ValueError(f"it has {odd}, and weights of a LoRA of such a model end in lora_A.weight or lora_B.weight")
     of_module = {
         _peft_name(name.removeprefix(begin).removesuffix(".alpha")).partition(".lora_A")[0]: float(alpha)
         for name, alpha in alphas.items()

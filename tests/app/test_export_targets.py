@@ -24,10 +24,9 @@ from mmrl.core.errors import UserError  # noqa: E402
 from mmrl.families.text.engine_sampling import Given, streamed  # noqa: E402
 from mmrl.inference.engine_weights import write_adapter  # noqa: E402
 from tests.support import tiny  # noqa: E402
-from tests.support.saved_lora import FAMILIES, model_of, recipe, velocity  # noqa: E402
+from tests.support.saved_lora import FAMILIES, folders_in, model_of, recipe, velocity  # noqa: E402
 from tests.support.saved_peft import by_mmrl, logits, saved  # noqa: E402
 from tests.support.sft import RECIPE, answers, write  # noqa: E402
-from tests.support.tiny_diffusion import SHAPES, save  # noqa: E402
 
 TEXTS = [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False), ("gpt2", True), ("qwen3_moe", False)]
 TARGETS = {
@@ -232,13 +231,12 @@ PICTURES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    return {f: SHAPES if f == "sd3" else save(f, root / f) for f in FAMILIES}
+    return folders_in(tmp_path_factory.mktemp("families"))
 
 
 def pipeline_of(family, folder, lora):
     made = recipe(family, folder, lora)
-    return mmrl.load("pipelines", f"diffusion/{family}").build(made, made.model.path, torch.device("cpu"))
+    return mmrl.load("pipelines", made.pipeline).build(made, made.model.path, torch.device("cpu"))
 
 
 def drawn_lora(family, folder, targets):

@@ -18,22 +18,20 @@ from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 
 from mmrl.core.errors import UserError  # noqa: E402
-from tests.support.saved_lora import FAMILIES, model_of, recipe, velocity  # noqa: E402
-from tests.support.tiny_diffusion import SHAPES, save  # noqa: E402
+from tests.support.saved_lora import FAMILIES, Lazy, folders_in, model_of, recipe, velocity  # noqa: E402
 
 UNETS = ["sd", "sdxl"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    return {f: SHAPES if f == "sd3" else save(f, root / f) for f in FAMILIES}
+    return folders_in(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
 def stock(folders):
     """The stock pipelines, by family."""
-    return {f: diffusers.DiffusionPipeline.from_pretrained(folder) for f, folder in folders.items()}
+    return Lazy(lambda family: diffusers.DiffusionPipeline.from_pretrained(folders[family]))
 
 
 def built(family, folder, path):
@@ -42,7 +40,7 @@ def built(family, folder, path):
 
 def built_with(family, folder, lora):
     made = recipe(family, folder, lora)
-    kind = mmrl.load("pipelines", f"diffusion/{family}")
+    kind = mmrl.load("pipelines", made.pipeline)
     return kind.build(made, made.model.path, torch.device("cpu"))
 
 
@@ -222,6 +220,15 @@ def of_flux2(rng, family, model, names):
     return tensors | _scaled(rng, "diffusion_model.double_blocks.0.img_attn.qkv", a, b, None), {}
 
 
+def of_ltx2(rng, family, model, names):
+    """Lightricks' names, as its trainer and ComfyUI have them: those of diffusers but for what is at the ends."""
+    tensors, theirs = {}, {"proj_in": "patchify_proj", "audio_proj_in": "audio_patchify_proj"}
+    theirs |= {"time_embed.linear": "adaln_single.linear", "audio_time_embed.linear": "audio_adaln_single.linear"}
+    for n in [*names, *theirs]:
+        tensors |= _scaled(rng, f"diffusion_model.{theirs.get(n, n)}", *pair(model, n, 4), None)
+    return tensors, {}
+
+
 def of_z_image(rng, family, model, names):
     tensors = {}
     for n in names:
@@ -230,6 +237,7 @@ def of_z_image(rng, family, model, names):
     return tensors, {}
 
 
+WANS = ["wan", "wan_i2v", "wan_v2v", "wan22_ti2v", "wan22_i2v_5b"]
 FORMATS = {
     of_diffusers: FAMILIES,
     of_diffusers_bare: FAMILIES,
@@ -239,11 +247,12 @@ FORMATS = {
     of_older_names: UNETS,
     of_kohya_flux: ["flux"],
     of_xlabs: ["flux"],
-    of_comfy_wan: ["wan"],
-    of_musubi_wan: ["wan"],
+    of_comfy_wan: WANS,
+    of_musubi_wan: WANS,
     of_comfy_plain: ["qwen_image"],
     of_musubi_plain: ["qwen_image"],
-    of_flux2: ["flux2_klein"],
+    of_flux2: ["flux2_klein", "flux2_klein_edit", "flux2", "flux2_edit"],
+    of_ltx2: ["ltx2", "ltx2_i2v", "ltx2_v2v"],
     of_z_image: ["z_image"],
 }
 
@@ -368,6 +377,26 @@ def test_a_lora_of_another_family_is_refused(folders, tmp_path):
         with pytest.raises(UserError, match=r"Give a LoRA of this family|Set model\.path to the model") as said:
             built(family, folders[family], tmp_path / "flux.safetensors")
         assert len(str(said.value)) < 800
+
+
+def test_files_that_diffusers_does_not_read_are_refused(folders, tmp_path):
+    """Of LTX-2 those with kohya's names, or of its connectors; of HunyuanVideo 1.5 all."""
+    key, a, b = "diffusion_model.transformer_blocks.0.attn1.to_q", torch.ones(4, 32), torch.ones(32, 4)
+    own, kohyas = _scaled(None, key, a, b, None), ("lora_down", "lora_up")
+    for tensors, message in (
+        (_scaled(None, key, a, b, None, kohyas), r"lora_down.weight, and weights"),
+        (_scaled(None, key, a, b, 2.0), r"to_q.alpha, and weights of a LoRA .* end in lora_A"),
+        (
+            own | _scaled(None, "text_embedding_projection.aggregate_embed", 2 * a, 2 * b, None),
+            r"connectors.text_proj_in",
+        ),
+    ):
+        save_file(tensors, tmp_path / "one.safetensors")
+        with pytest.raises(UserError, match=rf"cannot be read for LTX-2 by diffusers: it has .*{message}"):
+            built("ltx2", folders["ltx2"], tmp_path / "one.safetensors")
+    save_file(own, tmp_path / "one.safetensors")
+    with pytest.raises(UserError, match=r"diffusers reads no file of a LoRA for HunyuanVideo 1.5; give a folder that"):
+        built("hunyuan_video15", folders["hunyuan_video15"], tmp_path / "one.safetensors")
 
 
 def test_merging_into_the_base_works_as_the_message_says(folders, tmp_path):
