@@ -87,10 +87,16 @@ def sources_of(prompt: Prompt, count: int) -> Sequence[Media]:
         column = "image" if count == 1 else "images; sampling.pictures says how many"
         raise BadPromptError(
             prompt.id,
-            f"it has {len(prompt.media)} media; give every prompt the {what} (data: {{name: jsonl}}, with a column "
-            f"{column})",
+            f"it has {_shown(prompt)}; give every prompt the {what} (data: {{name: jsonl}}, with a column {column})",
         )
     return prompt.media
+
+
+def _shown(prompt: Prompt) -> str:
+    """What ``prompt`` carries."""
+    clips = sum(medium.kind == "video" for medium in prompt.media)
+    among = f", {clips} of them clips" if clips else ""
+    return "a clip in place of a picture" if clips == len(prompt.media) == 1 else f"{len(prompt.media)} media{among}"
 
 
 def clip_of(prompt: Prompt, size: Size, sampling: Sampling) -> Media:
@@ -99,7 +105,7 @@ def clip_of(prompt: Prompt, size: Size, sampling: Sampling) -> Media:
     if len(prompt.media) != 1:
         raise BadPromptError(
             prompt.id,
-            f"it has {len(prompt.media)} media; give every prompt the one clip that it starts from (data: {{name: "
+            f"it has {_shown(prompt)}; give every prompt the one clip that it starts from (data: {{name: "
             "jsonl}, with a column video)",
         )
     if (medium := prompt.media[0]).kind == "image":
