@@ -31,8 +31,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, open_clip
 from mmrl.core.media.images import BadImageError, read_rgb, to_tensor
+from mmrl.core.media.sound import BadSoundError, read_wav
 from mmrl.core.reward_contract import Context
-from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
 from mmrl.data.fields import COMPLETION, Columns, UnreadColumns, unread
 from mmrl.data.sources import Rows, open_rows
 from mmrl.rewards.calling import Caller
@@ -279,7 +280,18 @@ def _picture(file: Path, inputs: Collection[str]) -> tuple[dict[str, Any], str |
     clip = _read_clip(file) if "video" in inputs else None
     image, note = (None, None) if clip else read_rgb(file)
     tensor = to_tensor(image) if image is not None and "tensor" in inputs else None
-    return {"image": image, "tensor": tensor, "video": clip}, note
+    sound = _read_sound(file) if "audio" in inputs else None
+    return {"image": image, "tensor": tensor, "video": clip, "audio": sound}, note
+
+
+def _read_sound(clip: Path) -> Audio:
+    """The sound of a clip: the WAV file of its name. Raises ``BadImageError``."""
+    file = clip.with_suffix(".wav")
+    try:
+        return Audio(*read_wav(file.read_bytes()))
+    except (OSError, BadSoundError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadImageError(f"the reward hears, and of {file.name} beside it: {why}") from None
 
 
 def _read_clip(source: Path) -> tuple[Image.Image, ...]:

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.io import wavfile
 from scipy.signal import resample_poly
 
@@ -17,6 +18,7 @@ from mmrl.core.reward_contract import Context, Failed
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
 from mmrl.rewards import wire
+from mmrl.rewards.bench import score_folder
 from mmrl.rewards.views import views
 from tests.support import asleep, tiny
 
@@ -181,3 +183,21 @@ def test_a_hostile_wav_is_refused_or_read_never_more():
     assert made.samples[0] is None
     assert made.errors[0].startswith("audio: not a readable WAV file")
     assert made.errors[1] is None
+
+
+def test_a_folder_of_clips_with_their_sound_is_scored(tmp_path, capsys):
+    (tmp_path / "hears.py").write_text(
+        "import mmrl\n\n\n@mmrl.reward(inputs=('audio',))\ndef loud(samples, *, context):\n"
+        "    return [float(s.audio.wave.abs().max()) for s in samples]\n"
+    )
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    for name in ("a", "silent", "broken"):
+        Image.new("RGB", (8, 8)).save(clips / f"{name}.webp")
+    (clips / "a.wav").write_bytes(wav_bytes(*tone(440, 8000)))
+    (clips / "broken.wav").write_bytes(b"RIFF")
+    score_folder(str(tmp_path / "hears.py:loud"), clips)
+    said = capsys.readouterr().out
+    assert "a.webp\t0.5" in said
+    assert "silent.wav beside it: No such file" in said
+    assert "broken.wav beside it: not a readable WAV file" in said
