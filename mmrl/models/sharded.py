@@ -161,9 +161,14 @@ def _mesh(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, device: 
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The layers that transformers and diffusers say must stay together: each is gathered when its turn comes."""
-    names = {name for m in module.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    """The layers that transformers and diffusers say must stay together, or repeat: each is gathered when its turn
+    comes."""
+    names = _named(module, "_no_split_modules") or _named(module, "_repeated_blocks")  # LTX-2 has the second alone
     return [m for m in module.modules() if type(m).__name__ in names and m is not module]
+
+
+def _named(module: nn.Module, field: str) -> set[str]:
+    return {name for m in module.modules() for name in getattr(m, field, None) or ()}
 
 
 def give_back(size: int = LARGE) -> None:

@@ -174,7 +174,8 @@ def _assemble(
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
     _attend(adapter.model, recipe)
     if recipe.model.quantize:
-        for module in (adapter.model, *adapter.text_encoders):
+        connectors = [getattr(pipe, name) for name in adapter.connects]  # small beside the encoders
+        for module in (adapter.model, *(one for one in adapter.text_encoders if one not in connectors)):
             quantize(module, recipe.model.quantize)
     policy = _trainable(adapter, recipe)
     excuse(policy, adapter.weights_without_gradient())
