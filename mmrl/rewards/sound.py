@@ -36,13 +36,20 @@ def problems_of_sound(
         )
     if not sampled and (other := next((key for key, reward in listed if reward.modality != "both"), None)):
         yield f"{other}.modality: {recipe.algorithm.type} has no advantages; remove modality"
-    elif routed(recipe.rewards) and recipe.algorithm.kind == "policy_gradient":
+    elif routed(recipe.rewards) and not _one_each(recipe):
         yield (
             f"rewards: {recipe.algorithm.type} has one advantage for picture and sound, and not all rewards have the "
-            "same modality; give all the same, or take algorithm.type: diffusion_nft, which has one for each"
+            "same modality; give all the same, or set algorithm={type: diffusion_nft, advantage_aggregation: each}"
         )
     elif routed(recipe.rewards) and recipe.algorithm.aggregates == "sum":
         yield (
             "algorithm.advantage_aggregation: picture and sound have an advantage each, of several rewards; "
             "set it to each"
         )
+
+
+def _one_each(recipe: Recipe) -> bool:
+    """Whether the algorithm can have an advantage for picture and one for sound: of separate rewards, without
+    log-probs of recorded steps."""
+    apart = "advantage_aggregation" in type(recipe.algorithm).model_fields
+    return apart and recipe.algorithm.kind == "forward_process"

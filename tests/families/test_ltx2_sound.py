@@ -195,9 +195,10 @@ def test_what_no_reward_hears_is_refused_with_an_edit_that_works(folders, tmp_pa
         build(written(folders, tmp_path, works, one).recipe).pipeline.close()
     assert "none reads the sound" in problems(written(folders, tmp_path, [SEEN, hears("loud", weight=0.0)], one))
     apart = [{**SEEN, "modality": "video"}, hears("loud", modality="audio")]
-    said = problems(written(folders, tmp_path, apart, one))
-    assert "flow_grpo has one advantage for picture and sound" in said
-    assert "take algorithm.type: diffusion_nft" in said
+    for kind in ("flow_grpo", "rwr", "diffusion_dpo", "grpo_guard"):
+        said = problems(written(folders, tmp_path, apart, {"type": kind}))
+        assert f"{kind} has one advantage for picture and sound" in said
+        assert "or set algorithm={type: diffusion_nft, advantage_aggregation: each}" in said
     said = problems(written(folders, tmp_path, apart, {"type": "diffusion_nft"}))
     assert said.startswith("algorithm.advantage_aggregation: ")
     assert said.endswith("set it to each")
