@@ -42,6 +42,7 @@ CARRIED: dict[str, str] = {
 """The message, by file and beginning, and the test that causes it, after which its edits are carried out."""
 
 BY_HAND: dict[str, str] = {
+    "mmrl/rewards/sound.py: rewards: … has one advantage for picture and sound, and not all reward": "tests/families/test_ltx2_sound.py::test_what_no_reward_hears_is_refused_with_an_edit_that_works",
     "pipelines/diffusion/ltx2.py: sampling.audio_guidance_scale: sampling.guidance_scale is …, and witho": "tests/families/test_ltx2.py::test_what_is_refused",
     "mmrl/algorithms/srpo.py: algorithm.type: … trains noise levels of its own, and sampling.strengt": "tests/families/test_wan_v2v.py::test_what_is_no_strength_is_refused",
     "mmrl/step/objectives.py: algorithm.type: … has a loss that no divergence from a teacher can be ": "tests/training/test_teacher.py::test_what_cannot_teach_is_refused_by_the_plan_with_an_edit_that_works[a loss of its own]",
