@@ -19,7 +19,7 @@ from mmrl.controller import Controller
 from mmrl.core import checkpoint_reader as reader
 from mmrl.core import notices
 from mmrl.core.checkpoint_manifest import directory_of
-from mmrl.core.checkpoint_reader import BEST, PartState, Saved, Stateful
+from mmrl.core.checkpoint_reader import BEST, LAST_GOOD, PartState, Saved, Stateful
 from mmrl.core.clock import Clock, memory
 from mmrl.core.episode import notes_of_episodes
 from mmrl.core.errors import NotFiniteError, StoppedError, UserError
@@ -34,7 +34,7 @@ from mmrl.data.loading import load_prompts
 from mmrl.data.records import checked, digest_of_prompts
 from mmrl.families.text.pipeline import keep_episodes
 from mmrl.logging.expected import Pace, expected
-from mmrl.logging.metrics import MetricsLog, Tracker, read_numbers
+from mmrl.logging.metrics import MetricsLog, Tracker, read, read_numbers
 from mmrl.logging.profile import Traces, named
 from mmrl.logging.progress import Progress, status_line
 from mmrl.logging.rundir import Ended, RunDir
@@ -267,7 +267,7 @@ class Trainer:
                         row = self._step(metrics, progress)
                     if self._due():
                         progress.line(f"step {self.done}  {self._measure(heldout)}")
-                    if self.done % recipe.checkpoint.every == 0 or self._best_now:
+                    if self.done % recipe.checkpoint.every == 0 or self._best_now or self._good_now:
                         self._save()
                     yield row
                 if self.early is not None and self.early.stopped:
@@ -317,6 +317,11 @@ class Trainer:
     def _best_now(self) -> bool:
         """Whether the evaluation after this very step is the best so far."""
         return self.early is not None and self.done > 0 and self.early.step == self.done
+
+    @property
+    def _good_now(self) -> bool:
+        """Whether the evaluation after this very step is one that a guard goes back to."""
+        return self.limits.keeps and self.done > 0 and self.limits.within == self.done
 
     def _expected(self, seconds: float, spent: float) -> str:
         """How long the rest of training will take, for the terminal, by its first step."""
@@ -415,6 +420,8 @@ class Trainer:
             if row["step"] == 0:
                 self.heldout.guards.base = row
             self.limits.saw(row["step"], row)
+        if self.heldout.alarm is not None:
+            self.heldout.alarm.saw_before(self.controller.gather(read(self.directory.heldout_samples))[0])
 
     def _save(self) -> None:
         together = self.saver.ranks is not None
@@ -436,7 +443,8 @@ class Trainer:
     @property
     def _others(self) -> dict[str, Stateful]:
         """The parts of the trainer that a checkpoint keeps."""
-        kept: dict[str, Stateful | None] = {BEST: self.early, "data": self._data}
+        good = self.limits if self.limits.keeps else None
+        kept: dict[str, Stateful | None] = {BEST: self.early, "data": self._data, LAST_GOOD: good}
         return {"placement": self.run.compute.devices, **{name: part for name, part in kept.items() if part}}
 
     def _save_rest(self) -> None:

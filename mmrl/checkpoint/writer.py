@@ -21,7 +21,7 @@ from torch import Tensor
 from mmrl.core import checkpoint_reader as reader
 from mmrl.core import nan_check
 from mmrl.core.checkpoint_manifest import MANIFEST, STATE, File, Manifest, directory_of, entries, sha256
-from mmrl.core.checkpoint_reader import Checkpoint, best_step
+from mmrl.core.checkpoint_reader import Checkpoint, kept_steps
 from mmrl.core.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -311,15 +311,15 @@ def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Mapping[str, 
 
 
 def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
-    """Delete the checkpoints older than the newest ``keep`` usable ones, except the best.
+    """Delete the checkpoints older than the newest ``keep`` usable ones, except the best and the last good one.
 
     Checkpoints of later steps belong to an earlier attempt at these steps: they do not count, and are replaced later.
     """
-    best = best_step(taken.state)
+    always = kept_steps(taken.state)
     before = [entry for entry in entries(folder) if entry.step <= taken.step]
     kept = sorted({entry.step for entry in before if entry.usable})[-keep:]
     for entry in before if len(kept) == keep else ():
-        if entry.step < kept[0] and entry.step != best:
+        if entry.step < kept[0] and entry.step not in always:
             shutil.rmtree(entry.directory, ignore_errors=True)
 
 

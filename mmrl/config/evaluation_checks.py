@@ -54,6 +54,20 @@ def _no_distance(recipe: Recipe) -> str | None:
     return None
 
 
+def _sequential(recipe: Recipe) -> Iterator[str]:
+    """Check that the alarm has something to read."""
+    if recipe.eval.guards.method == "limits":
+        return
+    trained = [(reward.name, reward.options) for reward in recipe.rewards]
+    if all((reward.name, reward.options) in trained for reward in recipe.eval.rewards):
+        yield (
+            "eval.guards.method: sequential reads rewards that are never trained on, and eval.rewards has none; name "
+            "one there (such as another judge or a verifier), or set eval.guards.method to limits"
+        )
+    elif recipe.eval.every is None:
+        yield "eval.guards.method: nothing is evaluated, so nothing is tested; set eval.every, or method to limits"
+
+
 def of_evaluation(recipe: Recipe) -> Iterator[str]:
     """The impossible settings of the section ``eval``, as ``key: why; the edit``."""
     evaluation, stopping = recipe.eval, recipe.eval.early_stopping
@@ -69,6 +83,7 @@ def of_evaluation(recipe: Recipe) -> Iterator[str]:
     yield from _repeated(recipe)
     if evaluation.guards.action == "stop" and evaluation.every is None:
         yield "eval.guards.action: nothing is evaluated, so nothing would stop; set eval.every, or action to warn"
+    yield from _sequential(recipe)
     if evaluation.guards.distance_max is not None and (why := _no_distance(recipe)):
         yield f"eval.guards.distance_max: {why}, or remove distance_max"
     if stopping is None:

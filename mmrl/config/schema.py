@@ -271,6 +271,15 @@ class Guards(Section):
     """Limits on signs of over-optimisation in held-out samples (docs/reward_hacking.md). The metrics are measured at
     every evaluation, with or without limits."""
 
+    method: Literal["limits", "sequential"] = "limits"
+    """``limits`` compares each evaluation with the limits below. ``sequential`` tests over the whole run whether the
+    rewards of eval.rewards fall, or lag behind the trained reward, in place of ``untrained_drop``
+    (docs/reference/alarm.md)."""
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """``sequential``: the largest probability of a false alarm in a run, however long it is."""
+    follow: Fraction = 0.75
+    """``sequential``: the share of the trained reward's gain that an untrained reward keeps up with in a healthy run,
+    both in standard deviations of the base model's scores. With 0 only a fall counts."""
     diversity_min: Fraction | None = 0.5
     """The least diversity of a prompt's samples, as a share of the base model's."""
     distance_max: PositiveFloat | None = None

@@ -35,6 +35,8 @@ ELSEWHERE = "put the files back from a copy, or give --checkpoint base"
 """The edit for commands on a run without a complete checkpoint."""
 BEST = "early_stopping"
 """The key of early stopping in the state of a checkpoint; its ``step`` is that of the best weights."""
+LAST_GOOD = "guards"
+"""The key of a guard that stops; its ``step`` is that of the last evaluation without a sign of over-optimisation."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,17 @@ def load_best(folder: Path) -> Saved | None:
 def best_step(state: JsonObject) -> int | None:
     """The step of the best weights by early stopping, from the ``state`` of a checkpoint; 0 is the base model, None
     means that the run has no early stopping."""
-    with blamed(Path(STATE), BEST):
-        found = as_object(state.get(BEST, {})).get("step")
+    return _step_of(state, BEST)
+
+
+def kept_steps(state: JsonObject) -> set[int | None]:
+    """The steps whose checkpoints are kept however old they are, from the ``state`` of a checkpoint."""
+    return {_step_of(state, BEST), _step_of(state, LAST_GOOD)}
+
+
+def _step_of(state: JsonObject, part: str) -> int | None:
+    with blamed(Path(STATE), part):
+        found = as_object(state.get(part, {})).get("step")
         return None if found is None else as_integer(found)
 
 

@@ -38,6 +38,7 @@ from mmrl.step.batch import chunks, chunks_of_a_size
 from mmrl.step.micro_batches import split_micro_batches
 from mmrl.step.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.training import guards, per_sample
+from mmrl.training.alarm import Alarm
 from mmrl.training.guards import MOST, Measures
 from mmrl.training.per_sample import PerSample
 
@@ -85,6 +86,9 @@ class Evaluator:
         watched = [*context.recipe.rewards, *context.recipe.eval.rewards] if context.recipe.eval.rewards else []
         labels = [label_of(reward.name, reward.label) for reward in watched]
         self.guards = Measures(context.controller, len(prompts), labels)
+        settings, untrained = context.recipe.eval.guards, self.rewards[1].labels
+        sequential = settings.method == "sequential"
+        self.alarm = Alarm(context.rewards.weights, untrained, settings.alpha, settings.follow) if sequential else None
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Evaluate ``samples`` samples; returns the means, the samples, and those that could not be scored.
@@ -401,6 +405,8 @@ def measure(
     said = "" if read_numbers(directory.heldout) else constant(made.alike, int(row["samples"]))
     if context.controller.count(len(made.samples)):
         row |= guarded(heldout.guards, row, made, base=step == 0)
+        if heldout.alarm is not None:
+            row |= heldout.alarm.saw(step, made.kept[-1].short())
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     if context.controller.leads:

@@ -32,9 +32,16 @@ from torch import Tensor
 
 from mmrl.config.schema import Guards
 from mmrl.controller import Controller
+from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.json_types import JsonObject
 from mmrl.core.trajectory import Sample
 
 PREFIX = "guard/"
+EVIDENCE = f"{PREFIX}evidence"
+"""With ``method: sequential`` (mmrl/training/alarm.py) the evidence so far in units of what raises the alarm, and as a
+prefix that of each untrained reward."""
+GOOD = f"{PREFIX}good"
+"""The step of the last evaluation without evidence: what is over-optimised began after it."""
 MOST = 64
 """Number of samples that are compared with the base model's, which are drawn again on resume."""
 GRID = 64
@@ -142,9 +149,9 @@ def distinct(group: Sequence[Sample]) -> tuple[float, int]:
 
 
 class Limits:
-    """Final class: checks the rows of heldout.jsonl against the limits of ``eval.guards``. It is equal on every
-    controller, and a function of the rows, so it needs no state in a checkpoint. ``watched``: rewards that are not
-    trained on."""
+    """Final class: checks the rows of heldout.jsonl against the limits of ``eval.guards``, or their evidence. It is
+    equal on every controller, and a function of the rows, so it needs no state in a checkpoint. ``watched``: rewards
+    that are not trained on."""
 
     def __init__(self, settings: Guards, watched: Sequence[str], after: int = 0) -> None:
         self.settings, self.watched, self.after = settings, watched, after
@@ -159,7 +166,11 @@ class Limits:
     def saw(self, step: int, row: Row) -> list[str]:
         """Read a row; returns a description of each exceeded limit, with the limit's name."""
         self.why = list(self._beyond(row))
-        self.since, self.within = (self.since + (step > self.after), self.within) if self.why else (0, step)
+        good = int(row.get(GOOD, self.within if self.why else step))
+        if self.why:
+            self.since, self.within = self.since + (step > self.after), min(self.within, good)
+        else:
+            self.since, self.within = 0, good
         return self.why
 
     def _beyond(self, row: Row) -> Iterable[str]:
@@ -169,11 +180,38 @@ class Limits:
             yield f"diversity is {share:.2f} of the base model's (diversity_min {limits.diversity_min:g})"
         if limits.distance_max is not None and distance is not None and distance > limits.distance_max:
             yield f"distance to the base model is {distance:.3f} (distance_max {limits.distance_max:g})"
+        if limits.method == "sequential":
+            yield from self._evident(row)
+            return
         most = math.inf if limits.untrained_drop is None else limits.untrained_drop
         for label in self.watched:
             fell = -row.get(f"{PREFIX}change/{label}", 0.0)
             if fell > most:
                 yield f"{label}, not trained on, fell by {fell:.2f} std (untrained_drop {most:g})"
+
+    def _evident(self, row: Row) -> Iterable[str]:
+        if row.get(EVIDENCE, 0.0) < 1:
+            return
+        shares = {label: row.get(f"{EVIDENCE}/{label}", 0.0) for label in self.watched}
+        label = max(shares, key=lambda name: shares[name])
+        change = row.get(f"{PREFIX}change/{label}")
+        yield (
+            f"{label}, not trained on, does not follow what is trained on since step {row[GOOD]:g}"
+            + ("" if change is None else f" ({change:+.2f} std)")
+            + f", with a chance of error of at most {self.settings.alpha:g} in the whole run"
+        )
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the checkpoint of the last evaluation within the limits is kept."""
+        return self.settings.method == "sequential" and self.settings.action == "stop"
+
+    def state_dict(self) -> PartState:
+        """What a checkpoint tells the writer to keep; the rest is read from the rows."""
+        return PartState({"step": self.within})
+
+    def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
+        """The rows have everything."""
 
     @property
     def stopped(self) -> bool:
@@ -185,7 +223,7 @@ class Limits:
 
     def message(self) -> str:
         """Why training ends, for the terminal."""
-        kept = "base" if self.within == 0 else f"{self.within}, if it is kept"
+        kept = "base" if self.within == 0 else f"{self.within}{'' if self.keeps else ', if it is kept'}"
         return (
             f"stopping: {self.reason()}. The weights are saved; the last evaluation within the "
             f"limits was after step {self.within} (--checkpoint {kept}). To go on: mmrl continue RUN, with another "

@@ -37,11 +37,15 @@ class PerSample:
     weights: list[float] | None = None
     """Of figures per token the tokens of each record. None: all are 1."""
 
+    def short(self) -> dict[str, list[float | None]]:
+        """The figures as they are written: rounded, and None where there is none."""
+        return {name: [_short(v) for v in of] for name, of in self.values.items()}
+
     def row(self) -> JsonObject:
         """A line of heldout_samples.jsonl, without its step."""
         found: dict[str, list[str] | dict[str, list[float | None]] | list[float]] = {
             "prompts": self.prompts,
-            "values": {name: [_short(v) for v in of] for name, of in self.values.items()},
+            "values": self.short(),
         }
         return found if self.weights is None else found | {"weights": self.weights}
 

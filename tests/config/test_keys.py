@@ -35,11 +35,14 @@ RUNS = {"sums": GROUPS, "shapes-lora": GROUPS, "moving-shapes": GROUPS, "scenes"
 OFFLINE = ("sums-reward", "sums-dpo", "sums-sft", "shapes-dpo", "shapes-sft")
 RUNS |= {name: ["train.micro_batch_size=2", "eval.samples=2"] for name in OFFLINE}
 SWITCHED = ["algorithm={type: dapo}", "optim.ema_decay=0.9", "eval.guards.action=stop", "rollout.importance=token"]
+SWITCHED += ["eval.guards.method=sequential", "eval.rewards=[{name: answer:exact}]"]
 """What the keys of ``SWITCHES`` belong to."""
 SWITCHES = {
     "algorithm.max_attempts": "algorithm.dynamic_sampling reads it",
     "optim.ema_every": "optim.ema_decay reads it",
     "eval.guards.patience": "eval.guards.action=stop reads it",
+    "eval.guards.alpha": "eval.guards.method=sequential reads it",
+    "eval.guards.follow": "eval.guards.method=sequential reads it",
     "sampling.batch_size": "what samples reads it; recipes for all of that have it",
     "rollout.rejection": "log-probs of another computation, or importance weights, read it",
 }

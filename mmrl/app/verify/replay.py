@@ -27,7 +27,7 @@ from mmrl.report.nondeterministic_metrics import MEASURED, OF_PROCESS, why_not_c
 from mmrl.report.verified import Compared, Part, compared, metrics_of
 from mmrl.step.step_context import StepContext
 from mmrl.training.evaluation import Evaluator, measure
-from mmrl.training.guards import PREFIX
+from mmrl.training.guards import EVIDENCE, GOOD, PREFIX
 from mmrl.training.loop import train_step
 
 NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS
@@ -36,6 +36,7 @@ _OF_EPISODES = {
     "mismatch/*": "rounding: which episodes are sampled side by side depends on when they are answered",
     "episode/unclosed": "a replay calls no environment",
 }
+_OF_ALARM = dict.fromkeys([EVIDENCE, f"{EVIDENCE}/*", GOOD], "it follows from the scores of all evaluations before")
 
 
 class Replay:
@@ -102,7 +103,7 @@ class Replay:
         return read(self.scratch.metrics)[-1]
 
     def _compared(self, recorded: JsonObject, replayed: JsonObject) -> list[Compared]:
-        left_out = NOT_COMPARED | (_OF_EPISODES if self.recipe.environment is not None else {})
+        left_out = NOT_COMPARED | _OF_ALARM | (_OF_EPISODES if self.recipe.environment is not None else {})
         why = {name: why_not_compared(name, left_out) for name in metrics_of(recorded)}
         self._skipped |= {name: reason for name, reason in why.items() if reason is not None}
         new = [n for n in metrics_of(replayed) if n not in recorded and why_not_compared(n, left_out) is None]

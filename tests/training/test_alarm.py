@@ -1,0 +1,134 @@
+"""The sequential alarm: its e-values under the hypothesis, what it says of a run, and a run that it ends."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from mmrl.app.trainer import Trainer
+from mmrl.config.errors import RecipeError
+from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Guards
+from mmrl.core.signals import Stop
+from mmrl.logging.rundir import RunDir
+from mmrl.training.alarm import BETS, Alarm, e_value
+from mmrl.training.guards import EVIDENCE, GOOD, Limits
+from tests.support.guards import SMALL
+from tests.support.tiny_diffusion import two_blocks
+
+
+def test_an_e_value_is_the_mean_over_bets_and_expects_one():
+    lags = np.array([0.5, -1.0, 0.25])
+    by_hand = np.mean([np.prod([1 + bet * lag for lag in lags]) for bet in BETS])
+    assert e_value(lags) == pytest.approx(by_hand)
+    fair = [e_value(np.array(signs)) for signs in itertools.product([-1.0, 1.0], repeat=6)]
+    assert np.mean(fair) == pytest.approx(1)  # every outcome of six fair coins
+    assert e_value(np.array([])) == 1
+
+
+def scores(trained, judge):
+    return {"reward/trained": list(trained), "reward/judge": list(judge), "reward/judge/part": list(judge)}
+
+
+def test_false_alarms_are_no_more_than_alpha_though_evaluations_share_their_noise():
+    rng, alarms, runs = np.random.default_rng(0), 0, 400
+    for _ in range(runs):
+        alarm = Alarm({"trained": 1.0}, ["judge"], alpha=0.2, follow=0.0)
+        shared = rng.normal(size=40)  # what a sample's noise does in every evaluation
+        base = rng.normal(size=40)
+        alarm.saw(0, scores(base, base))
+        for step in range(1, 9):
+            row = alarm.saw(step, scores(base + 1, base + 0.6 * shared + 0.3 * rng.normal(size=40)))
+        alarms += row[EVIDENCE] >= 1
+    assert 0 < alarms <= 0.2 * runs
+
+
+@pytest.mark.parametrize(("follow", "falls", "named"), [(0.5, 0.0, True), (0.0, 0.0, False), (0.0, 0.6, True)])
+def test_a_reward_that_falls_or_does_not_follow_is_named_with_the_step_where_it_began(follow, falls, named):
+    rng, alarm = np.random.default_rng(1), Alarm({"trained": 2.0}, ["judge"], alpha=0.05, follow=follow)
+    base = rng.uniform(size=128)
+    rows = [alarm.saw(0, scores(base, base))]
+    for step in range(10, 70, 10):
+        hacked = max(0, step - 20) / 40  # healthy up to step 20
+        healthy = 0.1 * min(step, 20) / 20
+        noise = 0.02 * rng.normal(size=128)
+        rows.append(alarm.saw(step, scores(base + healthy + hacked, base + healthy - falls * hacked + noise)))
+    limits = Limits(Guards(method="sequential", action="stop"), ["judge"])
+    said = [limits.saw(10 * n, row) for n, row in enumerate(rows)]
+    assert [rows[0], said[1], said[2], bool(said[-1])] == [{}, [], [], named]
+    if named:
+        assert rows[-1][GOOD] == 20
+        assert said[-1][0].startswith("judge, not trained on, does not follow what is trained on since step 20")
+        assert "(--checkpoint 20)" in limits.message()
+
+
+def test_missing_scores_and_constant_ones_are_no_evidence():
+    alarm = Alarm({"trained": 1.0}, ["judge", "form", "gone"], alpha=0.05, follow=0.5)
+    base = {"reward/trained": [0.0, 1.0, None], "reward/judge": [0.5, None, 0.1], "reward/form": [1.0, 1.0, 1.0]}
+    alarm.saw(0, base)
+    row = alarm.saw(1, base)
+    assert row[EVIDENCE] == pytest.approx(0.05 / 2 * 2 / 3)  # one of the three is not there
+    assert row[GOOD] == 1
+    every = Alarm({"trained": 1.0}, ["form"], alpha=0.05, follow=0.5)
+    every.saw(0, {"reward/trained": [0.0] * 64, "reward/form": [1.0] * 64})
+    kept = every.saw(1, {"reward/trained": [0.0] * 64, "reward/form": [0.0] * 64})
+    assert kept[EVIDENCE] < 1, "the trained reward has not risen"
+    assert every.saw(2, {"reward/trained": [1.0] * 64, "reward/form": [0.0] * 64})[EVIDENCE] > 1
+
+
+def test_rows_that_were_written_rebuild_it():
+    rng, whole, later = np.random.default_rng(2), *(Alarm({"trained": 1.0}, ["judge"], 0.05, 0.5) for _ in range(2))
+    values = [scores(*rng.uniform(size=(2, 16)).round(6)) for _ in range(4)]
+    rows = [whole.saw(step, of) for step, of in enumerate(values)]
+    records = [{"step": 0, "prompts": [], "values": {"sft/loss": [1.0]}}]  # of given records
+    later.saw_before([*records, *({"step": n, "prompts": [], "values": of} for n, of in enumerate(values[:3]))])
+    assert later.saw(3, values[3]) == rows[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (
+            "sums",
+            [],
+            "eval.guards.method: sequential reads rewards that are never trained on, and eval.rewards has none",
+        ),
+        ("shapes-lora", ["eval.rewards=[{name: shapes, label: twin}]"], "and eval.rewards has none; name one there"),
+        ("shapes-judge", ["eval.every=null"], "eval.guards.method: nothing is evaluated"),
+    ],
+)
+def test_an_alarm_that_has_nothing_to_read_is_refused(name, changes, said):
+    with pytest.raises(RecipeError, match=said):
+        load_recipe([name], ["eval.guards={method: sequential}", *changes])
+
+
+OPPOSITE = "eval.rewards=[{name: 'colour:target', label: opposite, options: {rgb: [195, 160, 20]}}]"
+
+
+def train(out, *overrides, resume=False):
+    few = ["eval.samples=24", "train.steps=5", "checkpoint.keep=1", OPPOSITE]
+    loaded = load_recipe(["shapes-draft"], [f"model.path={two_blocks()}", *SMALL, *few, *overrides])
+    with RunDir.create(out, resume=resume) as directory:
+        directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
+        return Trainer(loaded, directory).begin(Stop(), resume=resume)
+
+
+@pytest.mark.slow
+def test_a_run_is_ended_and_the_checkpoint_before_is_kept(tmp_path, capsys):
+    stop = "eval.guards={method: sequential, action: stop}"
+    outcome = train(tmp_path / "stopped", stop)
+    said = capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "stopped/heldout.jsonl").read_text().splitlines()]
+    assert outcome.finished
+    assert outcome.done < 5
+    assert "stopping: opposite, not trained on, does not follow what is trained on since step" in said
+    good = int(rows[-1][GOOD])
+    kept = {int(one.name.removeprefix("step_")) for one in (tmp_path / "stopped/checkpoints").iterdir()}
+    assert kept == {outcome.done} | ({good} if good else set())
+    assert train(tmp_path / "stopped", stop, resume=True).done == outcome.done, "it has still been seen"
+    warned = train(tmp_path / "warned", "eval.guards={method: sequential}")
+    assert warned.done == 5
+    again = train(tmp_path / "stopped", "eval.guards={method: sequential}", resume=True)
+    assert again.done == 5
+    assert (tmp_path / "stopped/heldout.jsonl").read_text() == (tmp_path / "warned/heldout.jsonl").read_text()
