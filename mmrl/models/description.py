@@ -16,8 +16,7 @@ Phase = Literal["encode", "sample", "decode", "train", "optimizer"]
 
 
 class Resting(NamedTuple):
-    """Of several models of which one computes at a time, the weights that wait in the host's memory with
-    ``model.offload``."""
+    """Weights that wait in the host's memory with ``model.offload`` while another of several models computes."""
 
     freed: int
     """Bytes that are not on the device."""

@@ -32,7 +32,7 @@ def problems_of_sound(
     if sampled and not heard and "audio" in trained(recipe.rewards):
         yield (
             f"rewards: none reads the sound that {recipe.pipeline} makes, so that it would be trained by what the "
-            "picture earns; add a reward that reads audio (clap), or set modality: video for each reward"
+            "picture earns; add a reward that reads audio, or set modality: video for each reward"
         )
     if not sampled and (other := next((key for key, reward in listed if reward.modality != "both"), None)):
         yield f"{other}.modality: {recipe.algorithm.type} has no advantages; remove modality"

@@ -11,6 +11,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import diffusers  # its parts are loaded when they are first used
@@ -19,10 +20,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling, Size
+from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import Media
 from mmrl.core.trajectory import Prompt
+from mmrl.models.description import Resting
 
 from .fields import check_flow
 from .pictures import clip_of, first_frames, fitted, frames, scaled, sources_of
@@ -210,6 +213,18 @@ class Adapter(ABC):
     def expert(self, timestep: float) -> str:
         """The component that predicts at a timestep."""
         return self.trains
+
+    def resting(self, recipe: Recipe) -> Resting | None:
+        """What of the trained models waits in the host's memory where ``model.offload`` is on; None: nothing."""
+        return None
+
+    def rest(self, device: torch.device) -> None:
+        """Let what is ``resting`` wait from now on, and have the rest of the trained models on ``device``."""
+        raise NotImplementedError
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Have all trained models on the device."""
+        return nullcontext()
 
     @property
     def prepare(self) -> str:

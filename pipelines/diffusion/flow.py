@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -40,7 +39,7 @@ from . import export
 from .adapter import Adapter, Schedule
 from .decoding import Decoder
 from .denoiser import Denoiser
-from .experts import Experts, trained_steps
+from .experts import trained_steps
 from .given import given_of
 from .prompt_lengths import PromptLengths, readers
 
@@ -410,8 +409,7 @@ class FlowPipeline(Denoiser):
     # -- export ------------------------------------------------------------------------------------------------------
 
     def write(self, out: Path, what: What) -> None:
-        model = self.adapter.model
-        with model.using(0, 1) if isinstance(model, Experts) else nullcontext():
+        with self.adapter.awake():
             export.write(self.adapter, self.policy, self.recipe, out, what)
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:

@@ -46,7 +46,6 @@ from .adapter import Adapter
 from .caching import cache_of
 from .decoding import lay
 from .describe import empty_pipeline
-from .experts import Experts, resting
 from .flow import FlowPipeline
 from .pictures import without_sources
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers
@@ -73,9 +72,8 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     """
     pipe = _load(family, recipe, path)
     pipeline = _assemble(family, pipe, recipe, path, device)
-    model = pipeline.adapter.model
-    if apart(device) and isinstance(model, Experts) and resting(recipe, model):
-        model.rest(device)
+    if apart(device) and pipeline.adapter.resting(recipe):
+        pipeline.adapter.rest(device)
     else:
         sharded_loading.move(pipeline.policy, device)
     if not recipe.model.offload or device.type == "cpu":
@@ -117,7 +115,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
                 type(adapter.model).__name__,
                 pipeline.policy,
                 frozenset(get_args(Phase)),
-                resting(recipe, adapter.model),
+                adapter.resting(recipe),
             ),
             *encoders,
             Component("VAE", type(pipe.vae).__name__, adapter.vae, vae_for),

@@ -13,7 +13,7 @@ from mmrl.planner.plan import plan
 allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.pipelines.diffusion import contract  # noqa: E402
-from mmrl.pipelines.diffusion.experts import Experts, resting  # noqa: E402
+from mmrl.pipelines.diffusion.experts import resting  # noqa: E402
 from tests.support import asleep  # noqa: E402
 from tests.support.families import folders, recipe  # noqa: E402, F401
 
@@ -95,8 +95,7 @@ def test_what_rests_and_when(folders, changed, trains):
     sizes = frozen(case.pipeline.adapter.model)
     assert (found.freed, found.kept) == (min(sizes), sum(sizes))
     assert ("train" in found.phases) == trains
-    assert resting(plain, case.pipeline.adapter.pipe.vae) is None
-    assert isinstance(case.pipeline.adapter.model, Experts)
+    assert case.pipeline.adapter.resting(plain) == found
 
 
 @pytest.mark.slow
