@@ -1,5 +1,5 @@
 """Clips with sound: an advantage for each modality, of the rewards that train it (OmniNFT, Zhang et al. 2026, arXiv
-2605.12480, sec. 3.2).
+2605.12480, modality-wise advantage routing).
 
     A_m = sum of weight A(r) over the rewards of the modality m and of both
     L   = (L_video(A_video) + L_audio(A_audio)) / 2
@@ -8,7 +8,7 @@
 the authors' code, where both losses weigh 1.
 
 Departs: no gradient is scaled down in the cross-attention of single layers, and no part of the picture weighs more
-(the paper's sec. 3.3 and 3.4).
+(the paper's gradient surgery and region-wise weights).
 """
 
 from __future__ import annotations
