@@ -13,9 +13,9 @@ is censored: it is printed as more than its budget.
 
 Every arm gets the same search: each of three learning rates with one seed for ``--search-seconds``; of more rates than
 three, the better half would get twice the time, until one is left. Then it trains the fresh ``--seeds`` with that rate.
-``--rate`` leaves the search out. ``--peer`` trains with the peer's own code (``cost_jobs.py``): flow_grpo's sampling, log-prob and
-advantage functions, Flow-Factory's GRPO trainer, or TRL's ``GRPOTrainer``, which has to be installed. Evaluations are
-ours for everybody, with eight steps of Euler's whatever an arm trains with.
+``--rate`` leaves the search out. ``--peer`` trains with the peer's own code (``cost_jobs.py``): flow_grpo's sampling,
+log-prob and advantage functions, Flow-Factory's GRPO trainer, or TRL's ``GRPOTrainer``, which has to be installed.
+Evaluations are ours for everybody, with eight steps of Euler's whatever an arm trains with.
 
 ``--json`` gets each run as it ends, and runs that stand there are not done again: a command that was stopped goes on,
 and a row is printed as soon as it is complete. ``--print`` trains nothing. ``--gpu`` trains on the GPU and counts
@@ -44,8 +44,8 @@ from mmrl.logging.environment import environment
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """The 0.975 quantile of Student's t for the mean of so many values."""
 HEAD = (
-    "| job, target | arm | rate | {unit} to the target, by seed | median | mean (95 %) | 10^15 FLOP, median | {unit} a step "
-    "| 10^12 FLOP a step | at the end |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| job, target | arm | rate | {unit} to the target, by seed | median | mean (95 %) | 10^15 FLOP, median "
+    "| {unit} a step | 10^12 FLOP a step | at the end |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -248,7 +248,7 @@ def checked(given: argparse.Namespace) -> dict[str, Path | None]:
     known = [arm for job in given.job for arm in JOBS[job].arms]
     given.arms = known if given.arms is None else given.arms
     if other := [arm for arm in given.arms if arm not in known]:
-        sys.exit(f"--arms {other[0]!r}: {' and '.join(given.job)} have {', '.join(map(repr, known))}")
+        sys.exit(f"--arms {other[0]!r}: the arms of {' and '.join(given.job)} are {', '.join(map(repr, known))}")
     split = (text.partition("=") for text in given.peer)
     peers = {name: Path(path) if path else None for name, _, path in split}
     here = [peer for job in given.job for peer in JOBS[job].peers]

@@ -1,10 +1,11 @@
-"""The time to a target: what counts as reached, the search by halving, and the table of runs that a file has."""
+"""The cost to a quality: what counts as reached, the search, and the table of runs that a file has."""
 
 import argparse
 import importlib
 import json
+import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mmrl.config.loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-ARM = "5 steps"
+ARM = "DGPO"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def benchmark():
     """The script, imported as its command imports it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        yield importlib.import_module("time_to_target")
+        yield importlib.import_module("cost_to_quality")
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -36,51 +37,85 @@ def benchmark():
     ],
 )
 def test_the_target_is_reached_at_the_first_of_two_evaluations(benchmark, curve, seconds):
-    assert benchmark.time_to(curve, 0.55) == seconds
+    assert benchmark.cost_to(curve, 0.55) == seconds
 
 
-def kept(benchmark, path, given, curves):
-    """A file with a run for each rate, seed and time; ``curves`` by rate."""
+GIVEN = {"search_seed": 0, "search_seconds": 80.0, "seconds": 300.0, "seeds": [11, 12], "rate": None}
+
+
+def base(benchmark):
+    return benchmark.Spec(ARM, 0.0, 0, 300.0, 0.55, 5, 256, "pictures")
+
+
+def kept(benchmark, path, curves, flop=2e12):
+    """A file with a run for each rate and seed, and one whose operations are counted; ``curves`` by rate."""
     rows = {}
     for rate, curve in curves.items():
-        seeds = [(given.search_seed, seconds, 2.0) for seconds in (60, 120)]
-        for seed, seconds, target in [*seeds, *((seed, given.seconds, given.target) for seed in given.seeds)]:
-            spec = benchmark.spec(ARM, rate, seed, seconds, target, given)
+        asked = [(0, 80.0, 2.0), *((seed, 300.0, 0.55) for seed in GIVEN["seeds"])]
+        for seed, budget, target in asked:
+            spec = replace(base(benchmark), rate=rate, seed=seed, budget=budget, target=target)
             rows[spec.key] = {"spec": asdict(spec), "curve": curve}
+        counted = replace(base(benchmark), rate=rate, budget=1.0, target=2.0, every=1, samples=8, unit="FLOP")
+        rows[counted.key] = {"spec": asdict(counted), "curve": [(0, 0.4), (flop, 0.4)]}
     path.write_text(json.dumps(rows))
-    return benchmark.Runs(path, {})
+    return benchmark.Runs(path, {}, train=False)
 
 
 def test_the_search_leaves_the_best_rate_and_censored_runs_are_shown(benchmark, tmp_path):
-    given = argparse.Namespace(
-        search_seed=0,
-        search_seconds=60,
-        seconds=600.0,
-        target=0.55,
-        seeds=[11, 12],
-        every=5,
-        samples=256,
-        job="pictures",
-    )
     low, high = [(0.0, 0.4), (300.0, 0.5), (600.0, 0.52)], [(0.0, 0.4), (100.0, 0.56), (200.0, 0.58)]
     curves = {rate: high if rate == 3e-4 else low for rate in benchmark.JOBS["pictures"].rates}
-    runs = kept(benchmark, tmp_path / "runs.json", given, curves)
-    assert benchmark.search(ARM, runs, given) == 3e-4
-    assert benchmark.line(ARM, 3e-4, [high, low], given) == "| 5 steps | 0.0003 | 100, > 600 | not reached | 0.540 |"
-    assert "| 100, 100 | 100 |" in benchmark.line(ARM, 3e-4, [high, high], given)
+    runs, one = kept(benchmark, tmp_path / "runs.json", curves), base(benchmark)
+    assert benchmark.search(one, runs, 80.0, 0) == 3e-4
+    found = replace(one, rate=3e-4)
+    start = f"| pictures, 0.55 | {ARM} | 0.0003 |"
+    # Five steps of 2 x 10^12 operations each to the target; ten steps took 200 seconds.
+    assert benchmark.row(one, runs, argparse.Namespace(**GIVEN)) == (
+        f"{start} 100, 100 | 100 | 100 (100 to 100) | 0.01 | 20.00 | 2.00 | 0.570 |"
+    )
+    assert benchmark.line(found, [high, low, low], 2e12) == (
+        f"{start} 100, > 300, > 300 | not reached |  |  | 60.00 | 2.00 | 0.530 |"
+    )
+
+
+def test_a_row_is_not_printed_before_its_runs_are_done(benchmark, tmp_path):
+    path, curve = tmp_path / "runs.json", [(0.0, 0.4), (9.0, 0.6), (20.0, 0.6)]
+    runs = kept(benchmark, path, {rate: curve for rate in benchmark.JOBS["pictures"].rates})
+    asked = argparse.Namespace(**GIVEN)
+    assert benchmark.row(base(benchmark), runs, asked) is not None
+    for missing in runs.rows:
+        if "FLOP" in missing and "7.5e-05" not in missing:  # operations are counted with the rate that is left
+            continue
+        if "seed 1" in missing and "7.5e-05" not in missing:
+            continue
+        path.write_text(json.dumps({key: row for key, row in runs.rows.items() if key != missing}))
+        assert benchmark.row(base(benchmark), runs, asked) is None, missing
+
+
+def test_an_interval_holds_the_mean_of_logarithms(benchmark):
+    # Costs of 100, 200 and 400: the logarithms' standard deviation is log 2, and t of two degrees is 4.303.
+    half = 4.303 * math.log(2) / math.sqrt(3)
+    low, high = 200 * math.exp(-half), 200 * math.exp(half)
+    assert benchmark.interval([100.0, 400.0, 200.0]) == f"200 ({low:.0f} to {high:.0f})"
+    assert benchmark.interval([100.0, math.inf, 200.0]) == ""
+    assert benchmark.interval([100.0]) == ""
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--peer", "ddpo=/nowhere"], "--peer ddpo: only flow_grpo, flow_factory can train on pictures here"),
+        (
+            ["--peer", "ddpo=/nowhere"],
+            "--peer ddpo: only flow_grpo, flow_factory, trl can train on pictures and text here",
+        ),
         (["--job", "text", "--peer", "flow_grpo=/nowhere"], "--peer flow_grpo: only trl can train on text here"),
         (["--peer", "flow_grpo"], "--peer flow_grpo: name its checkout"),
         (["--peer", "flow_factory"], "--peer flow_factory: name its checkout"),
-        (["--job", "text", "--arms", "dgpo"], "--arms 'dgpo': the job text has 'grpo', "),
+        (["--job", "text", "--arms", "DGPO"], "--arms 'DGPO': the arms of text are 'GRPO', 'DRPO'"),
+        (["--gpu"], "--gpu: torch sees no GPU here"),
     ],
 )
 def test_what_cannot_be_trained_here_is_named(benchmark, tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["x", *words, "--json", str(tmp_path / "runs.json")])
     with pytest.raises(SystemExit, match=said):
         benchmark.main()
@@ -94,9 +129,9 @@ def test_every_arm_is_a_recipe(benchmark):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arm", "job"), [(ARM, "pictures"), ("half the samples", "text")])
+@pytest.mark.parametrize(("arm", "job"), [(ARM, "pictures"), ("DRPO", "text")])
 def test_a_run_is_trained_until_its_budget_is_spent(benchmark, arm, job):
-    spec = benchmark.Spec(arm, 1.5e-4, seed=1, seconds=1.0, target=2.0, every=1, samples=8, job=job)
+    spec = benchmark.Spec(arm, 1.5e-4, seed=1, budget=1.0, target=2.0, every=1, samples=8, job=job)
     (began, _), *between, (spent, success) = benchmark.run(spec, {})  # a fast machine takes several steps
     assert began == 0
     assert all(seconds <= 1 for seconds, _ in between)
@@ -105,7 +140,7 @@ def test_a_run_is_trained_until_its_budget_is_spent(benchmark, arm, job):
 
 
 def test_a_peers_evaluation_is_of_the_weights_that_it_trains(benchmark, tmp_path):
-    jobs = importlib.import_module("time_jobs")
+    jobs = importlib.import_module("cost_jobs")
     spec = benchmark.Spec("peer:flow_grpo", 1e-4, 1, 1.0, 2.0, 1, 16, "pictures")
     context, success = jobs.opened(jobs.JOBS["pictures"], spec.overrides, tmp_path)
     assert success(16) > 0
