@@ -79,7 +79,7 @@ def test_the_search_leaves_the_best_rate_and_censored_runs_are_shown(benchmark, 
 
 def test_a_row_is_not_printed_before_its_runs_are_done(benchmark, tmp_path):
     path, curve = tmp_path / "runs.json", [(0.0, 0.4), (9.0, 0.6), (20.0, 0.6)]
-    runs = kept(benchmark, path, {rate: curve for rate in benchmark.JOBS["pictures"].rates})
+    runs = kept(benchmark, path, dict.fromkeys(benchmark.JOBS["pictures"].rates, curve))
     asked = argparse.Namespace(**GIVEN)
     assert benchmark.row(base(benchmark), runs, asked) is not None
     for missing in runs.rows:
