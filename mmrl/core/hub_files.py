@@ -37,7 +37,7 @@ def check_files(path: str) -> None:
     Raises ``UserError`` for a file that is no regular one, leads out of the folder or is too large, and for a
     configuration that is no mapping, or too deep.
     """
-    folder = Path(path) if Path(path).is_dir() else _cached(path)
+    folder = Path(path) if Path(path).is_dir() else cached_folder(path)
     if folder is None:
         return
     root = folder if folder == Path(path) else folder.parents[1]  # links of a snapshot lead to the blobs beside it
@@ -95,7 +95,7 @@ def _listed(index: Path, folder: Path) -> set[str]:
     return {str(name) for name in as_object(_mapping(index, folder)["weight_map"]).values()}
 
 
-def _cached(path: str) -> Path | None:
+def cached_folder(path: str) -> Path | None:
     """The snapshot of a hub name in the hub's cache; None where there is none."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -156,6 +156,23 @@ def folder_of(path: str) -> Path:
     except OSError as error:
         raise OSError(f"{why}, and {error}") from error
     return Path(snapshot_download(path, allow_patterns=list(_FILES), etag_timeout=3))
+
+
+def numbers_on_hub(path: str) -> dict[str, int]:
+    """How many numbers of each dtype, by safetensors' names, the weights of the hub name ``path`` have: from the heads
+    of the files, which are not downloaded. Raises ``OSError``, within seconds where there is no net."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    try:
+        _reach()
+        found = HfApi().get_safetensors_metadata(path)
+    except NotASafetensorsRepoError as error:
+        raise OSError("it is not in the hub's cache, and the hub has no model.safetensors of it") from error
+    except Exception as error:  # its client raises those of several libraries
+        why = str(error).strip().split("\n")[0]
+        raise OSError(f"it is not in the hub's cache, and {why}") from error
+    return dict(found.parameter_count)
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")

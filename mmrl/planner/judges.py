@@ -11,7 +11,7 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.replicas import of_engine
 from mmrl.config.schema import Recipe, Reward
 from mmrl.core.errors import UserError
-from mmrl.core.hub_files import json_of
+from mmrl.core.hub_files import cached_folder, json_of, numbers_on_hub
 from mmrl.core.packages.places import lacking
 from mmrl.core.reward_contract import HALF, Weights
 from mmrl.core.sizes import size
@@ -177,7 +177,11 @@ def _stored(model: Weights) -> Iterator[tuple[str, int]]:
         return
     from safetensors import SafetensorError, safe_open
 
-    for file in _files(model.path):
+    files = _files(model.path)
+    if files is None:
+        yield from numbers_on_hub(model.path).items()
+        return
+    for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # not a mapping
@@ -187,9 +191,11 @@ def _stored(model: Weights) -> Iterator[tuple[str, int]]:
             raise ValueError(f"{Path(file).name}: {error}") from error
 
 
-def _files(path: str) -> list[str]:
+def _files(path: str) -> list[str] | None:
     """The safetensors files of a directory, or of a hub name in the cache, by transformers' rules; of a diffusers
-    pipeline those of all its models."""
+    pipeline those of all its models. None where the cache has nothing of a hub name."""
+    if not Path(path).exists() and not cached_folder(path):
+        return None
     described = _file(path, "model_index.json")
     if described is None:
         return _shards(path, "", "model")
@@ -211,7 +217,7 @@ def _shards(path: str, folder: str, stem: str) -> list[str]:
     if index is None:
         whole = _file(path, f"{folder}{stem}.safetensors")
         if whole is None:
-            raise OSError(f"no {folder}{stem}.safetensors" if Path(path).exists() else "it is not in the hub's cache")
+            raise OSError(f"no {folder}{stem}.safetensors" + ("" if Path(path).exists() else " in the hub's cache"))
         return [whole]
     shards = json_of(path, f"{folder}{stem}.safetensors.index.json").get("weight_map")
     if not isinstance(shards, Mapping):

@@ -100,7 +100,7 @@ def test_what_cannot_be_counted_is_said_and_what_is_not_there_is_refused(tmp_pat
     assert (one.bytes, problems) == (0, [])
     assert notes == [
         "rewards (judge): nobody/has-this-judge is not counted, its weights cannot be read here "
-        "(it is not in the hub's cache)"
+        "(it is not in the hub's cache, and HF_HUB_OFFLINE forbids to download it)"
     ]
     (tmp_path / "model.safetensors").write_bytes(b"nonsense" * 9)
     assert "model.safetensors: " in asked_of(f"rewards.0.options.model={tmp_path}")[2][0]
