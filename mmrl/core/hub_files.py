@@ -172,7 +172,7 @@ def numbers_on_hub(path: str) -> dict[str, int]:
     except Exception as error:  # its client raises those of several libraries
         why = str(error).strip().split("\n")[0]
         raise OSError(f"it is not in the hub's cache, and {why}") from error
-    return dict(found.parameter_count)
+    return {str(dtype): count for dtype, count in found.parameter_count.items()}
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
