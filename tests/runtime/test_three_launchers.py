@@ -1,5 +1,5 @@
 """One recipe with several devices a controller under Ray, torchrun and Slurm: equal to the bit, and it outlives the end
-of a process."""
+of a process; also where devices change roles and lend themselves."""
 
 import os
 import re
@@ -34,20 +34,29 @@ def score(samples, *, context):
     time.sleep(0.5)  # so that there is time to kill a process
     return [float(sum(map(ord, sample.text or "")) % 7) for sample in samples]
 """
+JUDGED = UNHURRIED.replace('inputs=("text",)', 'inputs=("text",), device=True')
+ROLES = {
+    "adaptive": ["placement=adaptive"],
+    "lending": ["placement={type: disaggregated, trainers: 1, judges: 1, lend: true}"],
+    "moving": ["placement={type: disaggregated, trainers: 1, judges: 1, split: adaptive, lend: true}"],
+}
+"""Of one controller with three devices and a reward that is computed on one."""
 MEASURED = ("time/", "perf/", "plan/", "memory/", "sent/", "balance/", "features/", "placement/")
 
 
-def words(folder):
-    """Of ``mmrl``, with the run in ``folder``."""
+def words(folder, roles=()):
+    """Of ``mmrl``, with the run in ``folder``; ``roles``: the override of three devices that judge, too."""
     reward = folder / "unhurried.py"
-    reward.write_text(UNHURRIED)
-    given = [*RECIPE, *SHAPE, f'rewards=[{{name: "{reward}:score"}}]', "--out", str(folder / "run")]
+    reward.write_text(JUDGED if roles else UNHURRIED)
+    shape = ["controllers=1", "devices_per_controller=3", "device=cpu", *roles] if roles else SHAPE
+    given = [*RECIPE, *shape, f'rewards=[{{name: "{reward}:score"}}]', "--out", str(folder / "run")]
     return ["train", "sums", *given]
 
 
-def by_torchrun(folder):
-    shape = ["--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "1", "--master-port", free_port()]
-    return Command("torch.distributed.run", [*shape, "-m", "mmrl", *words(folder)], ROOT)
+def by_torchrun(folder, roles=()):
+    count = "3" if roles else "4"
+    shape = ["--nnodes", "1", "--nproc-per-node", count, "--max-restarts", "1", "--master-port", free_port()]
+    return Command("torch.distributed.run", [*shape, "-m", "mmrl", *words(folder, roles)], ROOT)
 
 
 class Batch:
@@ -55,9 +64,10 @@ class Batch:
 
     returncode = None
 
-    def __init__(self, environ, folder):
+    def __init__(self, environ, folder, roles=()):
         self.environ, self.log = environ, folder / "printed"
-        command, loaded = (sys.executable, "-m", "mmrl", *words(folder)), load_recipe(["sums"], SHAPE)
+        command = (sys.executable, "-m", "mmrl", *words(folder, roles))
+        loaded = load_recipe(["sums"], [*SHAPE, "controllers=1", "devices_per_controller=3"] if roles else SHAPE)
         printed = script(Job(loaded.recipe, command, folder / "run", ROOT, cpus=1))
         (folder / "job.sh").write_text(printed.replace("--output=sums-%j.log", f"--output={self.log}"))
         self.number = said(["sbatch", "--parsable", str(folder / "job.sh")], environ).strip()
@@ -97,20 +107,20 @@ def killed(process, out, victim, name="device 1 of controller 1 of 2"):
     assert "done: 3 steps" in printed
 
 
-def same(out, other):
-    """Equal to the bit, but for what is measured in seconds and bytes."""
+def same(out, other, controllers=2, devices=2):
+    """Equal to the bit, but for what is measured in seconds and bytes; every device did something."""
     kept = [[{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows(o)] for o in (out, other)]
     assert kept[0] == kept[1]
     assert rows(out, "heldout.jsonl") == rows(other, "heldout.jsonl")
     weights = "checkpoints/step_000003/weights.safetensors"
     assert (out / weights).read_bytes() == (other / weights).read_bytes()
     assert {(line["controller"], line["device"]) for line in placed(out) if "device" in line} == set(
-        product((0, 1), (0, 1))
+        product(range(controllers), range(devices))
     )
 
 
-def process_3(processes, variable):
-    return next(p for p in processes if p.environ().get(variable) == "3")
+def process_of(number, processes, variable):
+    return next(p for p in processes if p.environ().get(variable) == number)
 
 
 def tasks_of(configuration):
@@ -125,7 +135,7 @@ def tasks_of(configuration):
 
 def test_torchrun_starts_all_again(whole, tmp_path):
     process = by_torchrun(tmp_path)
-    killed(process, tmp_path / "run", lambda: process_3(children(process.pid), "RANK"))
+    killed(process, tmp_path / "run", lambda: process_of("3", children(process.pid), "RANK"))
     same(whole, tmp_path / "run")
 
 
@@ -140,6 +150,25 @@ def test_ray_starts_all_again(whole, tmp_path):
 def test_slurm_queues_the_job_again(whole, tmp_path):
     with slurm(tmp_path / "slurm") as environ:
         job = Batch(environ | {"OMP_NUM_THREADS": "1"}, tmp_path)
-        killed(job, tmp_path / "run", lambda: process_3(tasks_of(environ["SLURM_CONF"]), "SLURM_PROCID"))
+        killed(job, tmp_path / "run", lambda: process_of("3", tasks_of(environ["SLURM_CONF"]), "SLURM_PROCID"))
         assert job.restarts == 1
     same(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_devices_change_roles_under_each_launcher(name, tmp_path):
+    pytest.importorskip("ray")
+    folders = {launcher: tmp_path / launcher for launcher in ("ray", "torchrun", "slurm")}
+    for folder in folders.values():
+        folder.mkdir()
+    code, printed = ended(Command("mmrl.cli", words(folders["ray"], ROLES[name]), ROOT))
+    assert code == 0, printed
+    process, out = by_torchrun(folders["torchrun"], ROLES[name]), folders["torchrun"] / "run"
+    killed(process, out, lambda: process_of("1", children(process.pid), "RANK"), "device 1 of controller 0 of 1")
+    same(folders["ray"] / "run", out, 1, 3)
+    if INSTALLED:
+        with slurm(tmp_path / "slurm-state") as environ:
+            job = Batch(environ | {"OMP_NUM_THREADS": "1"}, folders["slurm"], ROLES[name])
+            printed = job.communicate(timeout=400)[0]
+        assert job.returncode == 0, printed
+        same(folders["ray"] / "run", folders["slurm"] / "run", 1, 3)
