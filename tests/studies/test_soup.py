@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -31,7 +32,9 @@ from mmrl.studies.soup.formulas import (
     pareto_front,
     sparsity,
 )
+from mmrl.studies.soup.merging import shares_beyond
 from mmrl.studies.soup.page import write_page
+from mmrl.studies.soup.record import Soup
 from tests.support import tiny
 from tests.support.cli import mmrl
 from tests.support.tiny_diffusion import two_blocks
@@ -105,6 +108,34 @@ def test_extremes_extrapolate_where_that_is_allowed() -> None:
     assert merging_weights(b, [1, 0], extrapolate=False) == [1, 0]
     assert merging_weights(combination(3, 0.8), [0.5, 0.5, 0], extrapolate=False) == pytest.approx([0.5, 0.5, 0])
     assert merging_weights(combination(2, 1.0), [0.3, 0.7]) == pytest.approx([0.3, 0.7])  # Rewarded Soup
+
+
+@pytest.mark.parametrize(("n", "beta"), [(2, 0.6), (2, 0.9), (3, 0.7), (5, 0.5)])
+def test_beyond_the_backbones_each_reward_goes_its_own_factor_further_from_the_base(n: int, beta: float) -> None:
+    b, rng = combination(n, beta), torch.Generator().manual_seed(n)
+    mu = torch.rand(n, generator=rng, dtype=torch.float64)
+    mu, shares = mu / mu.sum(), 0.5 * torch.rand(n, generator=rng, dtype=torch.float64)
+    k = 1 / (1 - shares)
+    expected = torch.zeros(n, dtype=torch.float64)
+    for i, alone in enumerate(torch.eye(n, dtype=torch.float64).tolist()):  # as the authors' code adds them up
+        expected += mu[i] * k[i] * torch.tensor(merging_weights(b, alone), dtype=torch.float64)
+    found = merging_weights(b, mu.tolist(), beyond=shares.tolist())
+    assert found == pytest.approx(expected.tolist())
+    assert 1 - sum(found) == pytest.approx(((1 - k) * mu).sum().item())  # the base model's, in their code
+    assert merging_weights(b, mu.tolist(), beyond=[0.0] * n) == merging_weights(b, mu.tolist())
+    inside = merging_weights(b, mu.tolist(), extrapolate=False, beyond=shares.tolist())
+    assert min(inside) >= 0
+    assert sum(inside) == pytest.approx(sum(found))
+
+
+def test_shares_beyond_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    soup = Soup(tmp_path, ("a", "b"), (1, 1), 0.7, ("r",), ())
+    assert shares_beyond(soup, [0.2]) == [0.2, 0.2]
+    assert shares_beyond(soup, []) == []
+    with pytest.raises(UserError, match="give 1, or 2, one for each of a, b"):
+        shares_beyond(soup, [0.1, 0.2, 0.3])
+    with pytest.raises(UserError, match=r"--beyond 1: give numbers from 0 to below 1 .* or auto"):
+        shares_beyond(soup, [1.0])
 
 
 @pytest.mark.parametrize(("n", "beta"), [(2, 0.5), (3, 1 / 3), (2, 1.1), (2, math.nan)])
@@ -316,6 +347,26 @@ def test_merged_adapters_are_the_sum_of_their_deltas(texts: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_how_far_to_go_beyond_is_chosen_by_each_reward(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merge = ["soup", "merge", str(texts), "--weights", "0.5,0.5", "--what", "lora", "--beyond", "auto"]
+    assert mmrl(*merge, "--out", str(tmp_path / "made")) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("beyond", "backbones"))]
+    best = []
+    for line in lines[:2]:
+        scores = {float(a): float(b) for a, b in re.findall(r"(0(?:\.\d)?): (-?[\d.]+)", line)}
+        assert list(scores) == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+        best.append(max(scores, key=lambda share: scores[share]))
+    weights = merging_weights(combination(2, 0.7), (0.5, 0.5), beyond=best)
+    assert [float(w) for w in re.findall(r"-?[\d.]+", lines[2])][:2] == pytest.approx(weights, abs=1e-3)
+    base = texts.parent / "tinylm"
+    one, two = (deltas(export(texts / f"backbone-{j}", tmp_path / f"{j}", "lora"), base) for j in (1, 2))
+    for name, delta in deltas(tmp_path / "made", base).items():
+        torch.testing.assert_close(delta, weights[0] * one[name] + weights[1] * two[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_merged_pictures_are_the_sum_of_all_weights(pictures: Path, tmp_path: Path) -> None:
     assert mmrl("soup", "merge", str(pictures), "--weights", "0.3,0.7", "--out", str(tmp_path / "merged")) == 0
     file = "transformer/diffusion_pytorch_model.safetensors"
@@ -324,6 +375,12 @@ def test_merged_pictures_are_the_sum_of_all_weights(pictures: Path, tmp_path: Pa
     assert any(not torch.equal(one[k], two[k]) for k in one)
     for k, t in found.items():
         torch.testing.assert_close(t, -0.5 * one[k] + 1.5 * two[k])
+    merge = ["soup", "merge", str(pictures), "--weights", "0.3,0.7", "--beyond", "0.2"]
+    assert mmrl(*merge, "--out", str(tmp_path / "beyond")) == 0
+    base, found = load_file(two_blocks() / file), load_file(tmp_path / "beyond" / file)
+    for k, t in found.items():
+        torch.testing.assert_close(t, 1.25 * (-0.5 * one[k] + 1.5 * two[k]) - 0.25 * base[k], atol=1e-6, rtol=1e-5)
+    assert "The base model counts -0.25:" in (tmp_path / "beyond" / "README.md").read_text()
     pipe: Any = DiffusionPipeline.from_pretrained(tmp_path / "merged")
     pipe.set_progress_bar_config(disable=True)
     assert pipe("a red circle", num_inference_steps=1, height=32, width=32).images[0].size == (32, 32)

@@ -96,6 +96,14 @@ def merge(
     no_extrapolate: Annotated[
         bool, typer.Option("--no-extrapolate", help="No backbone counts less than nothing.")
     ] = False,
+    beyond: Annotated[
+        str,
+        typer.Option(
+            metavar="A|A,B|auto",
+            help="Go 1/(1-A) times as far from the base model as the merge does, A of each reward; auto measures 0 to "
+            "0.5 on training prompts.",
+        ),
+    ] = "0",
 ) -> None:
     """Write the model for given weights of the rewards; it loads as what mmrl export writes. Prints where it is."""
     try:
@@ -106,9 +114,22 @@ def merge(
         use_threads_of(soup / "backbone-1")
     from mmrl.studies.soup.merging import merge as write
 
-    shares = write(soup, mu, out, what, checkpoint, extrapolate=not no_extrapolate)
-    print(f"backbones: {', '.join(f'{share:.4g}' for share in shares)}", file=sys.stderr)
+    far = _beyond(beyond, soup, checkpoint)
+    shares = write(soup, mu, out, what, checkpoint, extrapolate=not no_extrapolate, beyond=far)
+    rest = f"; the base model: {1 - sum(shares):.4g}" if any(far) else ""
+    print(f"backbones: {', '.join(f'{share:.4g}' for share in shares)}{rest}", file=sys.stderr)
     print(out)
+
+
+def _beyond(said: str, soup: Path, checkpoint: str) -> list[float]:
+    from mmrl.studies.soup.beyond import best_shares
+
+    if said == "auto":
+        return best_shares(soup, checkpoint)
+    try:
+        return [float(part) for part in said.split(",")]
+    except ValueError:
+        raise UserError(f"--beyond {said}: give a number from 0 to below 1, one for each reward, or auto") from None
 
 
 @soup.command("report")

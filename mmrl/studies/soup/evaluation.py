@@ -205,7 +205,7 @@ def scored(heldout: Evaluator, labels: Sequence[str], samples: int) -> tuple[Poi
     if failures:
         print(f"warning: {summary(row, failures)}", file=sys.stderr)
     first = Made(made.samples[:SHOWN], made.scores[:SHOWN])
-    return (_reward(row, labels[0]), _reward(row, labels[1])), first
+    return (reward_of(row, labels[0]), reward_of(row, labels[1])), first
 
 
 # -- what the soup is compared with ------------------------------------------------------------------------------------
@@ -273,7 +273,8 @@ def _compared(soup: Soup, other: Soup | Path, made: list[Measured], reference: P
     return Beside(other, None, rewards, hypervolume([_in_units(soup, rewards)], reference))
 
 
-def _reward(row: dict[str, float], label: str) -> float:
+def reward_of(row: dict[str, float], label: str) -> float:
+    """The mean of a reward in the metrics of an evaluation. Raises ``UserError`` where it has no score."""
     found = row.get(f"reward/{label}", math.nan)
     if not math.isfinite(found):
         raise UserError(f"the reward {label} could score no held-out sample, so there is nothing to compare")

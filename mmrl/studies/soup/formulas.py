@@ -35,17 +35,26 @@ def combination(n: int, beta: float) -> Tensor:
     return torch.full((n, n), others, dtype=torch.float64) + (beta - others) * torch.eye(n, dtype=torch.float64)
 
 
-def merging_weights(b: Tensor, mu: Sequence[float], *, extrapolate: bool = True) -> list[float]:
-    """``lambda = B^-1 mu`` [n] (the paper's merging coefficients); they sum to 1 as ``mu`` does.
+def merging_weights(
+    b: Tensor, mu: Sequence[float], *, extrapolate: bool = True, beyond: Sequence[float] = ()
+) -> list[float]:
+    """``lambda = B^-1 (k mu)`` [n], the weights of the backbones, with ``k_i = 1 / (1 - beyond_i)``.
 
-    Where ``mu`` is more extreme than the rewards of every backbone some are negative: the merged weights lie outside of
-    the backbones' (weight extrapolation). ``extrapolate=False``, which is not in the paper, sets these to 0 and divides
-    by the sum of the rest.
+    Without ``beyond`` every ``k_i`` is 1: the paper's merging coefficients, which sum to 1 as ``mu`` does. Where ``mu``
+    is more extreme than the rewards of every backbone some are negative. ``extrapolate=False``, which is not in the
+    paper, sets these to 0 and scales the rest to the same sum.
+
+    ``beyond`` [n], each from 0 to below 1: the authors' extrapolation (github.com/andyclsr/BoneSoups,
+    ppo/BoneSoups.py). The model of reward ``i`` alone goes ``k_i`` times as far from the base model as its merge does,
+    and ``mu`` mixes these. The weights sum to ``sum_i k_i mu_i``, and the base model has what is missing to 1, a
+    negative number.
     """
-    found = torch.linalg.solve(b, torch.tensor(list(mu), dtype=torch.float64))
+    asked = torch.tensor(list(mu), dtype=torch.float64)
+    far = asked / (1 - torch.tensor(list(beyond or [0.0] * len(asked)), dtype=torch.float64))
+    found = torch.linalg.solve(b, far)
     if not extrapolate:
         found = found.clamp(min=0)
-        found = found / found.sum()
+        found = found * (far.sum() / asked.sum() / found.sum())
     return [round(weight, 12) for weight in found.tolist()]  # 0 where it is 0 but for rounding
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,9 @@ from mmrl.step.step_context import StepContext
 from mmrl.studies.soup.formulas import merging_weights
 from mmrl.studies.soup.record import Soup, read_soup
 
+_A, _B = {"lora_A", "lora_embedding_A"}, {"lora_B", "lora_embedding_B"}
+_FACTORS = _A | _B
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -32,6 +35,8 @@ class Merged:
 
     context: StepContext
     saved: Sequence[Saved]
+    base: Mapping[str, Tensor]
+    """The trained weights of the base model, where merges go beyond the backbones; else empty."""
 
     @property
     def steps(self) -> list[int]:
@@ -40,7 +45,8 @@ class Merged:
 
     @torch.no_grad()
     def weigh(self, weights: Sequence[float]) -> None:
-        """Have the weights ``theta = sum_j weights[j] theta_j`` of the backbones, those that evaluation uses.
+        """Have the weights ``theta = sum_j weights[j] theta_j`` of the backbones, those that evaluation uses. With
+        ``base`` the base model counts what the weights lack to a sum of 1.
 
         An adapter of rank ``n r`` has the deltas ``sum_j weights[j] B_j A_j`` exactly. Raises ``UserError`` where the
         backbones are not of one model.
@@ -50,6 +56,9 @@ class Merged:
             _sum(policy, self.saved, weights)
         else:
             _side_by_side(policy, self.saved, weights)
+        for k, tensor in self.base.items():
+            if not set(k.split(".")) & _FACTORS:  # an adapter begins as no change at all
+                policy.trainable[k].add_(tensor, alpha=1 - sum(weights))
         policy.copies.pop("ema", None)  # which the model began with
         policy.updates += 1  # an engine with weights of its own asks whether they changed
         policy.weights.changed()
@@ -63,18 +72,21 @@ def merge(
     checkpoint: str = "latest",
     *,
     extrapolate: bool = True,
+    beyond: Sequence[float] = (),
 ) -> list[float]:
     """Merge the soup in ``folder`` for the preferences ``mu``, one per reward, and write the model to the new directory
     ``out``, as ``mmrl.app.export.export`` does. Returns the weight of each backbone, which may be negative.
 
     ``what``: as of ``export``. ``checkpoint``: ``latest``, ``best`` or a step of every backbone. With
-    ``extrapolate=False`` no backbone's weight is negative. Raises ``UserError``.
+    ``extrapolate=False`` no backbone's weight is negative. ``beyond``: as of ``merging_weights``, one number for each
+    reward. Raises ``UserError``.
     """
     soup = read_soup(folder)
-    weights = merging_weights(soup.matrix, preferences(soup, mu), extrapolate=extrapolate)
+    beyond = shares_beyond(soup, beyond)
+    weights = merging_weights(soup.matrix, preferences(soup, mu), extrapolate=extrapolate, beyond=beyond)
     recipe, saved = found(soup, checkpoint)
     check(recipe, out, what)
-    merged = opened(soup, recipe, saved, mu)
+    merged = opened(soup, recipe, saved, mu, beyond=any(beyond))
     try:
         merged.weigh(weights)
         with new_directory(out, "the merged model") as aside:
@@ -97,6 +109,19 @@ def preferences(soup: Soup, mu: Sequence[float]) -> Sequence[float]:
     if abs(sum(mu) - 1) > 1e-6:
         raise UserError(f"{asked}: the sum is {sum(mu):g}, and has to be 1; divide each number by it")
     return mu
+
+
+def shares_beyond(soup: Soup, beyond: Sequence[float]) -> list[float]:
+    """``beyond`` for each reward: as it is, or its only number. Raises ``UserError``."""
+    asked = f"--beyond {','.join(f'{share:g}' for share in beyond)}"
+    if len(beyond) not in (0, 1, len(soup.rewards)):
+        raise UserError(
+            f"{asked}: there are {len(beyond)} numbers; give 1, or {len(soup.rewards)}, one for each of "
+            f"{', '.join(soup.rewards)}"
+        )
+    if not all(0 <= share < 1 for share in beyond):
+        raise UserError(f"{asked}: give numbers from 0 to below 1 (the authors try 0.1 to 0.5), or auto")
+    return list(beyond) * (len(soup.rewards) if len(beyond) == 1 else 1)
 
 
 def found(soup: Soup, checkpoint: str) -> tuple[Recipe, list[Saved]]:
@@ -128,12 +153,20 @@ def found(soup: Soup, checkpoint: str) -> tuple[Recipe, list[Saved]]:
     return recipes[0], saved
 
 
-def opened(soup: Soup, recipe: Recipe, saved: Sequence[Saved], mu: Sequence[float] | None = None) -> Merged:
-    """Load the model that ``saved`` are of, with room for all adapters. ``mu``: what the recipe of it says.
+def opened(
+    soup: Soup, recipe: Recipe, saved: Sequence[Saved], mu: Sequence[float] | None = None, *, beyond: bool = False
+) -> Merged:
+    """Load the model that ``saved`` are of, with room for all adapters. ``mu``: what the recipe of it says. ``beyond``:
+    keep the base model's weights, which merges that go beyond the backbones need.
 
     Raises ``UserError``.
     """
     model = recipe.model
+    if beyond and model.lora is not None and model.lora.path is not None:
+        raise UserError(
+            f"--beyond: the backbones went on from the adapter {model.lora.path}, and a step away from it is not "
+            "built; leave out --beyond"
+        )
     if model.lora is not None:
         n = len(saved)
         wider = {"rank": n * model.lora.rank, "alpha": n * model.lora.alpha, "path": None}
@@ -147,7 +180,9 @@ def opened(soup: Soup, recipe: Recipe, saved: Sequence[Saved], mu: Sequence[floa
             reward.model_copy(update={"weight": weight.get(label_of(reward.name, reward.label), reward.weight)})
             for reward in recipe.rewards
         ]
-    return Merged(build(recipe.model_copy(update=changed)), saved)
+    context = build(recipe.model_copy(update=changed))
+    base = {k: p.detach().clone() for k, p in context.policy.trainable.items()} if beyond else {}
+    return Merged(context, saved, base)
 
 
 def _part(saved: Saved) -> str:
@@ -181,10 +216,10 @@ def _side_by_side(policy: Policy, saved: Sequence[Saved], weights: Sequence[floa
 
 def _joined(name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     kinds = set(name.split("."))
-    if kinds & {"lora_A", "lora_embedding_A"}:
+    if kinds & _A:
         return torch.cat(list(tensors), 0)
     scaled = [weight * t for weight, t in zip(weights, tensors, strict=True)]
-    if kinds & {"lora_B", "lora_embedding_B"}:
+    if kinds & _B:
         return torch.cat(scaled, 1)
     return torch.stack(scaled).sum(0)
 
@@ -192,6 +227,7 @@ def _joined(name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> T
 def _about(soup: Soup, mu: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> str:
     """How the model was made, for its card."""
     rows = zip(soup.rewards, mu, soup.matrix.tolist(), weights, steps, strict=True)
+    rest = 1 - sum(weights)
     lines = [
         "## Merge",
         "",
@@ -203,4 +239,6 @@ def _about(soup: Soup, mu: Sequence[float], weights: Sequence[float], steps: Seq
     ]
     for label, m, mix, weight, step in rows:
         lines.append(f"| {label} | {m:g} | {', '.join(f'{b:.3g}' for b in mix)} | {step} | {weight:.4g} |")
+    if abs(rest) > 1e-9:
+        lines += ["", f"The base model counts {rest:.4g}: the merge goes beyond the backbones, away from it."]
     return "\n".join(lines)
