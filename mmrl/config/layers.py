@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -120,6 +121,11 @@ def parse_value(text: str) -> MutableJson:
     return value
 
 
+@lru_cache(maxsize=256)  # a search and a sweep read the same recipe for each trial; nothing changes a node
+def _composed(text: str) -> yaml.Node | None:
+    return yaml.compose(text, Loader=_Loader)
+
+
 class _Builder:
     """Turns the nodes of one document into values, noting the line of every key."""
 
@@ -136,7 +142,7 @@ class _Builder:
                     f"a recipe has at most {MOST_CHARACTERS:,} characters, its files and overrides together; put long "
                     "texts and lists of data into separate files and name these"
                 )
-            node = yaml.compose(text, Loader=_Loader)
+            node = _composed(text)
             return None if node is None else self._build(node, path)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark

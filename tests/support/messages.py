@@ -113,6 +113,7 @@ def _text(node: ast.AST) -> str | None:
     return None
 
 
+@cache
 def faults(text: str) -> list[str]:
     """What ``text`` tells a user to do that cannot be done so."""
     text = NOT_OURS.sub(GAP, text)
