@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
 
+from mmrl.core.garbage import rarely_collected
 from mmrl.core.notices import Pulse
 
 TIMES = 10
@@ -140,7 +141,8 @@ class StallWatchdog(Pulse):
 
 def _place(thread: int) -> str:
     """The innermost line that ``thread`` is in, and that of mmrl or of a drop-in file which has called it."""
-    frames: dict[int, FrameType] = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    with rarely_collected():  # Python 3.11 holds a lock meanwhile for which a finaliser may wait for ever
+        frames: dict[int, FrameType] = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(thread)
     inner = None if frame is None else _line(frame)
     while frame is not None and _of_library(frame.f_code.co_filename):

@@ -1,6 +1,8 @@
 """What is found when a run does not get on, and what the run does then."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -52,6 +54,40 @@ def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
             with pulse.waiting():
                 assert pulse.sign({}).waits
     assert pulse.stuck() is None
+
+
+MANY_THREADS = """
+import faulthandler, os, threading, time
+from mmrl.runtime.stall_watchdog import _place
+
+faulthandler.dump_traceback_later(60, exit=True)
+for _ in range(800):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.01)
+
+def more():
+    while True:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+threading.Thread(target=more, daemon=True).start()
+for _ in range(5):
+    cycle = Slow()
+    cycle.itself = cycle
+    del cycle
+    assert _place(threading.get_ident())
+os._exit(0)
+"""
+
+
+def test_where_a_thread_is_is_seen_beside_many_threads_and_garbage():
+    """Python 3.11 made frames with a lock held for which the finaliser of garbage then waited."""
+    done = subprocess.run([sys.executable, "-c", MANY_THREADS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_phase_that_nobody_knows_is_stuck_once_nothing_shows_progress(monkeypatch):
