@@ -20,7 +20,7 @@ import httpx
 
 import mmrl
 from mmrl.core.errors import UserError
-from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError
+from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError, certificates
 from mmrl.core.reward_contract import Context, Declaration, Input, Parts
 from mmrl.core.trajectory import Sample
 from mmrl.rewards import wire
@@ -73,10 +73,12 @@ class Http:
             tuple(inputs), "group" if per == "group" else "sample", spans=spans, reads=_reads
         )
         secret = _secret(token)
+        trust_env = parts.hostname not in ("localhost", "127.0.0.1", "::1")  # a proxy cannot reach our loopback
         self._client = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
-            trust_env=parts.hostname not in ("localhost", "127.0.0.1", "::1"),  # a proxy cannot reach our loopback
+            trust_env=trust_env,
+            verify=certificates(trust_env=trust_env),
         )
         self._max_bytes: int | None = None
 

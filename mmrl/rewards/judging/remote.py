@@ -14,6 +14,7 @@ import email.utils
 import json
 import math
 import os
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from PIL.Image import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
-from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError
+from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError, certificates
 from mmrl.core.reward_contract import before_loading
 from mmrl.inference.server_process import png_url
 from mmrl.rewards.judging.answers import Kind, UnreadableError, Words, read, schema_of
@@ -149,7 +150,9 @@ class Endpoint:
         if loop is not self._loop:  # a client and a semaphore belong to the loop they were made in
             self._loop = loop
             transport = self._transport(httpx.AsyncHTTPTransport)
-            self._client = httpx.AsyncClient(timeout=self.timeout, transport=transport, **self._options)
+            self._client = httpx.AsyncClient(
+                timeout=self.timeout, transport=transport, verify=self._trusted(), **self._options
+            )
             self._turns = asyncio.Semaphore(self.concurrency)
 
         async def one(number: int, ask: Ask) -> Outcome:
@@ -262,14 +265,17 @@ class Endpoint:
         """A transport over the Unix socket; None where the client connects to ``url``."""
         if self._socket_path is None:
             return None
-        return kind(uds=str(self._socket_path), limits=self._options["limits"])
+        return kind(uds=str(self._socket_path), limits=self._options["limits"], verify=self._trusted())
+
+    def _trusted(self) -> ssl.SSLContext:
+        return certificates(trust_env=self._options["trust_env"])
 
     def _check_health(self) -> None:
         """Ask for the list of models once, so that a wrong address or token fails before training."""
         where = f"options.model.url: {self.url}"
         try:
             transport = self._transport(httpx.HTTPTransport)
-            client = httpx.Client(timeout=_HEALTH_S, transport=transport, **self._options)
+            client = httpx.Client(timeout=_HEALTH_S, transport=transport, verify=self._trusted(), **self._options)
             with client, client.stream("GET", f"{self.url}/models", headers=ASK) as reply:
                 body = ReplyBytes(reply.headers.get("content-encoding", ""), MAX_BYTES)
                 for piece in reply.iter_raw():
