@@ -57,13 +57,13 @@ def taught(folder, answers, steps=150, within=0.05):
     ids = torch.tensor([[tok.pad_token_id] * (length - len(a) - len(s)) + a + s for a, s in rows])
     labels = torch.tensor([[-100] * (length - len(s)) + s for _, s in rows])
     mask = torch.tensor([[0] * (length - len(a) - len(s)) + [1] * (len(a) + len(s)) for a, s in rows])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         optimizer.step()
-        if loss.item() < 2e-3:
+        if loss.item() < 5e-3:
             break
     assert loss.item() < within, loss.item()
     return save(model, tok, folder)
