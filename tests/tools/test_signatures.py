@@ -65,7 +65,7 @@ def functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast.
 def booleans_by_place(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     given = [*function.args.posonlyargs, *function.args.args]
     defaults = [None] * (len(given) - len(function.args.defaults)) + list(function.args.defaults)
-    kinds = [ast.unparse(a.annotation) if a.annotation else "" for a in given]
+    kinds = [ast.unparse(a.annotation) if isinstance(a.annotation, ast.Name | ast.BinOp) else "" for a in given]
     return [
         a.arg
         for a, kind, default in zip(given, kinds, defaults, strict=True)
