@@ -67,7 +67,10 @@ def about(world: Environment) -> dict[str, Any]:
 
 
 def _apart(settings: environment.Environment) -> Factory:
-    """Nothing of it is made in this process, not even the one to try."""
+    """Nothing of it is made in this process, not even the one to try; the class of a shipped one may refuse before a
+    process imports it and loads its model."""
+    if settings.name.isidentifier() and (why := getattr(_class_of(settings), "not_apart", "")):
+        raise _together(why)
     processes = Isolated(settings)
     first = processes.make()
     pool: Pool[str] = Pool(1, max(_MADE, settings.timeout))
@@ -84,7 +87,7 @@ def _apart(settings: environment.Environment) -> Factory:
     if "refused" in said:
         raise UserError(said["refused"])
     if said["not_apart"]:
-        raise UserError(f"environment.isolate: {said['not_apart']}; set environment.isolate to false")
+        raise _together(said["not_apart"])
     processes.stateless = said["stateless"]
     return Factory(processes.make, **said)
 
@@ -92,11 +95,16 @@ def _apart(settings: environment.Environment) -> Factory:
 def draws(settings: environment.Environment | None) -> bool:
     """Whether the picture that an episode drew last is ``sample.image``: the class says so by ``draws = True``. Raises
     ``LoadError``."""
-    if settings is None:
-        return False
+    return settings is not None and getattr(_class_of(settings), "draws", False) is True
+
+
+def _class_of(settings: environment.Environment) -> object:
     found = load("environments", settings.name)
-    found = getattr(found, DEFAULT["environments"], None) if isinstance(found, ModuleType) else found
-    return getattr(found, "draws", False) is True
+    return getattr(found, DEFAULT["environments"], None) if isinstance(found, ModuleType) else found
+
+
+def _together(why: str) -> UserError:
+    return UserError(f"environment.isolate: {why}; set environment.isolate to false")
 
 
 def maker(settings: environment.Environment) -> Callable[[], Any]:
