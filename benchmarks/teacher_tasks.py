@@ -1,16 +1,20 @@
-"""The prompts and rewards of ``proof_teacher.py``: three sorts of sums, told apart by their first number, and for each
-a reward of its own, known by the prompt's ``data_source``."""
+"""The prompts and rewards of ``proof_teacher.py``: three sorts of sums, told apart by their first number, and three of
+pictures, told apart by what is drawn; for each sort a reward of its own, known by the prompt's ``data_source``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 import mmrl
 from mmrl.core.trajectory import Prompt, Sample
 
 FIRST = {"brief": range(10, 40), "right": range(40, 70), "stepwise": range(70, 100)}
 """The numbers that chains of a sort begin with."""
+DRAWN = {"bright": ("circle",), "red": ("square",), "blue": ("triangle", "cross")}
+"""What the pictures of a sort show."""
 
 
 def prompts(split: str = "train", *, kind: str, count: int = 2000) -> list[Prompt]:
@@ -18,6 +22,15 @@ def prompts(split: str = "train", *, kind: str, count: int = 2000) -> list[Promp
     every = mmrl.load("datasets", "sums").prompts(split, count=5 * count)
     chosen = [p for p in every if int(re.findall(r"\d+", p.text)[0]) in FIRST[kind]]
     return chosen[:count]
+
+
+def captions(split: str = "train", *, kind: str) -> list[Prompt]:
+    """The captions of one sort of picture, without those of two objects."""
+    every = mmrl.load("datasets", "shapes").prompts(split, relations=0, held_out_relations=0)
+    return [p for p in every if p.meta["objects"][0]["kind"] in DRAWN[kind]]
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
 
 
 def right(prompt: Prompt, text: str) -> bool:
@@ -41,10 +54,29 @@ def _parts(text: str) -> list[str]:
     return [part for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 
-KINDS: dict[str, Callable[[Prompt, str], bool]] = {"brief": brief, "right": right, "stepwise": stepwise}
+WRITTEN: Mapping[str, Callable[[Prompt, str], bool]] = {"brief": brief, "right": right, "stepwise": stepwise}
 
 
 @mmrl.reward(inputs=("text",))
 def own(samples: Sequence[Sample], *, context: object) -> list[float]:
     """1 for what the source of the prompt asks for."""
-    return [float(KINDS[s.prompt.meta["data_source"]](s.prompt, s.text or "")) for s in samples]
+    return [float(WRITTEN[s.prompt.meta["data_source"]](s.prompt, s.text or "")) for s in samples]
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+AXES: Mapping[str, tuple[float, float, float]] = {
+    "bright": (1 / 3, 1 / 3, 1 / 3),
+    "red": (1, -0.5, -0.5),
+    "blue": (-0.5, -0.5, 1),
+}
+"""What a sort of picture is paid for: the weights of a pixel's red, green and blue, each from 0 to 1."""
+
+
+@mmrl.reward(inputs=("image",))
+def shown(samples: Sequence[Sample], *, context: object) -> list[float]:
+    """Circles: how bright a picture is; squares: how red; triangles and crosses: how blue; whatever is asked for."""
+    axes = [AXES[s.prompt.meta["data_source"]] for s in samples]
+    pixels = [np.asarray(s.image, dtype=np.float64) / 255 for s in samples]
+    return [float((p @ axis).mean()) for p, axis in zip(pixels, axes, strict=True)]
