@@ -33,7 +33,7 @@ from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
 from mmrl.core.signals import stop_asked
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.judging.replay import recorded_here
-from mmrl.rewards.learned.labels.embeddings import Content, Embedder, Encoders, model_of
+from mmrl.rewards.learned.labels.embeddings import MOST_NOISES, NOISES, Content, Embedder, Encoders, model_of
 from mmrl.rewards.learned.labels.folder import NAME, Known
 from mmrl.rewards.learned.labels.items import Item
 from mmrl.rewards.learned.labels.items import Kind as Sort
@@ -68,6 +68,8 @@ def _check(votes: Kind, by: str, **numbers: float) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not value >= (0 if name in ("wait", "patience") else 1):
             raise UserError(f"{name}: {value} is no number that can be waited for; write a larger one")
+    if not isinstance(numbers["noises"], int) or numbers["noises"] > MOST_NOISES:
+        raise UserError(f"noises: a picture is read under 1 to {MOST_NOISES} of them; write one of these numbers")
 
 
 def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
@@ -81,7 +83,8 @@ class Voted:
     samples; without it pictures are read by colours and edges and texts (``kind: text``) by their words. ``first``:
     votes before the first step; ``wait``: new votes that each later step waits for, at most ``patience`` seconds;
     ``refit``: new votes after which the scores are made anew; ``keep``: newest samples that the graph has; ``by``: as
-    of ``mmrl spread``. Raises ``UserError``."""
+    of ``mmrl spread``; ``noises``: under how many a diffusion model reads a picture, in the mean (1 to 16; each is two
+    more forward passes a sample). Raises ``UserError``."""
 
     def __init__(
         self,
@@ -94,8 +97,9 @@ class Voted:
         refit: int = 10,
         keep: int = 2000,
         by: Literal["auto", "graph", "head"] = "head",
+        noises: int = NOISES,
     ) -> None:
-        _check(votes, by, first=first, wait=wait, patience=patience, refit=refit, keep=keep)
+        _check(votes, by, first=first, wait=wait, patience=patience, refit=refit, keep=keep, noises=noises)
         self.kind, described = _read(model, kind)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise UserError("the reward votes is for a run of one process, and this one has several (controllers)")
@@ -104,7 +108,7 @@ class Voted:
         self.first, self.wait, self.patience = first, wait, patience
         self.refit, self.keep, self.by = refit, keep, _METHODS[by]
         several = [Item("", self.kind, prompt) for prompt in ("a", "b")]  # prompts differ, and are embedded
-        self.encoders = Encoders.for_items(several, None, described)
+        self.encoders = Encoders.for_items(several, None, described, noises)
         self.embedder = Embedder(self.encoders)
         self.__mmrl_reward__ = Declaration(inputs=(self.kind,), paths=("model",), reads=_reads, own_deadline=True)
         replayed = recorded_here()

@@ -830,6 +830,21 @@ def test_the_model_that_draws_knows_which_prompt_a_picture_fits(drawing_model):
     torch.testing.assert_close(alone[1], errors[:1], rtol=1e-4, atol=1e-4)
 
 
+def test_several_noises_give_the_mean_of_their_errors(drawing_model):
+    one, two = ModelReader(drawing_model), ModelReader(drawing_model, 2)
+    prompt = next(p for p in shapes.prompts("all", relations=None) if p.text == "one red circle")
+    drawn, texts = [shapes.picture(prompt, n) for n in range(2)], [prompt.text] * 2
+    torch.testing.assert_close(two.reader.noise(1), -one.reader.noise(0))
+    first = one.parts(drawn, texts)
+    drawn_noise = one.reader.noise
+    one.reader.noise = lambda n: -drawn_noise(n)
+    opposite = one.parts(drawn, texts)
+    states, errors, sizes = two.parts(drawn, texts)
+    torch.testing.assert_close(states, (first[0] + opposite[0]) / 2)
+    torch.testing.assert_close(errors, (first[1] + opposite[1]) / 2)
+    torch.testing.assert_close(sizes, ((first[2].exp() + opposite[2].exp()) / 2).log())
+
+
 def test_models_that_cannot_read_pictures_are_refused(drawing_model, tmp_path):
     loaded = load_recipe(["sums"], [])
     with pytest.raises(UserError, match="the recipe makes text"):

@@ -1,9 +1,9 @@
 """A diffusion model reads a picture together with a prompt, without drawing.
 
-The picture's latents get a fixed noise, at each of ``LEVELS``, and the model predicts under the prompt. Its error at
-each place says how well the picture fits the prompt in the model's own view (as the diffusion classifier of Li et al.
-2023, arXiv 2303.16203, uses it); beside it stand its last states. The model is frozen: it is the one of the recipe,
-before training.
+The picture's latents get a fixed noise, at each of ``LEVELS``, and the model predicts under the prompt; where several
+noises are asked, every second one is the opposite of the one before. Its error at each place says how well the picture
+fits the prompt in the model's own view (as the diffusion classifier of Li et al. 2023, arXiv 2303.16203, uses it);
+beside it stand its last states. The model is frozen: it is the one of the recipe, before training.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class PictureReader:
         last = next((getattr(self.adapter.model, n) for n in _LAST if hasattr(self.adapter.model, n)), None)
         if isinstance(last, nn.Module):
             last.register_forward_pre_hook(lambda _, given: self._states.append(given[0]))
-        shape = self.adapter.latent_shape(size.height, size.width)
-        self.noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        self.shape = self.adapter.latent_shape(size.height, size.width)
         self._prompts: dict[str, Mapping[str, Tensor]] = {}
 
     @property
@@ -83,19 +82,31 @@ class PictureReader:
                 self._prompts[text] = {name: of.cpu() for name, of in made.items()}
         return [self._prompts[text] for text in texts]
 
-    @torch.no_grad()
     def views(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> Views:
         """What the model sees of pictures under their prompts."""
+        return self.under(pictures, prompts, 1)[0]
+
+    @torch.no_grad()
+    def under(self, pictures: Sequence[Image.Image], prompts: Sequence[str], noises: int) -> list[Views]:
+        """What the model sees of pictures under their prompts, with each of so many noises."""
         device = self.adapter.device
         pixels = torch.stack([self._pixels(one) for one in pictures]).to(device)
-        latents, noise = self.adapter.encode_image(pixels).float(), self.noise.to(device)
+        latents = self.adapter.encode_image(pixels).float()
         rows = self.prompts(prompts)
         features = {name: torch.stack([row[name] for row in rows]).float().to(device) for name in rows[0]}
+        return [self._views(latents, features, self.noise(n).to(device)) for n in range(noises)]
+
+    def noise(self, n: int) -> Tensor:
+        """Noise ``n`` ``[C, h, w]``; an odd one is the opposite of the one before."""
+        drawn = torch.randn(self.shape, generator=torch.Generator().manual_seed(n // 2))
+        return -drawn if n % 2 else drawn
+
+    def _views(self, latents: Tensor, features: Mapping[str, Tensor], noise: Tensor) -> Views:
         found = Views(latents, [], [])
         for level in LEVELS:
             self._states.clear()
             noised = (1 - level) * latents + level * noise
-            timestep = self.adapter.timestep(torch.full((len(latents),), level, device=device))
+            timestep = self.adapter.timestep(torch.full((len(latents),), level, device=latents.device))
             velocity = self.adapter.predict(self.adapter.model, noised, timestep, features).float()
             found.errors.append(velocity - (noise - latents))
             found.states.extend(state.float() for state in self._states)

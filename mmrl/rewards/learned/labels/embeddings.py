@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -39,6 +40,8 @@ from mmrl.rewards.learned.labels.readers import described as described_pictures
 
 PIXELS, WORDS, MODEL = "pixels", "words", "model"
 MINILM = "package:all-minilm-l6-v2"
+NOISES, MOST_NOISES = 2, 16
+"""Under how many noises a model reads a picture: its error is known better under two opposite ones."""
 _BATCH = 64
 
 
@@ -63,6 +66,8 @@ class Encoders:
     samples: str
     prompts: str
     model: Mapping[str, Any] | None = None
+    noises: Annotated[int, Field(ge=1, le=MOST_NOISES)] = 1
+    """Under how many noises the model reads a picture, in the mean."""
 
     @property
     def apart(self) -> int:
@@ -75,10 +80,12 @@ class Encoders:
         return 1 if self.kind == "image" and self.model is not None else 0
 
     @classmethod
-    def for_items(cls, items: Sequence[Item], texts: str | None = None, model: JsonObject | None = None) -> Encoders:
+    def for_items(
+        cls, items: Sequence[Item], texts: str | None = None, model: JsonObject | None = None, noises: int = NOISES
+    ) -> Encoders:
         """For these samples. ``texts``: what embeds texts and prompts, ``words`` or a sentence encoder; None: MiniLM
-        where it is set up, else words. ``model``: the model that reads pictures, or texts, with their prompts. Raises
-        ``UserError`` where it reads other samples."""
+        where it is set up, else words. ``model``: the model that reads pictures, or texts, with their prompts; pictures
+        under so many ``noises``. Raises ``UserError`` where it reads other samples."""
         kind = items[0].kind
         if model is not None and (makes := stored(model).makes) != kind:
             raise UserError(
@@ -88,7 +95,7 @@ class Encoders:
         chosen = texts or (WORDS if lacking(MINILM) else MINILM)
         prompts = chosen if len({item.prompt for item in items}) > 1 else ""
         if model is not None:
-            return cls(kind, MODEL, "" if kind == "text" else prompts, model)
+            return cls(kind, MODEL, "", model) if kind == "text" else cls(kind, MODEL, prompts, model, noises)
         return cls(kind, chosen if kind == "text" else PIXELS, prompts)
 
 
@@ -113,7 +120,7 @@ class Embedder:
         if encoders.model is not None and encoders.kind == "text":
             self._answers = AnswerReader(encoders.model)
         elif encoders.model is not None:
-            self._model = ModelReader(encoders.model)
+            self._model = ModelReader(encoders.model, encoders.noises)
         self._prompts: dict[str, Tensor] = {}
         """A prompt is embedded once: most samples share theirs with others."""
 

@@ -34,20 +34,28 @@ def described(recipe: Recipe) -> JsonObject:
 
 
 class ModelReader:
-    """Raises ``UserError`` where the model is not there any more."""
+    """Reads with the mean over so many ``noises``. Raises ``UserError`` where the model is not there any more."""
 
-    def __init__(self, model: JsonObject) -> None:
+    def __init__(self, model: JsonObject, noises: int = 1) -> None:
         self.reader = PictureReader(model, "embeds pictures", "mmrl spread")
+        self.noises = noises
 
     def parts(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> list[Tensor]:
         """The states and the errors of pictures under their prompts, and at each level the log of the mean error: ``[B,
         D]`` each."""
-        views = self.reader.views(pictures, prompts)
-        squared = [error.square().mean(1, keepdim=True) for error in views.errors]
+        views = self.reader.under(pictures, prompts, self.noises)
+        squared = [
+            _mean([e.square().mean(1, keepdim=True) for e in level])
+            for level in zip(*(v.errors for v in views), strict=True)
+        ]
         errors = [adaptive_avg_pool2d(one, min(_PLACES, *one.shape[-2:])).flatten(1) for one in squared]
-        states = [_summary(state) for state in views.states]
+        states = [_mean([_summary(state) for state in level]) for level in zip(*(v.states for v in views), strict=True)]
         sizes = [one.flatten(1).mean(1, keepdim=True).clamp(min=_LEAST).log() for one in squared]
         return [torch.cat(part, 1) for part in (states, errors, sizes) if part]
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).mean(0)
 
 
 def _summary(states: Tensor) -> Tensor:
