@@ -44,7 +44,7 @@ from mmrl.logging.environment import environment
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """The 0.975 quantile of Student's t for the mean of so many values."""
 HEAD = (
-    "| job, target | arm | rate | {unit} to the target, by seed | median | mean (95 %) | 10^15 FLOP, median "
+    "| job, target | arm | rate | {unit} to the target, by seed | median | mean (95 %) | 10^12 FLOP, median "
     "| {unit} a step | 10^12 FLOP a step | at the end |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -195,7 +195,7 @@ def line(base: Spec, curves: Sequence[Sequence[tuple[float, float]]], flop: floa
     cells = [
         *(f"{base.job}, {base.target:g}", base.arm, f"{base.rate:g}", shown),
         *("not reached" if middle == math.inf else f"{middle:.0f}", interval(infinite)),
-        *("" if made == math.inf else f"{made * flop / 1e15:.2f}", f"{step:.2f}", f"{flop / 1e12:.2f}"),
+        *("" if made == math.inf else f"{made * flop / 1e12:.1f}", f"{step:.2f}", f"{flop / 1e12:.2f}"),
         f"{mean(quality(curve) for curve in curves):.3f}",
     ]
     return f"| {' | '.join(cells)} |"

@@ -1,11 +1,14 @@
 """Does RL keep a style that was learned from 30 pictures, and gain success? Several seeds, with and without likeness.
 
     python benchmarks/proof_style.py --seeds 0 1 2 --jobs 1
-    python benchmarks/proof_style.py --seeds 0 --plain          # RL without the reward for likeness
+    python benchmarks/proof_style.py --seeds 0 --plain          # RL without a reward for the style
+    python benchmarks/proof_style.py --seeds 0 --tower          # likeness by a vision tower
 
 Every run is resumable: what is finished is not done again. Each seed: SFT (``shapes-sft``, 60 steps) on 30 drawn
-miniatures, whose objects have 0.75 of the usual size; then Flow-GRPO (``shapes-lora``) on the verifier and on likeness
-to the 30 pictures, by the vision tower of the shipped ``scenes-vl``. Measured on held-out captions, from equal noise:
+miniatures, whose objects have 0.75 of the usual size; then RL (``shapes-lora``) on the verifier and on a reward for the
+style. That is learned: samples of the model after SFT (1) and before (0), of the 30 captions, are labels, and ``mmrl
+spread --model`` makes a reward of them, which reads pictures with the model that draws. Measured on held-out captions,
+from equal noise:
 
 - success: the verifier's strict verdict, with a 95 % interval,
 - small: the share of pictures whose objects are nearer to the style's size than to the usual one; RL does not see it.
@@ -56,12 +59,48 @@ def drawn(folder: Path) -> Path:
     return folder
 
 
-def rewards(pictures: Path, weight: float) -> str:
-    """The rewards of RL; without likeness where its ``weight`` is 0."""
-    tower = ROOT / "pipelines" / "vlm" / "models" / "scenes-vl"
-    options = f"{{pictures: {pictures.resolve()}, path: {tower}, copy_above: 0.995}}"
-    likeness = f", {{name: likeness, weight: {weight}, normalize: batch, options: {options}}}" if weight else ""
-    return f"rewards=[{{name: shapes, normalize: batch}}{likeness}]"
+def mmrl_(*words: object) -> None:
+    """Run the command line."""
+    command = [sys.executable, "-m", "mmrl", *map(str, words)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def learned(style: Path, captions: Sequence[str], out: Path) -> Path:
+    """The folder of a reward that tells samples of the model after SFT from those of the model before."""
+    if (out / "labels.json").exists():
+        return out
+    both = out.with_name(f"{out.name}-samples")
+    both.mkdir(parents=True, exist_ok=True)
+    (both / "captions.txt").write_text("\n".join(captions))
+    rows = ["file,label"]
+    for label, which in enumerate(("base", "latest")):
+        drawn = out.with_name(f"{out.name}-{which}")
+        if not drawn.exists():
+            mmrl_("sample", style, "--checkpoint", which, "--prompts", both / "captions.txt", "--n", 6, "--out", drawn)
+        for line in (drawn / "samples.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            name = f"{which}-{row['file']}"
+            (both / name).write_bytes((drawn / row["file"]).read_bytes())
+            (both / name).with_suffix(".txt").write_text(row["prompt"])
+            rows.append(f"{name},{label}")
+    (both / "captions.txt").unlink()
+    (both / "labels.csv").write_text("\n".join(rows))
+    mmrl_("spread", both, "--model", "shapes-full", "--by", "head", "--out", out)
+    return out
+
+
+def rewards(given: argparse.Namespace, style: Path, seed: int) -> str:
+    """The rewards of RL; without one for the style where its weight is 0."""
+    if not given.weight:
+        return "rewards=[{name: shapes, normalize: batch}]"
+    mine = drawn(given.out / "mine")
+    if given.tower:
+        tower = ROOT / "pipelines" / "vlm" / "models" / "scenes-vl"
+        own = f"name: likeness, options: {{pictures: {mine.resolve()}, path: {tower}, copy_above: 0.995}}"
+    else:
+        captions = [file.read_text() for file in sorted(mine.glob("*.txt"))]
+        own = f"name: labels, options: {{path: {learned(style, captions, given.out / f'reward-{seed}').resolve()}}}"
+    return f"rewards=[{{name: shapes, normalize: batch}}, {{{own}, weight: {given.weight}, normalize: batch}}]"
 
 
 def one_seed(given: argparse.Namespace, seed: int) -> dict[str, float]:
@@ -72,12 +111,11 @@ def one_seed(given: argparse.Namespace, seed: int) -> dict[str, float]:
     style, lora = given.out / f"style-{seed}", given.out / f"lora-{seed}"
     train("shapes-sft", seed, style, [*SFT, f"eval.rewards=[{{name: shapes}}, {measured}]"])
     if not lora.exists():
-        command = [sys.executable, "-m", "mmrl", "export", str(style), "--what", "lora", "--out", str(lora)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    run = given.out / f"rl-{given.weight:g}-{seed}"
+        mmrl_("export", style, "--what", "lora", "--out", lora)
+    run = given.out / f"rl-{'tower-' * given.tower}{given.weight:g}-{seed}{given.name}"
     settings = [
         f"model.lora={{path: {lora.resolve()}}}",
-        rewards(drawn(given.out / "mine"), given.weight),
+        rewards(given, style, seed),
         f"eval.rewards=[{measured}]",
         f"train.max_cpu_seconds={given.cpu_seconds}",
         "eval.every=45",
@@ -120,8 +158,10 @@ def table(results: dict[int, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--weight", type=float, default=2.0, help="of likeness")
-    parser.add_argument("--plain", dest="weight", action="store_const", const=0.0, help="without likeness")
+    parser.add_argument("--weight", type=float, default=1.0, help="of the reward for the style")
+    parser.add_argument("--plain", dest="weight", action="store_const", const=0.0, help="without it")
+    parser.add_argument("--tower", action="store_true", help="likeness by the vision tower of scenes-vl")
+    parser.add_argument("--name", default="", help="of the folder of RL, for other settings")
     parser.add_argument("--cpu-seconds", type=float, default=240.0, help="of RL, each seed")
     parser.add_argument("--samples", type=int, default=256, help="held-out pictures")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time, one thread each")

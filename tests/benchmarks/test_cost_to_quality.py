@@ -70,7 +70,7 @@ def test_the_search_leaves_the_best_rate_and_censored_runs_are_shown(benchmark, 
     start = f"| pictures, 0.55 | {ARM} | 0.0003 |"
     # Five steps of 2 x 10^12 operations each to the target; ten steps took 200 seconds.
     assert benchmark.row(one, runs, argparse.Namespace(**GIVEN)) == (
-        f"{start} 100, 100 | 100 | 100 (100 to 100) | 0.01 | 20.00 | 2.00 | 0.570 |"
+        f"{start} 100, 100 | 100 | 100 (100 to 100) | 10.0 | 20.00 | 2.00 | 0.570 |"
     )
     assert benchmark.line(found, [high, low, low], 2e12) == (
         f"{start} 100, > 300, > 300 | not reached |  |  | 60.00 | 2.00 | 0.530 |"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_thirty_pictures_teach_a_style_that_rl_begins_with(proof_style, tmp_path
     export(tmp_path / "style", tmp_path / "lora", "lora")
     begun = [
         f"model.lora={{path: {tmp_path / 'lora'}}}",
-        proof_style.rewards(proof_style.drawn(tmp_path / "mine"), 2.0),
+        proof_style.rewards(Namespace(weight=2.0, tower=True, out=tmp_path), tmp_path / "style", 0),
         f"eval.rewards=[{small}]",
         "train.steps=1",
         "train.prompts_per_step=2",
