@@ -79,7 +79,7 @@ def learned(style: Path, captions: Sequence[str], out: Path) -> Path:
             mmrl_("sample", style, "--checkpoint", which, "--prompts", both / "captions.txt", "--n", 6, "--out", drawn)
         for line in (drawn / "samples.jsonl").read_text().splitlines():
             row = json.loads(line)
-            name = f"{which}-{row['file']}"
+            name = f"{which}-{row['file'].replace('/', '-')}"
             (both / name).write_bytes((drawn / row["file"]).read_bytes())
             (both / name).with_suffix(".txt").write_text(row["prompt"])
             rows.append(f"{name},{label}")
