@@ -619,6 +619,30 @@ def test_samples_without_pairs_are_refused(spread_out, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_one_folder_against_another_needs_no_labels(tmp_path):
+    """All samples of the one are 1 and all of the other 0, whatever labels lie beside them."""
+    wanted, other = pictures(tmp_path / "wanted", count=24), pictures(tmp_path / "other", count=24)
+    for folder, keep in ((wanted, 0), (other, 1)):  # red pictures alone, and blue ones alone
+        for n in range(24):
+            if n % 2 != keep:
+                (folder / f"{n:03d}.png").unlink()
+    out = tmp_path / "out"
+    done = spread_of(wanted, "--against", other, "--by", "head", "--out", out, "--json")
+    assert done.exit_code == 0, str(done.exception)
+    said = json.loads(done.stdout)
+    assert (said["samples"], said["labels"], said["high_labels"]) == (24, 24, 12)
+    rows = {(Path(row["folder"]).name, row["label"]) for row in csv.DictReader((out / "scores.csv").open())}
+    assert rows == {("wanted", "1"), ("other", "0")}
+    assert said["held_out"]["supervised head"]["auc"][0] > 0.9
+    for given, message in (
+        (("--against", other, "--labels", wanted / table.NAME), "leave one of the two out"),
+        (("--against", wanted), "is named twice"),
+        (("--against", tmp_path / "none"), "is no folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            raise spread_of(wanted, *given, "--out", tmp_path / "no").exception
+
+
 def test_several_folders_that_cannot_be_spread_are_refused(spread_out, tmp_path):
     folder, out = spread_out[0], tmp_path / "out"
     second = pictures(tmp_path / "second", count=30, labelled=0)

@@ -23,6 +23,14 @@ FolderArgument = Annotated[
         "trains, a recipe or a run.",
     ),
 ]
+TextsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="words|MODEL",
+        help="What embeds texts and prompts: hashed words, or a sentence encoder.",
+        show_default="all-minilm-l6-v2 where it is set up",
+    ),
+]
 LabelsOption = Annotated[
     Path | None,
     typer.Option(metavar="CSV", help="A table with the columns file and label.", show_default="labels.csv in DIR"),
@@ -107,20 +115,17 @@ def spread(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; must not exist yet.")],
     labels: LabelsOption = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR|RUN", help="Samples that are not wanted, label 0; all of the others are 1."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="RECIPE", help="Embed pictures or texts with this recipe's model; it reads the prompt too."
         ),
     ] = None,
-    texts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="words|MODEL",
-            help="What embeds texts and prompts: hashed words, or a sentence encoder.",
-            show_default="all-minilm-l6-v2 where it is set up",
-        ),
-    ] = None,
+    texts: TextsOption = None,
     by: Annotated[
         Literal["auto", "graph", "head"],
         typer.Option(help="What gives the scores; auto: the best one on held-out labels."),
@@ -150,7 +155,7 @@ def spread(
 
     def made() -> Outcome:
         settings = Settings(neighbours=neighbours, seed=seed)
-        return spread_folder(folders, out, labels, texts, reader, settings, following, methods[by], pairs)
+        return spread_folder(folders, out, labels, texts, reader, settings, following, methods[by], pairs, against)
 
     if as_json:
         with json_alone() as write:

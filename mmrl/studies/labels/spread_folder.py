@@ -67,9 +67,16 @@ class Gathered:
     places: dict[str, written.Place]
 
 
-def gathered(folders: Sequence[Path], labels: Path | None = None) -> Gathered:
+def gathered(folders: Sequence[Path], labels: Path | None = None, against: Path | None = None) -> Gathered:
     """The samples of ``folders`` with their labels (``labels``, or labels.csv of each; of several folders some may have
-    none). Raises ``UserError``."""
+    none). With ``against`` no labels are read: those of ``folders`` are 1, and its samples, which come last, are 0.
+    Raises ``UserError``."""
+    if against is not None and labels is not None:
+        raise UserError(
+            f"--labels {labels} beside --against: with --against all samples of the folders are labels (1, and 0 for "
+            f"{against}); leave one of the two out"
+        )
+    folders = [*folders, *([] if against is None else [against])]
     several = len(folders) > 1
     if several and labels is not None:
         raise UserError(
@@ -88,9 +95,11 @@ def gathered(folders: Sequence[Path], labels: Path | None = None) -> Gathered:
                 f"{items[0].kind}; spread each kind alone"
             )
         path = labels or root_of(folder) / table.NAME
-        if path.exists() or not several:
-            given = table.read(path, [item.name for item in items])
-            found.labels.update((_named(folder, name, several), value) for name, value in given.of.items())
+        if against is not None:
+            given = {item.name: float(folder is not against) for item in items}
+        else:
+            given = table.read(path, [item.name for item in items]).of if path.exists() or not several else {}
+        found.labels.update((_named(folder, name, several), value) for name, value in given.items())
         for item in items:
             name = _named(folder, item.name, several)
             if name in found.places:
@@ -115,17 +124,19 @@ def spread_folder(
     following: int = NEXT,
     by: str = AUTO,
     pairs: int = 0,
+    against: Path | None = None,
 ) -> Outcome:
     """Spread the labels of ``labels`` (labels.csv of ``folder``) over its samples, into the new folder ``out``.
 
-    Several folders are spread over together, each with its own labels.csv. ``texts`` and ``model`` as in
-    ``Encoders.for_items``, ``by`` as in ``spread``. ``pairs``: the most that are picked of each
+    Several folders are spread over together, each with its own labels.csv. ``against``: as of ``gathered``. ``texts``
+    and ``model`` as in ``Encoders.for_items``, ``by`` as in ``spread``. ``pairs``: the most that are picked of each
     prompt (``mmrl.studies.labels.pairs``). Raises ``UserError``.
     """
     settings = settings or Settings()
     folders = [folder] if isinstance(folder, Path) else list(folder)
     refuse_taken(out)
-    found = gathered(folders, labels)
+    found = gathered(folders, labels, against)
+    folders = [*folders, *([] if against is None else [against])]
     items = found.items
     if len(items) < _LEAST_SAMPLES:
         where = f"{folders[0]} has" if len(folders) == 1 else "the folders have"
