@@ -100,6 +100,15 @@ def test_an_interval_holds_the_mean_of_logarithms(benchmark):
     assert benchmark.interval([100.0]) == ""
 
 
+def test_the_page_has_the_rows_that_the_runs_give(benchmark, monkeypatch, capsys):
+    kept = ROOT / "benchmarks" / "results" / "cost_to_quality.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--json", str(kept), "--print"])
+    benchmark.main()
+    printed, page = capsys.readouterr().out, (ROOT / "docs" / "reference" / "cost_to_quality.md").read_text()
+    assert printed.count("\n") > 2
+    assert printed in page
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
