@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import mmrl
@@ -136,11 +137,14 @@ def read(style: Path, run: Path) -> dict[str, float]:
     result = {"steps": len(steps), "cpu_seconds": steps[-1]["perf/cpu_seconds"], "samples": after[-1]["samples"]}
     for name, row in (("base", before[0]), ("style", after[0]), ("rl", after[-1])):
         result |= {f"{name}/success": row["reward/shapes/success"], f"{name}/small": row["reward/small"]}
-    return result | {"rl/copied": after[-1].get("reward/likeness/copied", math.nan)}
+    if "reward/likeness/copied" in after[-1]:
+        result["rl/copied"] = after[-1]["reward/likeness/copied"]
+    return result
 
 
 def table(results: dict[int, dict[str, float]]) -> str:
     """A row per seed, mean and standard deviation, and the intervals."""
+    from proof_labels import interval
     from proof_shapes import of_seeds
 
     from mmrl.rewards.judging.statistics import wilson
@@ -150,11 +154,15 @@ def table(results: dict[int, dict[str, float]]) -> str:
         "steps",
         *(f"{when}/{what}" for what in ("success", "small") for when in ("base", "style", "rl")),
     ]
-    lines = of_seeds({str(seed): found for seed, found in results.items()}, [*keys, "rl/copied"])
+    copied = ["rl/copied"] if all("rl/copied" in found for found in results.values()) else []
+    lines = of_seeds({str(seed): found for seed, found in results.items()}, [*keys, *copied])
     for what in ("success", "small"):
         for when in ("style", "rl"):
             counts = [(round(r[f"{when}/{what}"] * r["samples"]), round(r["samples"])) for r in results.values()]
             lines.append(f"{when}/{what}: " + ", ".join("{:.3f} to {:.3f}".format(*wilson(*count)) for count in counts))
+        style, rl = (mean(found[f"{when}/{what}"] for found in results.values()) for when in ("style", "rl"))
+        low, high = interval(style, rl, sum(round(found["samples"]) for found in results.values()))
+        lines.append(f"by RL, {what}: {rl - style:+.3f} ({low:+.3f} to {high:+.3f}), all seeds together")
     return "\n".join(lines)
 
 
