@@ -397,6 +397,7 @@ def test_what_cannot_train_on_votes_is_refused_before_a_model_is_loaded(tmp_path
     one = ["controllers=1", "devices_per_controller=1", "train.prompts_per_step=5", "train.group_size=4"]
     assert to_train("shapes-full", one, tmp_path / "run", pairs=False)[1:] == (tmp_path / "run", False)
     wrong = {"votes: both": "no kind of vote", "votes: pairs, by: graph": "cannot spread pairs", "first: 0": "first: 0"}
+    wrong |= dict.fromkeys(("noises: 17", "noises: 1.5"), "under 1 to 16 of them") | {"noises: 0": "noises: 0"}
     for options, why in wrong.items():
         with pytest.raises(UserError, match=why):
             mmrl.train("shapes-full", [f"rewards=[{{name: votes, options: {{{options}}}}}]"], out=tmp_path / "run")

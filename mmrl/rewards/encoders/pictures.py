@@ -101,7 +101,7 @@ class PictureReader:
         drawn = torch.randn(self.shape, generator=torch.Generator().manual_seed(n // 2))
         return -drawn if n % 2 else drawn
 
-    def _views(self, latents: Tensor, features: Mapping[str, Tensor], noise: Tensor) -> Views:
+    def _views(self, latents: Tensor, features: dict[str, Tensor], noise: Tensor) -> Views:
         found = Views(latents, [], [])
         for level in LEVELS:
             self._states.clear()
