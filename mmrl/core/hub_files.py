@@ -159,8 +159,8 @@ def folder_of(path: str) -> Path:
 
 
 def numbers_on_hub(path: str) -> dict[str, int]:
-    """How many numbers of each dtype, by safetensors' names, the weights of the hub name ``path`` have: from the heads
-    of the files, which are not downloaded. Raises ``OSError``, within seconds where there is no net."""
+    """How many numbers of each dtype, by safetensors' names, the weights of the hub name ``path`` have: from the
+    headers of the files, which are not downloaded. Raises ``OSError``, within seconds where there is no net."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import NotASafetensorsRepoError
 

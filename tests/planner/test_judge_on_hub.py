@@ -1,4 +1,4 @@
-"""The weights of a judge that was never downloaded are counted from the heads of its files on the hub."""
+"""The weights of a judge that was never downloaded are counted from the headers of its files on the hub."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
