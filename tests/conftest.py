@@ -130,6 +130,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays: to go through its half a million objects again takes 0.3 s each time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)  # building a model makes thousands of objects, none of which is garbage
 
 
 @pytest.fixture(autouse=True)

@@ -3,21 +3,19 @@
 It reads rewards that are never trained on, sample by sample: the same held-out prompt with the same noise, before
 training and now. Let ``dr`` be the change of a trained reward ``r`` and ``du`` that of an untrained one ``u``, in
 standard deviations of the base model's scores and cut to [-1, 1]. The hypothesis of a healthy run is, for each pair,
-that ``r`` has not risen (the mean of ``dr`` is at most 0) or that ``u`` has followed (the mean of ``follow * dr - du``,
-cut likewise, is at most 0). A sample whose ``u`` was already the best one is not expected to follow.
+that ``r`` has not risen (the mean of ``dr`` is at most 0) or that ``u`` has followed (the mean of
+``follow * dr - du``, cut likewise, is at most 0). A sample whose ``u`` was already the best one is not expected to
+follow.
 
-*One evaluation.* The mean over ``BETS`` of ``prod_i (1 + bet x_i)`` is an e-value for "the mean of ``x`` is at
-most 0" (the betting of Waudby-Smith and Ramdas, arXiv 2010.09686): its expectation is at most 1, for any number of
-samples and without a normal distribution, because samples of given prompts differ by independent noise. The smaller one
-of two e-values is an e-value for "one of the two hypotheses holds"; those of all pairs are averaged.
+*One evaluation.* ``p_value`` is small where the mean of values in [-1, 1] is above 0; no normal distribution is
+assumed. The larger one of two p-values is a p-value for "one of the two hypotheses holds".
 
-*A run.* Evaluations use the same noise, so their e-values depend on each other. Their sum, weighted by
-``1 / (t (t + 1))`` for evaluation ``t``, is an e-value whatever the dependence (Vovk and Wang, arXiv 1912.06116), and
-it never falls. Its maximum therefore exceeds ``1 / alpha`` with a probability of at most ``alpha``, however long the
-run is: the mean lags that are not rejected are a confidence sequence.
+*A run.* Evaluations share prompts and noise, so they depend on each other. Evaluation ``t`` is tested at the level
+``alpha * 3 / ((t + 2) (t + 3))``, divided by the number of pairs. These levels sum to ``alpha``: whatever the
+dependence, the chance that any of them ever finds a healthy run guilty is at most ``alpha``, however long the run is.
+In other words the means that are not rejected are a confidence sequence, by the union bound.
 
-Departures: bets are a fixed mixture, not predicted from earlier samples, so that the order of samples and the number of
-controllers do not matter. The standard deviations are those of the base model's samples, taken as known.
+Departures: the standard deviations are those of the base model's samples, taken as known.
 """
 
 from __future__ import annotations
@@ -31,9 +29,13 @@ from numpy.typing import NDArray
 from mmrl.core.json_types import JsonObject, as_integer, as_list, as_number, as_object
 from mmrl.training.guards import EVIDENCE, GOOD
 
-BETS = (0.95, 0.5, 0.25)
-MOST = 60.0
-"""The largest logarithm of an e-value that is kept."""
+SIGN = 0.1
+"""An evaluation with a p-value below this is no good one."""
+_NODES = np.sinh(np.arange(0.05, 12.0, 0.1))
+"""Where the integrand of ``p_value`` is summed: close to one another where it is large, far where it vanishes."""
+_WIDTHS = 0.1 * np.hypot(1.0, _NODES)
+_LEAST = 1e-300
+"""No smaller p-value is told apart."""
 
 Scores = Mapping[str, Sequence[float | None]]
 """By name in heldout.jsonl the scores of an evaluation's samples, in the order of their slots; None: no score."""
@@ -51,7 +53,7 @@ class Alarm:
         self.weights, self.untrained, self.alpha, self.follow = weights, untrained, alpha, follow
         self._base: dict[str, Array] = {}
         self._seen = 0
-        self._sums = dict.fromkeys(untrained, 0.0)
+        self._most = dict.fromkeys(untrained, 0.0)
         self.good = 0
 
     def saw(self, step: int, scores: Scores) -> dict[str, float]:
@@ -61,22 +63,18 @@ class Alarm:
             self._base, self.good = now, step
             return {}
         self._seen += 1
-        gains = [
-            np.sign(weight) * _change(self._base[name], now[name])
-            for label, weight in self.weights.items()
-            if weight and (name := f"reward/{label}") in now and name in self._base
-        ]
-        found = {
-            label: float(np.mean([self._e_value(name, now[name], gain) for gain in gains]))
-            for label in self.untrained
-            if gains and (name := f"reward/{label}") in now and name in self._base
-        }
-        for label, value in found.items():
-            self._sums[label] += value / (len(self.untrained) * self._seen * (self._seen + 1))
-        if sum(found.values()) <= len(found):
+        trained = [(f"reward/{label}", np.sign(weight)) for label, weight in self.weights.items() if weight]
+        gains = [sign * _change(self._base[r], now[r]) for r, sign in trained if r in now and r in self._base]
+        level = 3 * self.alpha / ((self._seen + 2) * (self._seen + 3) * max(1, len(trained) * len(self.untrained)))
+        least = 1.0
+        for label in self.untrained:
+            if (name := f"reward/{label}") in now and name in self._base:
+                p = min((self._p_value(name, now[name], gain) for gain in gains), default=1.0)
+                self._most[label], least = max(self._most[label], level / max(p, _LEAST)), min(least, p)
+        if least >= SIGN:
             self.good = step
-        each = {f"{EVIDENCE}/{label}": self.alpha * value for label, value in self._sums.items()}
-        return {EVIDENCE: sum(each.values()), **each, GOOD: self.good}
+        each = {f"{EVIDENCE}/{label}": value for label, value in self._most.items()}
+        return {EVIDENCE: max(each.values(), default=0.0), **each, GOOD: self.good}
 
     def saw_before(self, rows: Sequence[JsonObject]) -> None:
         """Read the rows of heldout_samples.jsonl of a run that goes on."""
@@ -86,21 +84,36 @@ class Alarm:
                 scores = {k: [None if v is None else as_number(v) for v in as_list(of)] for k, of in values.items()}
                 self.saw(as_integer(row["step"]), scores)
 
-    def _e_value(self, name: str, now: Array, gain: Array) -> float:
-        """The evidence that a trained reward rose by ``gain`` and the untrained one called ``name`` did not follow."""
+    def _p_value(self, name: str, now: Array, gain: Array) -> float:
+        """It is small where a trained reward rose by ``gain`` and the untrained one called ``name`` did not follow."""
         base = self._base[name]
         change, size = _change(base, now), min(len(base), len(now), len(gain))
         room = base[:size] < np.max(base[np.isfinite(base)], initial=-math.inf)
         lags = self.follow * room * np.nan_to_num(gain[:size]) - change[:size]
-        return min(e_value(gain), e_value(np.clip(lags, -1.0, 1.0)))
+        return max(p_value(gain), p_value(np.clip(lags, -1.0, 1.0)))
 
 
-def e_value(values: Array) -> float:
-    """The evidence that the mean of ``values`` is above 0; 1 without one. Those that are not finite are left out, and
-    none of the others is below -1."""
-    known = values[np.isfinite(values)]
-    logs = [float(np.log1p(bet * known).sum()) for bet in BETS]
-    return sum(math.exp(min(one, MOST)) for one in logs) / len(BETS)
+def p_value(values: Array) -> float:
+    """The p-value for "the mean is at most 0" of values ``[N]`` in [-1, 1]; those that are not finite are left out.
+
+    Gaffke (2005), and Learned-Miller and Thomas (arXiv 1905.06208): the probability that ``sum_i E_i x_i - E_0`` is at
+    most 0 for independent exponential ``E``, with -1, the least possible value, beside the sample. For values of -1 and
+    1 it is the exact sign test. That it is never too small is proved for two possible values, and a conjecture without
+    a known counterexample for others. The probability is the integral of the moment generating function through its
+    saddle point.
+    """
+    x = np.append(values[np.isfinite(values)], -1.0)
+    if x.mean() <= 0:  # near one half or above, which is no sign of anything
+        return 1.0
+    low, high = -1.0, 0.0  # the saddle point lies between: the derivative of -log(1 - s x), summed, rises
+    for _ in range(60):
+        half = (low + high) / 2
+        low, high = (low, half) if np.sum(x / (1 - half * x)) > 0 else (half, high)
+    s = (low + high) / 2
+    spread = np.sqrt(np.sum((x / (1 - s * x)) ** 2))
+    at = s + 1j * _NODES / spread
+    logs = -np.sum(np.log1p(-at * x[:, None]), 0)
+    return float(np.clip(np.sum((np.exp(logs) / -at).real * _WIDTHS) / (spread * np.pi), 0.0, 1.0))
 
 
 def _change(base: Array, now: Array) -> Array:

@@ -41,7 +41,7 @@ EVIDENCE = f"{PREFIX}evidence"
 """With ``method: sequential`` (mmrl/training/alarm.py) the evidence so far in units of what raises the alarm, and as a
 prefix that of each untrained reward."""
 GOOD = f"{PREFIX}good"
-"""The step of the last evaluation without evidence: what is over-optimised began after it."""
+"""The step of the last evaluation without a sign of it: what is over-optimised began after it."""
 MOST = 64
 """Number of samples that are compared with the base model's, which are drawn again on resume."""
 GRID = 64

@@ -1,7 +1,7 @@
-"""The sequential alarm: its e-values under the hypothesis, what it says of a run, and a run that it ends."""
+"""The sequential alarm: its p-values under the hypothesis, what it says of a run, and a run that it ends."""
 
-import itertools
 import json
+from math import comb
 
 import numpy as np
 import pytest
@@ -12,19 +12,35 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Guards
 from mmrl.core.signals import Stop
 from mmrl.logging.rundir import RunDir
-from mmrl.training.alarm import BETS, Alarm, e_value
+from mmrl.training.alarm import Alarm, p_value
 from mmrl.training.guards import EVIDENCE, GOOD, Limits
 from tests.support.guards import SMALL
 from tests.support.tiny_diffusion import two_blocks
 
 
-def test_an_e_value_is_the_mean_over_bets_and_expects_one():
-    lags = np.array([0.5, -1.0, 0.25])
-    by_hand = np.mean([np.prod([1 + bet * lag for lag in lags]) for bet in BETS])
-    assert e_value(lags) == pytest.approx(by_hand)
-    fair = [e_value(np.array(signs)) for signs in itertools.product([-1.0, 1.0], repeat=6)]
-    assert np.mean(fair) == pytest.approx(1)  # every outcome of six fair coins
-    assert e_value(np.array([])) == 1
+@pytest.mark.parametrize(("ups", "downs"), [(2, 0), (9, 3), (40, 31), (200, 56)])
+def test_the_p_value_of_two_values_is_the_exact_sign_test(ups, downs):
+    exact = sum(comb(ups + downs, k) for k in range(ups, ups + downs + 1)) / 2 ** (ups + downs)
+    assert p_value(np.repeat([1.0, -1.0], [ups, downs])) == pytest.approx(exact, rel=1e-6)
+
+
+def test_the_p_value_is_the_probability_that_the_weighted_mean_with_the_least_value_is_not_above_zero():
+    rng = np.random.default_rng(0)
+    x = np.clip(rng.normal(0.2, 0.4, 12), -1, 1)
+    drawn = rng.exponential(size=(200_000, 13)) @ np.append(x, -1.0) <= 0
+    assert p_value(x) == pytest.approx(drawn.mean(), abs=4 * drawn.std() / len(drawn) ** 0.5)
+    assert p_value(np.append(x, np.nan)) == p_value(x)
+    assert p_value(x[::-1]) == pytest.approx(p_value(x))
+    assert (p_value(np.array([])), p_value(-x)) == (1, 1)
+
+
+@pytest.mark.parametrize("rare", [0.1, 0.3])
+def test_rare_large_losses_that_no_sample_may_show_raise_no_more_alarms(rare):
+    rng = np.random.default_rng(0)
+    gain = rare / (1 - rare)  # the mean is 0
+    found = [p_value(np.where(rng.uniform(size=30) < rare, -1.0, gain)) for _ in range(600)]
+    assert np.mean(np.array(found) <= 0.1) <= 0.1 + 3 * (0.09 / 600) ** 0.5
+    assert min(found) < 0.4
 
 
 def scores(trained, judge):
@@ -32,13 +48,13 @@ def scores(trained, judge):
 
 
 def test_false_alarms_are_no_more_than_alpha_though_evaluations_share_their_noise():
-    rng, alarms, runs = np.random.default_rng(0), 0, 400
+    rng, alarms, runs = np.random.default_rng(0), 0, 300
     for _ in range(runs):
         alarm = Alarm({"trained": 1.0}, ["judge"], alpha=0.2, follow=0.0)
         shared = rng.normal(size=40)  # what a sample's noise does in every evaluation
         base = rng.normal(size=40)
         alarm.saw(0, scores(base, base))
-        for step in range(1, 9):
+        for step in range(1, 6):
             row = alarm.saw(step, scores(base + 1, base + 0.6 * shared + 0.3 * rng.normal(size=40)))
         alarms += row[EVIDENCE] >= 1
     assert 0 < alarms <= 0.2 * runs
@@ -68,7 +84,7 @@ def test_missing_scores_and_constant_ones_are_no_evidence():
     base = {"reward/trained": [0.0, 1.0, None], "reward/judge": [0.5, None, 0.1], "reward/form": [1.0, 1.0, 1.0]}
     alarm.saw(0, base)
     row = alarm.saw(1, base)
-    assert row[EVIDENCE] == pytest.approx(0.05 / 2 * 2 / 3)  # one of the three is not there
+    assert row[EVIDENCE] == pytest.approx(0.05 * 3 / (3 * 4) / 3)  # a p-value of 1 at the first level of three rewards
     assert row[GOOD] == 1
     every = Alarm({"trained": 1.0}, ["form"], alpha=0.05, follow=0.5)
     every.saw(0, {"reward/trained": [0.0] * 64, "reward/form": [1.0] * 64})
