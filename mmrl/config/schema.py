@@ -277,7 +277,7 @@ class Guards(Section):
     (docs/reference/alarm.md)."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """``sequential``: the largest probability of a false alarm in a run, however long it is."""
-    follow: Fraction = 1.0
+    follow: Fraction = 0.75
     """``sequential``: the share of the trained reward's gain that an untrained reward keeps up with in a healthy run,
     both in standard deviations of the base model's scores. With 0 only a fall counts."""
     diversity_min: Fraction | None = 0.5
