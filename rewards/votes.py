@@ -44,6 +44,7 @@ from mmrl.rewards.learned.labels.votes import Votes as Kind
 
 _LOOK_S, _SAY_S = 0.2, 30.0
 """Seconds between two looks at the log, and between two lines on the terminal."""
+_NONE = "there are no votes yet; they begin with the first step"
 _METHODS = {"auto": AUTO, "graph": GRAPH, "head": HEAD}
 
 
@@ -128,7 +129,7 @@ class Voted:
             self._run.pool.add(context.step, samples, parts)
             known = await self._run.known_at(context.step)
         if not isinstance(known, Known):
-            return [Failed(known or "there are no votes yet")] * len(samples)
+            return [Failed(known or _NONE)] * len(samples)
         return list(known.scores(parts).tolist())
 
 
@@ -165,7 +166,7 @@ class Live:
                     return stopped
                 self.step = step
                 self._ask(step)
-        return self.known or "there are no votes yet"
+        return self.known or _NONE
 
     async def _recorded(self, step: int, used: Used) -> str:
         """Take the votes that ``step`` used before; the samples of the step that its fit knew come meanwhile."""

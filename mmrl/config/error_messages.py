@@ -116,9 +116,11 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
     peer = peer_message(".".join(map(str, path)), _at(values, path)) if others else ""
-    if others and not peer:
+    if others and peer:
+        peer += f"; type {', '.join(map(_tag, others))} have a key of this name"
+    elif others:
         type_ = for_samples(_at(values, (*path[:-1], "type")), values.get("sampling")) or _tag(section)
-        owners = " and ".join(_tag(other) for other in others)
+        owners = " and ".join(map(_tag, others))
         name = path[-2]
         return (
             f"belongs to type {owners}, this section's type is {type_}; remove it, "

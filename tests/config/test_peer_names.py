@@ -33,6 +33,7 @@ def test_every_name_leads_to_a_key_that_exists(tool):
         ("network.linear=16", "ai-toolkit's network.linear is model.lora.rank here"),
         ("model.name_or_path=x/y", "ai-toolkit's model.name_or_path is model.path here"),
         ("num_generations=8", "TRL's num_generations is train.group_size here"),
+        ("algorithm.beta=100", "TRL's beta is algorithm.kl_coef here; type crd, dgpo, "),
         ("algorithm.epsilon=0.2", "TRL's epsilon is algorithm.clip_low here"),
         ("max_completion_length=64", "is sampling.max_new_tokens here"),
         ("sampling.num_inference_steps=8", "diffusers's num_inference_steps is sampling.steps here"),

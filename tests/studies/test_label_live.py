@@ -393,6 +393,7 @@ def test_what_cannot_train_on_votes_is_refused_before_a_model_is_loaded(tmp_path
         (["shapes-full", "--train", "train.prompts_per_step=2", "train.group_size=4"], "a step has 8 samples"),
         (["shapes-full", "--train", "--stars"], "leave them out with --train"),
         (["samples", "train.steps=2"], "are for --train"),
+        ([str(tmp_path), "--train"], "is a folder; --train trains a recipe's model"),
         (["moving-shapes", "--train"], "clips cannot be voted on while a run trains"),
     ):
         out = ["--out", str(tmp_path / "run")] if "--train" in words else []

@@ -648,7 +648,11 @@ def test_several_folders_that_cannot_be_spread_are_refused(spread_out, tmp_path)
     second = pictures(tmp_path / "second", count=30, labelled=0)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("word")
+    (tmp_path / "run").mkdir()
+    for name in ("recipe.yaml", "resolved.json"):
+        (tmp_path / "run" / name).write_text("{}")
     for given, said in (
+        ((folder, "--model", tmp_path / "run"), "is a run; name the recipe that it began with"),
         ((folder, second, "--labels", folder / table.NAME), "--labels names one table, and there are 2 folders"),
         ((folder, folder.parent / "." / folder.name), "is named twice"),
         ((folder, tmp_path / "texts"), "of the kind image, and .* of the kind text; spread each kind alone"),
@@ -725,7 +729,14 @@ def test_labels_by_chance_make_tables_and_no_reward(tmp_path):
     [
         (None, "there is no .*labels.csv; give labels with: mmrl label"),
         ("name,label\n000.png,1\n", "no column 'file'; its first line must be: file,label"),
-        ("file,label\nnobody.png,0\n", "line 2: there is no sample 'nobody.png'"),
+        (
+            "file,label\nnobody.png,0\n",
+            "line 2: there is no sample 'nobody.png' beside it; one that is there is '000.png'",
+        ),
+        (
+            "file,label\n000.pngx,0\n",
+            "there is no sample '000.pngx' beside it; did you mean '000.png'.; correct or remove",
+        ),
         ("file,label\n000.png,1\n001.png,no\n", "labels of two kinds: words .line 3. and numbers .line 2."),
         ("file,label\n000.png,5\n", "line 2: the label is '5'; write a number from 0 to 1"),
         ("file,label\n000.png,nan\n", "line 2: the label is 'nan'"),

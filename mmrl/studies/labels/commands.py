@@ -12,6 +12,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.garbage import rarely_collected
 
 if TYPE_CHECKING:
+    from mmrl.core.json_types import JsonObject
     from mmrl.studies.labels.spread_folder import Outcome
 
 
@@ -144,14 +145,12 @@ def spread(
     rewards: [{name: labels, options: {path: DIR}}].
     """
     with rarely_collected():
-        loaded = None if model is None else read_recipe(model, [])
-        from mmrl.rewards.learned.labels.embeddings import model_of
+        reader = None if model is None else _reader(model)
         from mmrl.rewards.learned.labels.spreading import AUTO, GRAPH, HEAD
         from mmrl.rewards.learned.labels.training import Settings
         from mmrl.studies.labels.spread_folder import spread_folder
 
         methods = {"auto": AUTO, "graph": GRAPH, "head": HEAD}
-        reader = None if loaded is None else model_of(loaded.recipe)
 
     def made() -> Outcome:
         settings = Settings(neighbours=neighbours, seed=seed)
@@ -163,6 +162,16 @@ def spread(
     else:
         _show(made(), out)
         print(out)
+
+
+def _reader(model: str) -> JsonObject:
+    """What embeds the samples. Raises ``UserError``, also for a run in place of a recipe."""
+    from mmrl.logging.rundir import looks_like_run
+    from mmrl.rewards.learned.labels.embeddings import model_of
+
+    if looks_like_run(Path(model)):
+        raise UserError(f"--model: {model} is a run; name the recipe that it began with, whose model reads samples")
+    return model_of(read_recipe(model, []).recipe)
 
 
 def _show(made: Outcome, out: Path) -> None:

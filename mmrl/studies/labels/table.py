@@ -14,11 +14,12 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from mmrl.config.errors import did_you_mean
 from mmrl.core.errors import UserError
 from mmrl.core.untrusted import RefusedFileError, printable, read_file, resolved
 
@@ -79,10 +80,11 @@ def read(path: Path, names: Sequence[str]) -> Labels:
     fewer = {*(words if len(words) < len(numbers) else numbers)}
     bad += [f"line {n}: the label is a {'word' if n in words else 'number'} among others" for n in sorted(fewer)]
     if bad and not good:
-        raise UserError(f"{path}, {bad[0]}; correct or remove the line")
+        raise UserError(f"{path}, {bad[0]}{_near(table, known)}; correct or remove the line")
     if bad:
         named = "; ".join(bad[:_NAMED]) + ("; ..." if len(bad) > _NAMED else "")
-        warnings.warn(f"{path}: {len(bad)} lines are left out ({named})", SkippedLabels, stacklevel=2)
+        said = f"{path}: {len(bad)} lines are left out ({named}{_near(table, known)})"
+        warnings.warn(said, SkippedLabels, stacklevel=2)
     found: dict[str, float] = {}
     for row, value in good:
         if value is None:
@@ -209,6 +211,14 @@ def _sample(file: str, known: Collection[str]) -> str:
     if name is None:
         raise ValueError(f"there is no sample {printable(file.strip())!r} beside it")
     return name
+
+
+def _near(table: Sequence[_Row], known: Set[str]) -> str:
+    """A name like the first one that is no sample's, or the first of those that there are."""
+    lost = next((row.file.strip() for row in table if not {row.file, row.file.strip()} & known), None)
+    if lost is None or not known:
+        return ""
+    return printable(did_you_mean(lost, sorted(known)) or f"; one that is there is {min(known)!r}")
 
 
 def _value(label: str) -> float:

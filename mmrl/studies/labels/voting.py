@@ -31,6 +31,11 @@ def to_train(source: str, changes: Sequence[str], out: Path | None, *, pairs: bo
         overlays, overrides = layers_of(changes)
         loaded, out = continued(run, overlays, overrides, None, preparing()), run
     else:
+        if run.is_dir():
+            raise UserError(
+                f"{source} is a folder; --train trains a recipe's model and asks for votes on its samples: mmrl label "
+                f"RECIPE --train. To label the samples of the folder: mmrl label {source}"
+            )
         loaded = read_recipe(source, changes)
         if not any(reward.name == REWARD for reward in loaded.recipe.rewards):
             loaded = read_recipe(source, [*changes, _rewards(loaded, source, pairs=pairs)])
