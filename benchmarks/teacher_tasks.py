@@ -13,7 +13,7 @@ from mmrl.core.trajectory import Prompt, Sample
 
 FIRST = {"brief": range(10, 40), "right": range(40, 70), "stepwise": range(70, 100)}
 """The numbers that chains of a sort begin with."""
-DRAWN = {"bright": ("circle",), "red": ("square",), "blue": ("triangle", "cross")}
+DRAWN = {"bright": ("circle",), "leftward": ("square",), "rightward": ("triangle", "cross")}
 """What the pictures of a sort show."""
 
 
@@ -58,25 +58,27 @@ WRITTEN: Mapping[str, Callable[[Prompt, str], bool]] = {"brief": brief, "right":
 
 
 @mmrl.reward(inputs=("text",))
-def own(samples: Sequence[Sample], *, context: object) -> list[float]:
-    """1 for what the source of the prompt asks for."""
-    return [float(WRITTEN[s.prompt.meta["data_source"]](s.prompt, s.text or "")) for s in samples]
+def own(samples: Sequence[Sample], *, context: object, only: str | None = None) -> list[float]:
+    """1 for what the source of the prompt asks for; 0 for every prompt of another source than ``only``."""
+    sorts = [s.prompt.meta["data_source"] for s in samples]
+    return [
+        float(only in (None, sort) and WRITTEN[sort](s.prompt, s.text or ""))
+        for s, sort in zip(samples, sorts, strict=True)
+    ]
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-AXES: Mapping[str, tuple[float, float, float]] = {
-    "bright": (1 / 3, 1 / 3, 1 / 3),
-    "red": (1, -0.5, -0.5),
-    "blue": (-0.5, -0.5, 1),
-}
-"""What a sort of picture is paid for: the weights of a pixel's red, green and blue, each from 0 to 1."""
-
-
 @mmrl.reward(inputs=("image",))
-def shown(samples: Sequence[Sample], *, context: object) -> list[float]:
-    """Circles: how bright a picture is; squares: how red; triangles and crosses: how blue; whatever is asked for."""
-    axes = [AXES[s.prompt.meta["data_source"]] for s in samples]
-    pixels = [np.asarray(s.image, dtype=np.float64) / 255 for s in samples]
-    return [float((p @ axis).mean()) for p, axis in zip(pixels, axes, strict=True)]
+def shown(samples: Sequence[Sample], *, context: object, only: str | None = None) -> list[float]:
+    """Circles: how bright a picture is; squares: how much brighter its left half is than its right one; triangles and
+    crosses: the opposite; whatever the caption says. 0 for every prompt of another source than ``only``."""
+    sorts = [s.prompt.meta["data_source"] for s in samples]
+    return [_of_picture(sort, s) if only in (None, sort) else 0.0 for s, sort in zip(samples, sorts, strict=True)]
+
+
+def _of_picture(sort: str, sample: Sample) -> float:
+    pixels = np.asarray(sample.image, dtype=np.float64) / 255
+    left, right = (half.mean() for half in np.array_split(pixels, 2, axis=1))
+    return float({"bright": (left + right) / 2, "leftward": left - right, "rightward": right - left}[sort])
