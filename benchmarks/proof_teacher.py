@@ -168,7 +168,7 @@ class Runs(NamedTuple):
 
     def measure(self, *of: Path) -> list[Rewards]:
         """The held-out rewards of each source's samples of runs or adapters, kept in their folders; ``base`` is the
-        model that a run began with."""
+        model that all runs began with."""
         if lacking := [str(one) for one in of if not self.kept(one).exists()]:
             job = next(name for name, job in JOBS.items() if job is self.job)
             command = [sys.executable, __file__, "--job", job, "--samples", str(self.samples), "--measure", *lacking]
@@ -232,7 +232,7 @@ def of_seed(runs: Runs, seed: int, asked: argparse.Namespace) -> Seed:
     its own."""
     job, seconds = runs.job, asked.seconds
     teachers = {kind: runs.run(kind, seed, seconds, [kind], job.paid(1)) for kind in job.kinds}
-    before, *theirs = runs.measure(teachers[job.kinds[0]] / "base", *teachers.values())
+    before, *theirs = runs.measure(runs.out / "base", *teachers.values())
     taught = {kind: own[kind] for kind, own in zip(teachers, theirs, strict=True)}
     found, errors = {"before": means(before), "teachers": means(taught)}, dict[str, Scores]()
     for arm in asked.arms:
