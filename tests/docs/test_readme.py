@@ -49,7 +49,7 @@ def test_the_reward_of_the_first_screen_runs_as_it_stands(tmp_path):
 
 
 def test_the_two_commands_are_there_and_ci_runs_the_second():
-    assert "mmrl train shapes-full" in block("main job")
+    assert "mmrl train shapes-crd" in block("main job")
     assert "pytest" in block("tests")
     assert "<!-- tests -->" in (ROOT / ".ci" / "run").read_text()
 
