@@ -130,7 +130,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays: to go through its half a million objects again takes 0.3 s each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # building a model makes thousands of objects, none of which is garbage
+    gc.set_threshold(
+        20_000, 10, 10
+    )  # a model is thousands of objects, which 700 at a time would be gone through again and again
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,11 @@ from typer.testing import CliRunner
 import mmrl
 from mmrl.app.verify import verify
 from mmrl.cli import app
+from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
 from mmrl.core.reward_contract import Context, Failed
 from mmrl.core.trajectory import Prompt, Sample, SampleId
+from mmrl.data.loading import load_prompts
 from mmrl.rewards.learned.labels.embeddings import Encoders
 from mmrl.rewards.learned.labels.live import Batch, Shown, asks, fitted
 from mmrl.rewards.learned.labels.spreading import HEAD
@@ -416,6 +418,12 @@ def test_a_short_proof_votes_change_the_reward_and_the_weights(tmp_path, monkeyp
         proof = importlib.import_module("proof_votes")
     finally:
         sys.path.remove(folder)
+    shapes, judge = mmrl.load("datasets", "shapes"), proof.verifier()
+    asked_for, *others = load_prompts(load_recipe(["shapes-full"], []).recipe, "train")
+    other = next(one for one in others if one.text != asked_for.text)
+    drawn = [shapes.picture(one, seed=1) for one in (asked_for, other)]
+    assert [judge(asked_for.text, [one]) for one in drawn] == [1, 0]
+    assert judge(asked_for.text, drawn) == 1
     # What is right is too rare in so few pictures: a reward that cannot tell it gives all of them one score.
     monkeypatch.setattr(proof, "verifier", lambda: lambda _prompt, pictures: redder(pictures[0]))
     small = [one for one in SMALL[:8] if "eval.every" not in one and "sampling" not in one]
