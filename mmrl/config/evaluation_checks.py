@@ -56,15 +56,29 @@ def _no_distance(recipe: Recipe) -> str | None:
 
 def _sequential(recipe: Recipe) -> Iterator[str]:
     """Check that the alarm has something to read."""
-    if recipe.eval.guards.method == "limits":
+    guards, evaluation = recipe.eval.guards, recipe.eval
+    if guards.method == "limits":
+        if guards.samples is not None:
+            yield "eval.guards.samples: only sequential reads it; set method to sequential, or remove samples"
         return
+    least, n = guards.samples or evaluation.samples, evaluation.samples_per_prompt
+    if least < evaluation.samples:
+        yield (
+            f"eval.guards.samples: {least} is less than eval.samples, {evaluation.samples}, which it begins with; set "
+            f"it to {4 * evaluation.samples}, or remove it"
+        )
+    elif least % n:
+        yield (
+            f"eval.guards.samples: {least} is not a multiple of eval.samples_per_prompt, {n}; set it to "
+            f"{-(-least // n) * n}"
+        )
     trained = [(reward.name, reward.options) for reward in recipe.rewards]
     if all((reward.name, reward.options) in trained for reward in recipe.eval.rewards):
         yield (
             "eval.guards.method: sequential reads rewards that are never trained on, and eval.rewards has none; name "
             "one there (such as another judge or a verifier), or set eval.guards.method to limits"
         )
-    elif recipe.eval.every is None:
+    elif evaluation.every is None:
         yield "eval.guards.method: nothing is evaluated, so nothing is tested; set eval.every, or method to limits"
 
 

@@ -280,6 +280,9 @@ class Guards(Section):
     follow: Fraction = 0.75
     """``sequential``: the share of the trained reward's gain that an untrained reward keeps up with in a healthy run,
     both in standard deviations of the base model's scores. With 0 only a fall counts."""
+    samples: Many | None = None
+    """``sequential``: the held-out samples of the base model and of an evaluation in which eval.samples have a sign of
+    over-optimisation; the test is of all of them. None: eval.samples."""
     diversity_min: Fraction | None = 0.5
     """The least diversity of a prompt's samples, as a share of the base model's."""
     distance_max: PositiveFloat | None = None

@@ -10,6 +10,10 @@ follow.
 *One evaluation.* ``p_value`` is small where the mean of values in [-1, 1] is above 0; no normal distribution is
 assumed. The larger one of two p-values is a p-value for "one of the two hypotheses holds".
 
+*More samples.* An evaluation whose p-value is below ``LOOK`` goes on to ``eval.guards.samples``, as the base model's
+did, and the p-value of all of them is tested alone. That it was chosen by the first ones does not matter: to be chosen
+and to be found guilty is no more likely than to be found guilty.
+
 *A run.* Evaluations share prompts and noise, so they depend on each other. Evaluation ``t`` is tested at the level
 ``alpha * 3 / ((t + 2) (t + 3))``, divided by the number of pairs. These levels sum to ``alpha``: whatever the
 dependence, the chance that any of them ever finds a healthy run guilty is at most ``alpha``, however long the run is.
@@ -31,6 +35,8 @@ from mmrl.training.guards import EVIDENCE, GOOD
 
 SIGN = 0.1
 """An evaluation with a p-value below this is no good one."""
+LOOK = 0.25
+"""One with a p-value below this is worth more samples. In a healthy run few are."""
 _NODES = np.sinh(np.arange(0.05, 12.0, 0.1))
 """Where the integrand of ``p_value`` is summed: close to one another where it is large, far where it vanishes."""
 _WIDTHS = 0.1 * np.hypot(1.0, _NODES)
@@ -56,22 +62,25 @@ class Alarm:
         self._most = dict.fromkeys(untrained, 0.0)
         self.good = 0
 
+    def wants_more(self, scores: Scores) -> bool:
+        """Whether this evaluation goes on to ``eval.guards.samples``: the base model's, and one with a p-value below
+        ``LOOK`` while no alarm is raised."""
+        raised = max(self._most.values(), default=0.0) >= 1
+        return not self._base or (not raised and min(self._p_values(_arrays(scores)).values(), default=1.0) < LOOK)
+
     def saw(self, step: int, scores: Scores) -> dict[str, float]:
         """Read an evaluation; returns its metrics: the evidence, that of each reward, and ``GOOD``."""
-        now = {k: np.array([math.nan if v is None else v for v in of], float) for k, of in scores.items()}
+        now = _arrays(scores)
         if not self._base:
             self._base, self.good = now, step
             return {}
         self._seen += 1
-        trained = [(f"reward/{label}", np.sign(weight)) for label, weight in self.weights.items() if weight]
-        gains = [sign * _change(self._base[r], now[r]) for r, sign in trained if r in now and r in self._base]
-        level = 3 * self.alpha / ((self._seen + 2) * (self._seen + 3) * max(1, len(trained) * len(self.untrained)))
-        least = 1.0
-        for label in self.untrained:
-            if (name := f"reward/{label}") in now and name in self._base:
-                p = min((self._p_value(name, now[name], gain) for gain in gains), default=1.0)
-                self._most[label], least = max(self._most[label], level / max(p, _LEAST)), min(least, p)
-        if least >= SIGN:
+        pairs = len(self._trained) * len(self.untrained)
+        level = 3 * self.alpha / ((self._seen + 2) * (self._seen + 3) * max(1, pairs))
+        found = self._p_values(now)
+        for label, p in found.items():
+            self._most[label] = max(self._most[label], level / max(p, _LEAST))
+        if min(found.values(), default=1.0) >= SIGN:
             self.good = step
         each = {f"{EVIDENCE}/{label}": value for label, value in self._most.items()}
         return {EVIDENCE: max(each.values(), default=0.0), **each, GOOD: self.good}
@@ -81,8 +90,24 @@ class Alarm:
         for row in rows:
             values = as_object(row["values"])
             if any(name.startswith("reward/") for name in values):
-                scores = {k: [None if v is None else as_number(v) for v in as_list(of)] for k, of in values.items()}
-                self.saw(as_integer(row["step"]), scores)
+                more = as_object(as_object(row["more"])["values"]) if "more" in row else {}
+                self.saw(as_integer(row["step"]), with_more(_numbers(values), _numbers(more)))
+
+    @property
+    def _trained(self) -> list[tuple[str, float]]:
+        """The rewards that are trained on, and the signs of their weights."""
+        return [(f"reward/{label}", math.copysign(1.0, weight)) for label, weight in self.weights.items() if weight]
+
+    def _p_values(self, now: Mapping[str, Array]) -> dict[str, float]:
+        """Of each untrained reward that was measured, the least p-value beside a trained one."""
+        base = self._base
+        gains = [sign * _change(base[r], now[r]) for r, sign in self._trained if r in now and r in base]
+        names = {label: f"reward/{label}" for label in self.untrained}
+        return {
+            label: min((self._p_value(name, now[name], gain) for gain in gains), default=1.0)
+            for label, name in names.items()
+            if name in now and name in base
+        }
 
     def _p_value(self, name: str, now: Array, gain: Array) -> float:
         """It is small where a trained reward rose by ``gain`` and the untrained one called ``name`` did not follow."""
@@ -91,6 +116,22 @@ class Alarm:
         room = base[:size] < np.max(base[np.isfinite(base)], initial=-math.inf)
         lags = self.follow * room * np.nan_to_num(gain[:size]) - change[:size]
         return max(p_value(gain), p_value(np.clip(lags, -1.0, 1.0)))
+
+
+def with_more(scores: Scores, more: Scores) -> Scores:
+    """The ``scores`` of an evaluation with those of its further samples behind them."""
+    if not more:
+        return scores
+    size = max(map(len, more.values()))
+    return {name: [*of, *more.get(name, [None] * size)] for name, of in scores.items()}
+
+
+def _numbers(values: JsonObject) -> Scores:
+    return {k: [None if v is None else as_number(v) for v in as_list(of)] for k, of in values.items()}
+
+
+def _arrays(scores: Scores) -> dict[str, Array]:
+    return {k: np.array([math.nan if v is None else v for v in of], float) for k, of in scores.items()}
 
 
 def p_value(values: Array) -> float:

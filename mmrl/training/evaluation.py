@@ -38,7 +38,7 @@ from mmrl.step.batch import chunks, chunks_of_a_size
 from mmrl.step.micro_batches import split_micro_batches
 from mmrl.step.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.training import guards, per_sample
-from mmrl.training.alarm import Alarm
+from mmrl.training.alarm import Alarm, with_more
 from mmrl.training.guards import MOST, Measures
 from mmrl.training.per_sample import PerSample
 
@@ -89,6 +89,8 @@ class Evaluator:
         settings, untrained = context.recipe.eval.guards, self.rewards[1].labels
         sequential = settings.method == "sequential"
         self.alarm = Alarm(context.rewards.weights, untrained, settings.alpha, settings.follow) if sequential else None
+        if sequential:
+            self._check_independent()
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Evaluate ``samples`` samples; returns the means, the samples, and those that could not be scored.
@@ -109,6 +111,35 @@ class Evaluator:
         count = self.run.controller.count
         row |= {"samples": count(len(slots)), "dropped": row.get("dropped", 0) + count(len(bad))}
         return row, made, [*bad, *failures]
+
+    def _check_independent(self) -> None:
+        """Raise ``UserError`` where samples that the alarm takes for independent are copies of others."""
+        recipe, settings, count = self.run.recipe, self.run.recipe.eval, len(self.prompts)
+        if recipe.sampling.type != "text":
+            return
+        temperature = settings.temperature if settings.temperature is not None else recipe.decoding.temperature
+        most, key = (
+            settings.guards.samples or settings.samples,
+            "guards.samples" if settings.guards.samples else "samples",
+        )
+        if temperature == 0 and most > count and self.run.objective.kind != "offline":
+            raise UserError(
+                f"eval.{key}: at temperature 0 {most} responses to {count} held-out prompts repeat themselves, and the "
+                f"alarm takes them for independent; set it to {count}, or eval.temperature above 0"
+            )
+
+    def alarmed(self, alarm: Alarm, step: int, samples: PerSample) -> tuple[dict[str, float], list[Failure]]:
+        """What ``alarm`` says of an evaluation's ``samples``, which get the further ones that it asks for, and the
+        failures of these. All controllers call it together."""
+        settings, scores, failures = self.run.recipe.eval, samples.short(), list[Failure]()
+        most = settings.guards.samples or 0
+        if self.run.objective.kind == "offline":
+            most = min(most, len(self.prompts))
+        if most > settings.samples and alarm.wants_more(scores):
+            _, more, failures = self._score([slot for slot in self._slots(most) if slot.index >= settings.samples])
+            samples.more = more.kept[-1]
+            scores = with_more(scores, samples.more.short())
+        return alarm.saw(step, scores), failures
 
     def draw_base(self) -> None:
         """Sample the base model for the guards on resume, before the checkpoint is loaded: its evaluation ran in an
@@ -406,7 +437,8 @@ def measure(
     if context.controller.count(len(made.samples)):
         row |= guarded(heldout.guards, row, made, base=step == 0)
         if heldout.alarm is not None:
-            row |= heldout.alarm.saw(step, made.kept[-1].short())
+            found, more = heldout.alarmed(heldout.alarm, step, made.kept[-1])
+            row, failures = row | found, [*failures, *more]
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     if context.controller.leads:

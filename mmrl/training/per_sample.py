@@ -36,6 +36,8 @@ class PerSample:
     values: dict[str, list[float]] = field(default_factory=dict)
     weights: list[float] | None = None
     """Of figures per token the tokens of each record. None: all are 1."""
+    more: PerSample | None = None
+    """Further samples that the alarm alone reads."""
 
     def short(self) -> dict[str, list[float | None]]:
         """The figures as they are written: rounded, and None where there is none."""
@@ -43,11 +45,9 @@ class PerSample:
 
     def row(self) -> JsonObject:
         """A line of heldout_samples.jsonl, without its step."""
-        found: dict[str, list[str] | dict[str, list[float | None]] | list[float]] = {
-            "prompts": self.prompts,
-            "values": self.short(),
-        }
-        return found if self.weights is None else found | {"weights": self.weights}
+        found: JsonObject = {"prompts": self.prompts, "values": self.short()}
+        found |= {} if self.weights is None else {"weights": self.weights}
+        return found if self.more is None else found | {"more": self.more.row()}
 
 
 def gathered(everyone: Sequence[tuple[Places, Values]], prefix: str = "") -> PerSample:

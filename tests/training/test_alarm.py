@@ -6,13 +6,17 @@ from math import comb
 import numpy as np
 import pytest
 
+from mmrl.app.build import build
 from mmrl.app.trainer import Trainer
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Guards
+from mmrl.core.errors import UserError
 from mmrl.core.signals import Stop
+from mmrl.data.loading import load_prompts
 from mmrl.logging.rundir import RunDir
-from mmrl.training.alarm import Alarm, p_value
+from mmrl.training.alarm import Alarm, p_value, with_more
+from mmrl.training.evaluation import Evaluator
 from mmrl.training.guards import EVIDENCE, GOOD, Limits
 from tests.support.guards import SMALL
 from tests.support.tiny_diffusion import two_blocks
@@ -47,7 +51,8 @@ def scores(trained, judge):
     return {"reward/trained": list(trained), "reward/judge": list(judge), "reward/judge/part": list(judge)}
 
 
-def test_false_alarms_are_no_more_than_alpha_though_evaluations_share_their_noise():
+@pytest.mark.parametrize("first", [None, 15])
+def test_false_alarms_are_no_more_than_alpha_though_evaluations_share_their_noise(first):
     rng, alarms, runs = np.random.default_rng(0), 0, 300
     for _ in range(runs):
         alarm = Alarm({"trained": 1.0}, ["judge"], alpha=0.2, follow=0.0)
@@ -55,9 +60,28 @@ def test_false_alarms_are_no_more_than_alpha_though_evaluations_share_their_nois
         base = rng.normal(size=40)
         alarm.saw(0, scores(base, base))
         for step in range(1, 6):
-            row = alarm.saw(step, scores(base + 1, base + 0.6 * shared + 0.3 * rng.normal(size=40)))
+            now = base + 0.6 * shared + 0.3 * rng.normal(size=40)
+            looks = first is None or alarm.wants_more(scores(base[:first] + 1, now[:first]))
+            row = alarm.saw(step, scores(*((base + 1, now) if looks else (base[:first] + 1, now[:first]))))
         alarms += row[EVIDENCE] >= 1
     assert 0 < alarms <= 0.2 * runs
+
+
+def test_an_evaluation_goes_on_where_it_has_a_sign_and_no_alarm_is_raised():
+    rng, alarm = np.random.default_rng(3), Alarm({"trained": 1.0}, ["judge"], alpha=0.05, follow=0.0)
+    base = rng.normal(size=96)
+    assert alarm.wants_more({"reward/trained": [0.0]}), "the base model's"
+    alarm.saw(0, scores(base, base))
+    lower = base - 0.25 + 0.5 * rng.normal(size=96)
+    few = scores(base[:24] + 1, lower[:24])
+    assert (alarm.wants_more(few), alarm.wants_more(scores(base[:24] + 1, base[:24] + 0.1))) == (True, False)
+    more = with_more(few, {"reward/trained": [*(base[24:] + 1)], "reward/judge": [*lower[24:]]})
+    alone, both = (Alarm({"trained": 1.0}, ["judge"], alpha=0.05, follow=0.0) for _ in range(2))
+    for one in (alone, both):
+        one.saw(0, scores(base, base))
+    assert alone.saw(1, few)[EVIDENCE] < 1 <= both.saw(1, more)[EVIDENCE]
+    assert not both.wants_more(few), "it has said so"
+    assert with_more(few, {"reward/judge": [1.0, 2.0]})["reward/trained"][-2:] == [None, None]
 
 
 @pytest.mark.parametrize(("follow", "falls", "named"), [(0.5, 0.0, True), (0.0, 0.0, False), (0.0, 0.6, True)])
@@ -98,7 +122,11 @@ def test_rows_that_were_written_rebuild_it():
     values = [scores(*rng.uniform(size=(2, 16)).round(6)) for _ in range(4)]
     rows = [whole.saw(step, of) for step, of in enumerate(values)]
     records = [{"step": 0, "prompts": [], "values": {"sft/loss": [1.0]}}]  # of given records
-    later.saw_before([*records, *({"step": n, "prompts": [], "values": of} for n, of in enumerate(values[:3]))])
+    rest = {name: of[12:] for name, of in values[2].items()}
+    cut = [*values[:2], {name: of[:12] for name, of in values[2].items()}]
+    kept = [{"step": n, "prompts": [], "values": of} for n, of in enumerate(cut)]
+    kept[2]["more"] = {"prompts": [], "values": rest}
+    later.saw_before([*records, *kept])
     assert later.saw(3, values[3]) == rows[3]
 
 
@@ -112,6 +140,17 @@ def test_rows_that_were_written_rebuild_it():
         ),
         ("shapes-lora", ["eval.rewards=[{name: shapes, label: twin}]"], "and eval.rewards has none; name one there"),
         ("shapes-judge", ["eval.every=null"], "eval.guards.method: nothing is evaluated"),
+        ("shapes-judge", ["eval.guards.samples=32"], "eval.guards.samples: 32 is less than eval.samples, 256"),
+        (
+            "shapes-judge",
+            ["eval.guards.samples=513", "eval.samples_per_prompt=2"],
+            "is not a multiple of eval.samples_per",
+        ),
+        (
+            "shapes-judge",
+            ["eval.guards={method: limits, samples: 128}"],
+            "eval.guards.samples: only sequential reads it",
+        ),
     ],
 )
 def test_an_alarm_that_has_nothing_to_read_is_refused(name, changes, said):
@@ -132,7 +171,7 @@ def train(out, *overrides, resume=False):
 
 @pytest.mark.slow
 def test_a_run_is_ended_and_the_checkpoint_before_is_kept(tmp_path, capsys):
-    stop = "eval.guards={method: sequential, action: stop}"
+    stop = "eval.guards={method: sequential, action: stop, samples: 48}"
     outcome = train(tmp_path / "stopped", stop)
     said = capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "stopped/heldout.jsonl").read_text().splitlines()]
@@ -143,8 +182,28 @@ def test_a_run_is_ended_and_the_checkpoint_before_is_kept(tmp_path, capsys):
     kept = {int(one.name.removeprefix("step_")) for one in (tmp_path / "stopped/checkpoints").iterdir()}
     assert kept == {outcome.done} | ({good} if good else set())
     assert train(tmp_path / "stopped", stop, resume=True).done == outcome.done, "it has still been seen"
-    warned = train(tmp_path / "warned", "eval.guards={method: sequential}")
+    lines = [json.loads(line) for line in (tmp_path / "stopped/heldout_samples.jsonl").read_text().splitlines()]
+    assert [len(line["prompts"]) for line in lines] == [24] * len(lines)
+    went_on = ["more" in line for line in lines]
+    assert (went_on[0], went_on[1], went_on[-1]) == (True, False, True)
+    assert len(lines[0]["more"]["prompts"]) == 24
+    warned = train(tmp_path / "warned", "eval.guards={method: sequential, samples: 48}")
     assert warned.done == 5
-    again = train(tmp_path / "stopped", "eval.guards={method: sequential}", resume=True)
+    again = train(tmp_path / "stopped", "eval.guards={method: sequential, samples: 48}", resume=True)
     assert again.done == 5
     assert (tmp_path / "stopped/heldout.jsonl").read_text() == (tmp_path / "warned/heldout.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "key"), [(["eval.samples=512"], "samples"), (["eval.guards.samples=512"], "guards.samples")]
+)
+def test_copies_of_responses_are_no_independent_samples(changes, key):
+    alarm = [
+        "eval.guards={method: sequential}",
+        "eval.rewards=[{name: 'answer:number', label: other}]",
+        "eval.temperature=0",
+    ]
+    recipe = load_recipe(["sums"], [*alarm, "data.heldout.count=100", *changes]).recipe
+    with pytest.raises(UserError, match=f"eval.{key}: at temperature 0 512 responses to 100 .* set it to 100"):
+        Evaluator(build(recipe), load_prompts(recipe, "heldout"))

@@ -116,6 +116,7 @@ class Replay:
         self._heldout = Evaluator(self.run, load_prompts(self.recipe, "heldout"))
         for rewards in self._heldout.rewards:
             rewards.folder = self.scratch.path
+        self._heldout.alarm = None  # it reads all evaluations of the run, and is not compared
         self._heldout.guards.base = {name: float(v) for name, v in base.items() if isinstance(v, int | float)}
         if compares:
             self._heldout.draw_base()
