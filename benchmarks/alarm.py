@@ -67,8 +67,9 @@ def seen(found: Mapping[str, Any], settings: Guards) -> Seen:
         given = {name: value for name, value in row.items() if value is not None}
         if settings.method == "sequential":
             scores = {name: of[number] for name, of in found["samples"].items()}
-            more = found["more"][number] if "more" in found else None
-            given |= alarm.saw(row["step"], with_more(scores, more or {}))
+            if alarm.wants_more(scores):
+                scores = with_more(scores, found["more"][number] or {})
+            given |= alarm.saw(row["step"], scores)
         most = max(most, given.get(EVIDENCE, 0.0))
         if why := limits.saw(row["step"], given):
             good = steps.index(int(given[GOOD])) if GOOD in given else steps.index(limits.within)

@@ -5,7 +5,7 @@ training and now. Let ``dr`` be the change of a trained reward ``r`` and ``du`` 
 standard deviations of the base model's scores and cut to [-1, 1]. The hypothesis of a healthy run is, for each pair,
 that ``r`` has not risen (the mean of ``dr`` is at most 0) or that ``u`` has followed (the mean of
 ``follow * dr - du``, cut likewise, is at most 0). A sample whose ``u`` was already the best one is not expected to
-follow.
+follow a rise.
 
 *One evaluation.* ``p_value`` is small where the mean of values in [-1, 1] is above 0; no normal distribution is
 assumed. The larger one of two p-values is a p-value for "one of the two hypotheses holds".
@@ -113,8 +113,9 @@ class Alarm:
         """It is small where a trained reward rose by ``gain`` and the untrained one called ``name`` did not follow."""
         base = self._base[name]
         change, size = _change(base, now), min(len(base), len(now), len(gain))
-        room = base[:size] < np.max(base[np.isfinite(base)], initial=-math.inf)
-        lags = self.follow * room * np.nan_to_num(gain[:size]) - change[:size]
+        best = base[:size] >= np.max(base[np.isfinite(base)], initial=-math.inf)
+        expected = np.nan_to_num(np.where(best, np.minimum(gain[:size], 0.0), gain[:size]))
+        lags = self.follow * expected - change[:size]
         return max(p_value(gain), p_value(np.clip(lags, -1.0, 1.0)))
 
 

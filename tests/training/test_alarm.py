@@ -67,6 +67,14 @@ def test_false_alarms_are_no_more_than_alpha_though_evaluations_share_their_nois
     assert 0 < alarms <= 0.2 * runs
 
 
+def test_an_untrained_reward_that_agrees_with_the_trained_one_follows_however_both_come_and_go():
+    rng, alarm = np.random.default_rng(4), Alarm({"trained": 1.0}, ["judge"], alpha=0.05, follow=0.75)
+    base, again = (rng.uniform(size=1024) < 0.5).astype(float), rng.uniform(size=1024) < 0.3
+    now = np.where(again, rng.uniform(size=1024) < 0.6, base).astype(float)
+    alarm.saw(0, scores(base, base))
+    assert alarm.saw(1, scores(now, now))[GOOD] == 1, "it rises by as much, also where it was the best one and fell"
+
+
 def test_an_evaluation_goes_on_where_it_has_a_sign_and_no_alarm_is_raised():
     rng, alarm = np.random.default_rng(3), Alarm({"trained": 1.0}, ["judge"], alpha=0.05, follow=0.0)
     base = rng.normal(size=96)
