@@ -68,7 +68,7 @@ def seen(found: Mapping[str, Any], settings: Guards) -> Seen:
         if settings.method == "sequential":
             scores = {name: of[number] for name, of in found["samples"].items()}
             if alarm.wants_more(scores):
-                scores = with_more(scores, found["more"][number] or {})
+                scores = with_more(scores, (found["more"][number] if "more" in found else None) or {})
             given |= alarm.saw(row["step"], scores)
         most = max(most, given.get(EVIDENCE, 0.0))
         if why := limits.saw(row["step"], given):
