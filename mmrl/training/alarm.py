@@ -62,6 +62,11 @@ class Alarm:
         self._most = dict.fromkeys(untrained, 0.0)
         self.good = 0
 
+    @property
+    def base_samples(self) -> int | None:
+        """The samples of the base model, beyond which none is compared; None before its evaluation."""
+        return max((len(of) for of in self._base.values()), default=None)
+
     def wants_more(self, scores: Scores) -> bool:
         """Whether this evaluation goes on to ``eval.guards.samples``: the base model's, and one with a p-value below
         ``LOOK`` while no alarm is raised."""

@@ -135,6 +135,7 @@ class Evaluator:
         most = settings.guards.samples or 0
         if self.run.objective.kind == "offline":
             most = min(most, len(self.prompts))
+        most = min(most, alarm.base_samples or most)
         if most > settings.samples and alarm.wants_more(scores):
             _, more, failures = self._score([slot for slot in self._slots(most) if slot.index >= settings.samples])
             samples.more = more.kept[-1]

@@ -88,7 +88,7 @@ def test_an_evaluation_goes_on_where_it_has_a_sign_and_no_alarm_is_raised():
     for one in (alone, both):
         one.saw(0, scores(base, base))
     assert alone.saw(1, few)[EVIDENCE] < 1 <= both.saw(1, more)[EVIDENCE]
-    assert not both.wants_more(few), "it has said so"
+    assert (alarm.base_samples, both.wants_more(few)) == (96, False), "it has said so"
     assert with_more(few, {"reward/judge": [1.0, 2.0]})["reward/trained"][-2:] == [None, None]
 
 
