@@ -68,6 +68,8 @@ class Http:
             raise UserError(f"options.url: {url!r} is no address; write it as http://host:8765")
         if per not in ("sample", "group"):
             raise UserError(f"options.per: {per!r}; write sample or group")
+        if "tokens" in inputs:
+            raise UserError("options.inputs: tokens are not sent; name what the remote reward reads besides, as text")
         self.url, self.reward, self.per = url.rstrip("/"), reward, per
         self.__mmrl_reward__ = Declaration(
             tuple(inputs), "group" if per == "group" else "sample", spans=spans, reads=_reads

@@ -17,9 +17,12 @@ Divergence = Literal["reverse", "forward", "mixed", "sampled", "velocity"]
 class Teacher(Section):
     """A frozen model that says of what the student samples how it would have gone on (on-policy distillation)."""
 
-    model: str
+    model: str | None = None
     """A LoRA folder that peft or ``mmrl export --what lora`` wrote, which is swapped into the student's own adapter and
     needs no second model; or, for text, a model with the student's vocabulary."""
+    reward: str | None = None
+    """In place of ``model``, for text and ``sampled``: the label of a reward of weight 0 that says log-probs of tokens
+    (``teacher``). It computes where rewards do, on devices of its own if there are some."""
     weight: PositiveFloat = 1.0
     """Its divergence times this is added to the algorithm's loss, which averages it as it does its own."""
     divergence: Divergence = "reverse"
@@ -33,7 +36,7 @@ class Teacher(Section):
     @property
     def is_adapter(self) -> bool:
         """Whether it is a LoRA of the student's base, and not a model of its own."""
-        return (Path(self.model) / CONFIG).is_file()
+        return self.model is not None and (Path(self.model) / CONFIG).is_file()
 
 
 def as_list(value: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Recipe
 from mmrl.config.teacher import Teacher
 
@@ -63,6 +64,11 @@ def _of_one(recipe: Recipe, teacher: Teacher, *, text: bool) -> Iterator[str]:
     if teacher.prompts is not None and teacher.prompts not in labels:
         has = f"its sources are {', '.join(labels)}; write one of them" if labels else "it is empty; name its sources"
         yield f"prompts: {teacher.prompts!r} is no source of data.mixture: {has}, or remove the key"
+    if (teacher.model is None) == (teacher.reward is None):
+        has = "has neither model nor reward; write one" if teacher.model is None else "has model and reward; remove one"
+        yield f"model: a teacher is a model or a reward, and this one {has} of the two"
+    if teacher.reward is not None:
+        yield from _of_reward(recipe, teacher, teacher.reward, text=text)
     if text and teacher.divergence == "velocity":
         yield "divergence: velocity is of pictures, and text has tokens; set it to reverse, forward, mixed or sampled"
     elif not text and teacher.divergence not in _OF_PICTURES:
@@ -72,3 +78,32 @@ def _of_one(recipe: Recipe, teacher: Teacher, *, text: bool) -> Iterator[str]:
         )
     if teacher.is_adapter and lora is None:
         yield "model: it is an adapter, and the student trains all weights; set model.lora, or name a whole model"
+
+
+def _of_reward(recipe: Recipe, teacher: Teacher, label: str, *, text: bool) -> Iterator[str]:
+    """Contradictions of a teacher that is the reward ``label``."""
+    if not text or recipe.pipeline.startswith("vlm/"):
+        what = "reads pictures" if text else "makes pictures"
+        yield f"reward: {recipe.pipeline} {what}, and a reward reads tokens alone; name a model in place of it"
+        return
+    if teacher.divergence != "sampled":
+        yield (
+            f"divergence: {teacher.divergence} needs the whole vocabulary, and a reward says the log-prob of one "
+            "token; set it to sampled, or name a model in place of reward"
+        )
+    labels = [label_of(reward.name, reward.label) for reward in recipe.rewards]
+    if label not in labels:
+        made = f"add {{name: teacher, label: {label}, weight: 0, options: {{path: MODEL}}}} to rewards"
+        has = f"they are {', '.join(labels)}; write one of them" if labels else "there are none"
+        yield f"reward: {label!r} is no label of rewards: {has}, or {made}"
+        return
+    n = labels.index(label)
+    reward, wanted = recipe.rewards[n], recipe.decoding.temperature
+    if reward.weight:
+        yield f"reward: rewards[{n}] has weight {reward.weight:g}, and a log-prob is no reward; set its weight to 0"
+    at = reward.options.get("temperature", 1.0 if reward.name.partition(":")[0] == "teacher" else wanted)
+    if at != wanted:
+        yield (
+            f"reward: rewards[{n}] says log-probs at temperature {at}, and samples are drawn at {wanted:g}; set "
+            f"rewards[{n}].options.temperature to {wanted:g}"
+        )

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from mmrl.core.trajectory import Sample
 
-Input = Literal["image", "video", "tensor", "text", "audio"]
+Input = Literal["image", "video", "tensor", "text", "audio", "tokens"]
 """Fields of a sample. ``sample.prompt`` with its text, meta and media is always there."""
 Per = Literal["sample", "group"]
+SpansOf: TypeAlias = Literal["episode", "token"] | bool
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Failed:
 
 class Span(NamedTuple):
     """``value`` for the characters ``start`` to ``end`` (exclusive) of a response: of ``sample.text``, or of
-    ``sample.transcript`` (see ``Declaration.spans``)."""
+    ``sample.transcript``; or for its written tokens (see ``Declaration.spans``)."""
 
     start: int
     end: int
@@ -121,21 +122,22 @@ class Declaration:
     a function of the options that returns them, asked before anything is built. ``per``: ``"sample"``, or ``"group"``
     to be called with the whole group of a prompt, never split. ``differentiable``: it reads ``tensor`` and returns a
     tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``, of the characters of
-    ``sample.text``, the last turn of an episode; ``"episode"``: of ``sample.transcript``, all turns. ``own_deadline``:
-    it gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with
-    a model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
-    process (such a class may be a ``Sleeper``, to free its memory meanwhile). ``paths``: its options that may name
-    files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder. Spell
-    them out in the decorator: a recipe's paths are resolved without importing its rewards. ``checks``: the constructor
-    of a class calls ``before_loading`` between the checks of its options and the loading of a model or a connection, or
-    does neither; ``mmrl plan`` then runs it up to there. A function that declares it is called in a plan with an empty
-    sample of the recipe's size. Raises ``ValueError`` for ``inputs`` and ``per`` that do not exist.
+    ``sample.text``, the last turn of an episode; ``"episode"``: of ``sample.transcript``, all turns; ``"token"``: of
+    the tokens that the policy wrote, counted from 0 without what it was told between (``sample.tokens``).
+    ``own_deadline``: it gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``:
+    it computes with a model on ``context.device``; where a controller has several devices, the one that judges calls
+    it, in its own process (such a class may be a ``Sleeper``, to free its memory meanwhile). ``paths``: its options
+    that may name files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's
+    folder. Spell them out in the decorator: a recipe's paths are resolved without importing its rewards. ``checks``:
+    the constructor of a class calls ``before_loading`` between the checks of its options and the loading of a model or
+    a connection, or does neither; ``mmrl plan`` then runs it up to there. A function that declares it is called in a
+    plan with an empty sample of the recipe's size. Raises ``ValueError`` for ``inputs`` and ``per`` that do not exist.
     """
 
     inputs: tuple[Input, ...] = ("image",)
     per: Per = "sample"
     differentiable: bool = False
-    spans: bool | Literal["episode"] = False
+    spans: SpansOf = False
     own_deadline: bool = False
     device: bool = False
     paths: tuple[str, ...] = ()
@@ -272,7 +274,7 @@ def reward(
     inputs: tuple[Input, ...] = ("image",),
     per: Per = "sample",
     differentiable: bool = False,
-    spans: bool | Literal["episode"] = False,
+    spans: SpansOf = False,
     own_deadline: bool = False,
     device: bool = False,
     paths: tuple[str, ...] = (),
@@ -287,6 +289,8 @@ def reward(
     declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths, models, reads, checks)
     if differentiable and "tensor" not in inputs:
         declaration = replace(declaration, inputs=(*declaration.inputs, "tensor"))
+    if spans == "token" and "tokens" not in inputs:
+        declaration = replace(declaration, inputs=(*declaration.inputs, "tokens"))
 
     def mark(target: R) -> R:
         target.__mmrl_reward__ = declaration  # type: ignore[attr-defined]

@@ -109,6 +109,23 @@ class Audio(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """The tokens of a response and of its prompt, as the model read and wrote them."""
+
+    ids: tuple[int, ...]
+    written: tuple[tuple[int, int], ...]
+    """The pieces ``ids[start:end]`` that the policy wrote, in order; it was told the others."""
+    begins: tuple[int, ...] = (0,)
+    """Where a text of its own begins: nothing before it is read there. More than one in an episode whose chat template
+    writes earlier turns anew."""
+
+    @property
+    def count(self) -> int:
+        """How many of them the policy wrote."""
+        return sum(end - start for start, end in self.written)
+
+
+@dataclass(frozen=True)
 class Sample:
     """What a reward sees of one trajectory: the prompt and the clean result.
 
@@ -117,7 +134,7 @@ class Sample:
     differentiable; ``audio`` is the sound of a clip, where the model makes one. ``text`` is a language model's
     response, ``truncated`` where it was cut at the length limit; ``begun``, what the chat template wrote of it: the
     mark of a thought, ``<think>`` and a line break. ``episode`` is what happened where the recipe has an environment;
-    ``text`` is then the last turn.
+    ``text`` is then the last turn. ``tokens`` are those of a language model's prompt and response.
     """
 
     prompt: Prompt
@@ -130,6 +147,7 @@ class Sample:
     begun: str = ""
     episode: Episode | None = None
     audio: Audio | None = None
+    tokens: Tokens | None = None
 
     @property
     def transcript(self) -> str:
@@ -390,6 +408,14 @@ class TextRows(Rows):
         """The tokens behind each prompt. Waits for the device."""
         flat = self.tokens.tolist()
         return [flat[at + p : end] for at, p, end in zip(self.offsets, self.prompts, self.offsets[1:], strict=False)]
+
+    def spelled(self) -> list[Tokens]:
+        """The tokens of each row with its prompt. Waits for the device."""
+        flat, out = self.tokens.tolist(), list[Tokens]()
+        for at, end, of in zip(self.offsets, self.offsets[1:], self.segments, strict=False):
+            written = tuple((s.start, s.stop) for s in of if s.kind == "written")
+            out.append(Tokens(tuple(flat[at:end]), written, tuple(s.start for s in of if s.kind == "prompt")))
+        return out
 
     def rows(self, index: Sequence[int]) -> Self:
         import torch

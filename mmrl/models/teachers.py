@@ -8,12 +8,13 @@ the scale of one adapter is carried into the other, so that the two compute the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.algorithms.policy_gradient import divergence
 from mmrl.config.adapters import CONFIG, SavedAdapter, read_adapter
 from mmrl.config.schema import Recipe
 from mmrl.config.teacher import Teacher
@@ -48,6 +49,29 @@ def lessons(recipe: Recipe, slots: Sequence[Slot]) -> Iterator[Lesson]:
             yield Lesson(teacher, copy_name(n), index)
 
 
+def column_name(label: str) -> str:
+    """What a batch calls the log-probs ``[B, T]`` of a teacher that is the reward ``label``."""
+    return f"teacher/{label}"
+
+
+def with_rewards(
+    recipe: Recipe, slots: Sequence[Slot], new: Mapping[str, Tensor], old: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """``new`` with what teachers that are rewards add to ``teacher_kl`` and ``teacher_loss`` ``[B, T]``: the estimate
+    of ``divergence: sampled`` from the log-probs in ``old`` (``column_name``), where these are not NaN."""
+    out, own = dict(new), new["log_probs"]
+    for name in ("teacher_kl", "teacher_loss"):
+        out.setdefault(name, torch.zeros_like(own))
+    for teacher, _, index in lessons(recipe, slots):
+        if teacher.reward is not None:
+            said = old[column_name(teacher.reward)]
+            known = ~said.isnan() & (old["mask"] > 0)
+            known &= torch.tensor([[n in index] for n in range(len(slots))], device=known.device)
+            kl = divergence(own, said.nan_to_num(), known, "k1+")
+            out["teacher_kl"], out["teacher_loss"] = out["teacher_kl"] + kl, out["teacher_loss"] + teacher.weight * kl
+    return out
+
+
 def copy_name(n: int) -> str:
     """What the policy's copy is called that is teacher ``n``."""
     return f"teacher{n}"
@@ -58,12 +82,12 @@ def copies_of_adapters(recipe: Recipe, policy: nn.Module) -> dict[str, dict[str,
     ``policy``. On the meta device as well. Raises ``UserError`` where one does not fit, with the edit."""
     found: dict[str, dict[str, Tensor]] = {}
     for n, teacher in enumerate(recipe.teacher):
-        if not teacher.is_adapter and recipe.makes != "text":
+        if teacher.model and not teacher.is_adapter and recipe.makes != "text":
             raise UserError(
                 f"teacher[{n}].model: {teacher.model} has no {CONFIG}, and only a LoRA of the student's base teaches a "
                 "model that makes pictures; name the folder that mmrl export --what lora wrote"
             )
-        if teacher.is_adapter:
+        if teacher.model and teacher.is_adapter:
             try:
                 saved = read_adapter(teacher.model)
                 found[copy_name(n)] = _fitted(policy, saved)

@@ -23,6 +23,7 @@ from PIL import Image
 import mmrl
 from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
+from mmrl.config.evaluation_checks import label_of
 from mmrl.config.left_to_plan import left_open
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.model import Quantize
@@ -67,7 +68,7 @@ from mmrl.planner.rates import Assumed, Calibrated, Rates
 from mmrl.planner.steps_per_forward import settle
 from mmrl.planner.unread import few, unread
 from mmrl.rewards.loading import NOBODY_VOTES, Found
-from mmrl.rewards.scoring import check
+from mmrl.rewards.scoring import check, silent
 from mmrl.rewards.sound import problems_of_sound
 from mmrl.step.objectives import load_objective
 
@@ -363,6 +364,8 @@ def _rewards(recipe: Recipe, objective: Objective, made: Plan, *, sounds: bool) 
     reads = [one.reads(reward.options) for reward, one in zip(recipe.rewards, found, strict=True)]
     watched = [one.reads(reward.options) for reward, one in zip(recipe.eval.rewards, evaluated, strict=True)]
     made.problems += problems_of_sound(recipe, reads, watched, sounds=sounds)
+    labels = [label_of(reward.name, reward.label) for reward in recipe.rewards]
+    made.problems += silent(recipe, dict(zip(labels, found, strict=True)))
     if recipe.eval.maj_at and not any(one.votes for one in (*found, *evaluated)):
         made.problems.append(NOBODY_VOTES)
     half = made.gpu.bfloat16 if made.gpu else has_bfloat16(recipe.device)

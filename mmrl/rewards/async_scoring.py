@@ -272,8 +272,7 @@ class Scoring:
         if not declared:
             return answer.reasons
         return [
-            reason
-            or _misplaced(spans, self.samples[row].transcript if declared == "episode" else self.samples[row].text)
+            reason or _misplaced(spans, self.samples[row], declared)
             for row, spans, reason in zip(call.index, answer.spans, answer.reasons, strict=True)
         ]
 
@@ -385,18 +384,21 @@ def _refusal(entry: Entry, answer: Answer, failed: list[Failure], n: int, step: 
 
 def _in_episode(spans: list[Span] | None, sample: Sample, declared: bool | str) -> list[Span] | None:
     """Spans of the last turn as those of the whole episode."""
-    if not spans or declared == "episode" or sample.episode is None:
+    if not spans or declared in ("episode", "token") or sample.episode is None:
         return spans
     first = sample.episode.starts[-1]
     return [Span(start + first, end + first, value) for start, end, value in spans]
 
 
-def _misplaced(spans: list[Span] | None, text: str | None) -> str | None:
+def _misplaced(spans: list[Span] | None, sample: Sample, declared: bool | str) -> str | None:
     if spans is None:
         return "returned no spans"
-    length = len(text or "")
+    length = len(sample.transcript if declared == "episode" else sample.text or "")
+    if declared == "token":
+        length = 0 if sample.tokens is None else sample.tokens.count
     beyond = next((span for span in spans if span.end > length), None)
-    return None if beyond is None else f"returned the span {tuple(beyond)} of a text of {length} characters"
+    what = "response of {} written tokens" if declared == "token" else "text of {} characters"
+    return None if beyond is None else f"returned the span {tuple(beyond)} of a {what.format(length)}"
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

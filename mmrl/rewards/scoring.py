@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def check(
 
 
 _FIELDS: dict[schema.Makes, tuple[tuple[Input, ...], str]] = {
-    "text": (("text",), "text"),
+    "text": (("text", "tokens"), "text"),
     "image": (("image", "tensor"), "pictures"),
     "video": (("video", "tensor"), "clips"),
 }
@@ -92,7 +92,7 @@ _FIELDS: dict[schema.Makes, tuple[tuple[Input, ...], str]] = {
 def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded, *, drawn: bool = False) -> list[str]:
     """A message for fields that ``reward`` reads and samples of this kind do not have; an empty list if it has all.
     ``drawn``: see ``check``."""
-    fields, word = (("text", "image"), "text and a picture") if drawn else _FIELDS[makes]
+    fields, word = (("text", "image", "tokens"), "text and a picture") if drawn else _FIELDS[makes]
     lacking = [name for name in inputs if name not in fields and (name, makes) != ("audio", "video")]
     if not lacking:
         return []
@@ -106,6 +106,17 @@ def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded,
         f"reads {', '.join(map(repr, lacking))}, and this pipeline makes {word}, whose samples have "
         f"{' and '.join(map(repr, fields))}; {edit}, or take another reward"
     ]
+
+
+def silent(recipe: schema.Recipe, rewards: Mapping[str, Found | Loaded]) -> Iterator[str]:
+    """Messages for teachers that are a reward which says nothing of tokens; ``rewards``: by label."""
+    for n, teacher in enumerate(recipe.teacher):
+        one = rewards.get(teacher.reward or "")
+        if one is not None and one.declaration.spans != "token":
+            yield (
+                f"teacher[{n}].reward: {one.name} says nothing of single tokens; name a reward teacher, or return the "
+                f'log-prob of each at {one.place}: @mmrl.reward(inputs=("tokens",), spans="token")'
+            )
 
 
 class RewardSet:
@@ -170,6 +181,8 @@ class RewardSet:
             wrong = unmade(entry.loaded.declaration.inputs, recipe.shows, entry.loaded, drawn=drawn)
             if wrong:
                 raise UserError(f"the reward {entry.label} {wrong[0]}")
+        if wrong := [*silent(recipe, {entry.label: entry.loaded for entry in self._entries})]:
+            raise UserError("\n".join(wrong))
         reads = [entry.loaded.declaration.inputs for entry in self._entries]
         if sounds is not None and reads and (wrong := [*problems_of_sound(recipe, reads, sounds=sounds)]):
             raise UserError("\n".join(wrong))
@@ -188,6 +201,11 @@ class RewardSet:
     def spans(self) -> list[str]:
         """The labels of the rewards that score pieces of a response."""
         return [entry.label for entry in self._entries if entry.loaded.declaration.spans]
+
+    @property
+    def by_token(self) -> list[str]:
+        """Those of them whose pieces are of tokens."""
+        return [entry.label for entry in self._entries if entry.loaded.declaration.spans == "token"]
 
     @property
     def votes(self) -> bool:

@@ -63,7 +63,10 @@ class RewardServer(HttpServer):
                 "or serve on 127.0.0.1"
             )
         self.token, self.max_bytes, self.max_pixels = token, max_bytes, max_pixels
-        self.reward = build(find(name), dict(options or {})).awake(device)
+        found = find(name)
+        if "tokens" in found.reads(options or {}):
+            raise UserError(f"{name} reads tokens, which are not sent; compute it where the run does, without a server")
+        self.reward = build(found, dict(options or {})).awake(device)
         self.device = device
         self.caller = Caller(self.reward, timeout_s)
         self.room, self.slots = Limits(), Turns(MAX_REQUESTS)

@@ -28,9 +28,11 @@ from mmrl.config.algorithm_settings import AlgorithmSettings, PictureSettings, T
 from mmrl.config.evaluation_checks import label_of
 from mmrl.core.clock import Clock
 from mmrl.core.episode import of_episodes
-from mmrl.core.trajectory import Rows, Slot, TextRows
+from mmrl.core.reward_contract import Span
+from mmrl.core.trajectory import Rows, Segment, Slot, TextRows
 from mmrl.data.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.models.protocol import Pipeline, of_text
+from mmrl.models.teachers import column_name
 from mmrl.placement import device_tasks
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.rollout.branches import with_credit
@@ -58,6 +60,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
         with clock("prepare"):
             prepared = prepare(context, batch, mask)
     metrics.set(credit(context, groups, batch, mask, prepared))
+    batch.prepared |= said_by_rewards(context, batch, groups)
     metrics.set(with_hints(context, groups, batch, rewards_of(context, groups)))
     return batch
 
@@ -199,10 +202,43 @@ def span_rewards(context: StepContext, batch: Batch, groups: Groups) -> Tensor |
     out = torch.zeros(len(batch.places), max(t.width for t in batch.texts), dtype=torch.float64)
     for n, ((r, i), (m, k)) in enumerate(zip(groups.rows, batch.places, strict=True)):
         spans = groups.rounds[r].scores.spans
-        given = [(s.start, s.end, s.value * weights[x]) for x in labels for s in spans[x][i] or ()]
+        by_token = context.rewards.by_token
+        given = [(s.start, s.end, s.value * weights[x]) for x in labels for s in spans[x][i] or () if x not in by_token]
         if given:
             values = of_text(context.pipeline).token_values(batch.texts[m].rows([k]), given)
             out[n, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        for label in (x for x in by_token if weights[x] and spans[x][i]):
+            at = written_places(batch.texts[m].segments[k])
+            out[n, at] += weights[label] * torch.tensor(values_of_tokens(spans[label][i] or (), len(at)))
+    return out
+
+
+def said_by_rewards(context: StepContext, batch: Batch, groups: Groups) -> dict[str, Tensor]:
+    """The log-probs ``[B, T]`` that teachers which are rewards gave to written tokens, by ``column_name``; NaN for all
+    others, and for samples whose reward failed."""
+    out: dict[str, Tensor] = {}
+    for label in {teacher.reward for teacher in context.recipe.teacher if teacher.reward}:
+        column = torch.full((len(batch.places), max(t.width for t in batch.texts)), torch.nan)
+        for n, ((r, i), (m, k)) in enumerate(zip(groups.rows, batch.places, strict=True)):
+            if (given := groups.rounds[r].scores.spans[label][i]) is not None:
+                at = written_places(batch.texts[m].segments[k])
+                column[n, at] = torch.tensor(values_of_tokens(given, len(at)), dtype=torch.float32)
+        out[column_name(label)] = column
+    return out
+
+
+def written_places(segments: Sequence[Segment]) -> list[int]:
+    """Where the written tokens of a row are among those behind its prompt."""
+    asked = segments[0].stop
+    return [n - asked for s in segments if s.kind == "written" for n in range(s.start, s.stop)]
+
+
+def values_of_tokens(spans: Sequence[Span], count: int) -> list[float]:
+    """The values of ``spans`` on each of ``count`` written tokens."""
+    out = [0.0] * count
+    for start, end, value in spans:
+        for n in range(start, end):
+            out[n] += value
     return out
 
 

@@ -114,6 +114,8 @@ class Beginning:
             weights = {label: -1.0 if weight < 0 else 1.0}
             found = scores.parts[label] * weights[label]
         for label, spans in scores.spans.items():
+            if label in self._context.rewards.by_token:  # what a teacher says is no reward
+                continue
             pieces = [sum(span.value for span in of or ()) for of in spans]
             found = found + weights[label] * torch.tensor(pieces, dtype=found.dtype)
         return found

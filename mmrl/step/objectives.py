@@ -37,7 +37,8 @@ def load_objective(recipe: Recipe) -> Objective:
                 f"algorithm.type: {settings.type} has a loss that no divergence from a teacher can be added to; derive "
                 "its class from TokenObjective or DenoisingObjective, or remove teacher"
             )
-        objective.needs = objective.needs | {"teacher_kl"}
+        if any(teacher.model for teacher in recipe.teacher):
+            objective.needs = objective.needs | {"teacher_kl"}
     if recipe.train.updates_per_step == 1 and isinstance(objective, ForwardObjective):
         objective.in_one_update()
     return objective

@@ -35,6 +35,7 @@ from mmrl.core.trajectory import Rows
 from mmrl.data.mixture import SOURCE, by_source
 from mmrl.models.policy import snapshot_name
 from mmrl.models.protocol import of_pictures
+from mmrl.models.teachers import with_rewards
 from mmrl.placement import device_tasks
 from mmrl.rewards.scoring import Failure, RewardError
 from mmrl.rollout.collect import collect_batch, slices, unsampled_batch
@@ -154,7 +155,10 @@ def computed(context: StepContext, micro_batch: MicroBatch, step: int, metrics: 
     known = {name: micro_batch.old[name] for name in objective.needs & {"reference_log_probs"} & micro_batch.old.keys()}
     needs, weights = objective.needs - known.keys(), partial(sampling_weights, context)
     seed, entries = context.recipe.seed, micro_batch.entries
-    return recompute(context.pipeline, objective, rows, entries, needs, seed, weights) | known
+    new = recompute(context.pipeline, objective, rows, entries, needs, seed, weights) | known
+    if any(teacher.reward for teacher in context.recipe.teacher):
+        return with_rewards(context.recipe, rows.slots, new, micro_batch.old)
+    return new
 
 
 def sampling_weights(context: StepContext, name: str) -> AbstractContextManager[None]:

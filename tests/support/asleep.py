@@ -23,6 +23,7 @@ TESTED = {
     "pickscore:PickScore",
     "relevance:Relevance",
     "reward_model:RewardModel",
+    "teacher:Teacher",
     "vbench:Background",
     "vbench:Subject",
 }

@@ -38,9 +38,10 @@ LARGE = {
     "Counts": "numbers of a step that a plan shows",
     "Measured": "numbers of a step that was run without data",
     "Plan": "what a plan shows",
+    "Sample": "what a reward may read, a field for each input",
     "Timeline": "what the page of a run shows",
 }
-"""Constructors with more parameters, and why. But for the first they are records that one function fills."""
+"""Constructors with more parameters, and why. But for the first they are records."""
 
 
 @functools.cache

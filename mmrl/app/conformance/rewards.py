@@ -15,7 +15,7 @@ from mmrl.app.conformance.running import CannotRun, Check, expect
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media.images import to_tensor
 from mmrl.core.reward_contract import Context
-from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
+from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId, Tokens
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.loading import Found, Loaded, build, find, problems
 from mmrl.rewards.returned import Answer
@@ -79,6 +79,7 @@ def sample_of(prompt: Prompt, number: int, inputs: Sequence[str]) -> Sample:
         video=tuple(frames) if "video" in inputs else None,
         tensor=None if "tensor" not in inputs else tensors if "video" in inputs else tensors[0],
         text=TEXTS[number % len(TEXTS)] if "text" in inputs else None,
+        tokens=Tokens(tuple(range(9)), ((3, 6 + number % 4),)) if "tokens" in inputs else None,
         audio=Audio(0.1 * torch.randn(2, 24000, generator=draw), 24000) if "audio" in inputs else None,
     )
 

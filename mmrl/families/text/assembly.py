@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 
+from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Lora, Model, Recipe
 from mmrl.core import sharded_loading
 from mmrl.core.errors import UserError
@@ -76,7 +77,7 @@ def _teachers(parts: Parts, recipe: Recipe, load: Load) -> dict[str, nn.Module]:
     """The whole models that teach, by their paths, frozen and in the recipe's dtype."""
     found: dict[str, nn.Module] = {}
     for teacher in recipe.teacher:
-        if not teacher.is_adapter and teacher.model not in found:
+        if teacher.model and not teacher.is_adapter and teacher.model not in found:
             how = recipe.model.model_copy(update={"lora": Lora(), "quantize": None})  # which loads in model.dtype
             model = parts(recipe.model_copy(update={"model": how}), teacher.model, load)[1]
             found[teacher.model] = model.requires_grad_(False).eval()
@@ -84,27 +85,34 @@ def _teachers(parts: Parts, recipe: Recipe, load: Load) -> dict[str, nn.Module]:
 
 
 def check_teachers(recipe: Recipe, path: str) -> None:
-    """Raises ``UserError`` where a whole model that teaches has another vocabulary than the model at ``path``, or reads
-    pictures in another way. Loads tokenizers and configurations alone."""
-    whole = {teacher.model: n for n, teacher in reversed([*enumerate(recipe.teacher)]) if not teacher.is_adapter}
+    """Raises ``UserError`` where a whole model that teaches, also as a reward, has another vocabulary than the model at
+    ``path``, or reads pictures in another way. Loads tokenizers and configurations alone."""
+    named = {label_of(r.name, r.label): (i, r.options.get("path")) for i, r in enumerate(recipe.rewards)}
+    whole: dict[str, str] = {}
+    for n, teacher in enumerate(recipe.teacher):
+        i, there = named.get(teacher.reward or "", (0, None))
+        if isinstance(there, str):
+            whole.setdefault(there, f"rewards[{i}].options.path")
+        elif teacher.model and not teacher.is_adapter:
+            whole.setdefault(teacher.model, f"teacher[{n}].model")
     if not whole:
         return
     from transformers import AutoConfig, AutoTokenizer
 
     with refused(lambda reason: f"model.path: {path}: {reason}"):
         own, kind = AutoTokenizer.from_pretrained(path).get_vocab(), AutoConfig.from_pretrained(path).model_type
-    for model, n in whole.items():
-        with refused(lambda reason, n=n, model=model: f"teacher[{n}].model: {model} cannot be read: {reason}"):
+    for model, key in whole.items():
+        with refused(lambda reason, key=key, model=model: f"{key}: {model} cannot be read: {reason}"):
             other = AutoTokenizer.from_pretrained(model).get_vocab()
             of = AutoConfig.from_pretrained(model).model_type
         if differing := sorted(word for word in own.keys() | other.keys() if own.get(word) != other.get(word)):
             raise UserError(
-                f"teacher[{n}].model: {model} has another vocabulary than model.path: {len(differing):,} tokens "
+                f"{key}: {model} has another vocabulary than model.path: {len(differing):,} tokens "
                 f"differ, such as {differing[0]!r}; name a model with the tokenizer of the student, or remove teacher"
             )
         if of != kind and recipe.pipeline.startswith("vlm/"):
             raise UserError(
-                f"teacher[{n}].model: it is a {of} and the student a {kind}, which read pictures in other ways; name a "
+                f"{key}: it is a {of} and the student a {kind}, which read pictures in other ways; name a "
                 f"{kind}, or remove teacher"
             )
 

@@ -491,6 +491,7 @@ class LanguagePipeline:
         texts = [self.stops.text(row) if one is None else one.answer for row, one in spoken]
         begun = left_open(self.conditioner.render(rows.slots[0].prompt)) if len(rows) else ""
         drawn = "image" in inputs and draws(self.recipe.environment)
+        tokens = rows.spelled() if "tokens" in inputs else [None] * len(rows)
         return [
             Sample(
                 slot.prompt,
@@ -500,8 +501,11 @@ class LanguagePipeline:
                 truncated=was_cut,
                 begun=begun,
                 episode=one,
+                tokens=spelled,
             )
-            for slot, sample, text, was_cut, one in zip(rows.slots, rows.ids, texts, cut, episodes, strict=True)
+            for slot, sample, text, was_cut, one, spelled in zip(
+                rows.slots, rows.ids, texts, cut, episodes, tokens, strict=True
+            )
         ]
 
     def _last_picture(self, episode: Episode | None) -> Image:
@@ -651,6 +655,8 @@ class LanguagePipeline:
         names = {"teacher_kl": 1.0, "teacher_loss": 1.0}
         out = {name: torch.zeros_like(said.log_probs) for name in names}
         for teacher, copy, index in lessons(self.recipe, said.rows.slots):
+            if teacher.model is None:
+                continue
             at, mine = said.part(index)
             some = said.rows if len(index) == len(said.rows) else said.rows.rows(index)
             with torch.no_grad():
