@@ -160,7 +160,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
-    for key in () if recipe.teacher else _changed(recipe.model, ("offload",)):
+    for key in () if any(teacher.model for teacher in recipe.teacher) else _changed(recipe.model, ("offload",)):
         yield f"model.{key}: it moves the encoders and the VAE of picture models, and text has none; remove it"
     for key in _changed(recipe.performance, ("vae",)):
         yield f"performance.{key}: text has no VAE that decodes; remove it"

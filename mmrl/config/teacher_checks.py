@@ -30,10 +30,14 @@ def of_teachers(recipe: Recipe) -> Iterator[str]:
     if text and recipe.decoding.picture is not None:
         yield "teacher: models that write pictures as tokens are not taught; remove it, or remove sampling.picture"
     train = recipe.train
-    if train.backend != "replicated" or train.width > 1:
+    whole = any(teacher.model for teacher in recipe.teacher)
+    if whole and (train.backend != "replicated" or train.width > 1):
         key = "train.backend" if train.backend != "replicated" else "train.context_parallel"
         value = "replicated" if train.backend != "replicated" else "1"
-        yield f"{key}: a teacher computes whole rows with whole weights; set it to {value}, or remove teacher"
+        yield (
+            f"{key}: a teacher in the process computes whole rows with whole weights; set it to {value}, or remove "
+            "teacher (one that is a reward may stay)"
+        )
     if teaches_alone(recipe):
         for key in ("drop_zero_std_groups", "dynamic_sampling"):
             if getattr(recipe.algorithm, key, False):

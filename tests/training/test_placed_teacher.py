@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from mmrl.runtime.start import train
 from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import computed, train_step
 from tests.support import asleep, tiny
+from tests.support.episodes import SMALL
 from tests.support.planning import LEFT_OUT, without_the_step
 
 allow_cpu_only()  # before transformers imports torchvision
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 name: taught
 pipeline: llm/chat
@@ -111,6 +114,49 @@ def test_it_teaches_from_a_device_of_its_own(folder, tmp_path, placed, inside):
     judges = {device for device, role in roles if role == "judge"}
     assert judges
     assert "sleep" in placed[1] or not {device for device, role in roles if role == "rollout"} >= judges
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("needs", "layout"),
+    [
+        ("ray", ["controllers=2", "train.backend=fsdp"]),
+        ("megatron.core", ["devices_per_controller=2", "train.backend=megatron", "train.pipeline_parallel=2"]),
+    ],
+)
+def test_it_teaches_a_student_in_parts(folder, tmp_path, needs, layout):
+    pytest.importorskip("ray")
+    pytest.importorskip(needs)
+    expected = trained(folder, tmp_path / "inside", *INSIDE)
+    assert_same(trained(folder, tmp_path / "placed", *PLACED, *layout), expected)
+
+
+ANEW = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>"
+    "{{ ' ok' if message['role'] == 'assistant' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template that writes something behind every earlier turn, so that each is read behind a text of its own."""
+
+
+def test_every_turn_of_an_episode_is_taught_behind_what_it_read(tmp_path):
+    (tmp_path / "anew.jinja").write_text(ANEW)
+    world = "{name: guess, options: {most: 9}, max_turns: 3, max_tokens: 150, history: template, role: user}"
+    words = [*SMALL, f"environment={world}", f"model.chat_template={tmp_path / 'anew.jinja'}"]
+    critic = ROOT / "pipelines" / "llm" / "models" / "sums-critic"
+    found = []
+    for teacher in ({"model": str(critic)}, {"reward": "large"}):
+        options = {"path": str(critic), "dtype": "float32"}
+        judge = {"name": "teacher", "label": "large", "weight": 0, "options": options}
+        listed = [{"name": "environment"}, *([judge] if "reward" in teacher else [])]
+        more = [f"rewards={json.dumps(listed)}", f"teacher={json.dumps(teacher | {'divergence': 'sampled'})}"]
+        run = build(load_recipe(["sums"], [*words, *more]).recipe)
+        row = train_step(run, 0, Clock(torch.device("cpu")))[0]
+        found.append({name: row[name] for name in ("teacher/kl", "optim/grad_norm", "episode/turns")})
+        run.pipeline.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[0]["teacher/kl"] > 0.1
+    assert found[0]["episode/turns"] > 1
 
 
 def test_alone_it_teaches_its_prompts_and_no_sample_that_failed(folder, tmp_path):
