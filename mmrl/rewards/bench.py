@@ -225,6 +225,8 @@ def measure(
 
 def _refuse_other_kind(reward: Found, inputs: Sequence[str], of: str) -> None:
     """Raise ``UserError`` where the reward reads what samples ``of`` this kind do not have."""
+    if "tokens" in inputs:
+        raise UserError(f"{reward.name} reads tokens, which only a run samples; name it in the rewards of a recipe")
     if of == "response" and "text" not in inputs:
         edit = f"declare what it reads at {reward.place}: @mmrl.reward(inputs=('text',)), or give --images"
         raise UserError(f"{reward.name} reads {', '.join(inputs)}, and a response has text; {edit}")

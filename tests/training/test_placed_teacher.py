@@ -19,6 +19,7 @@ from mmrl.core.trajectory import Prompt, Sample, SampleId, Segment, Slot, TextRo
 from mmrl.logging.metrics import read_numbers
 from mmrl.planner.gpus import GPUS
 from mmrl.planner.plan import plan
+from mmrl.rewards.bench import measure
 from mmrl.rewards.loading import build as build_reward
 from mmrl.rewards.loading import find
 from mmrl.rewards.scoring import check
@@ -282,6 +283,8 @@ def test_pictures_are_refused_and_tokens_are_not_sent(folder):
         load_recipe(["scenes"], ["teacher={reward: large, divergence: sampled}"])
     with pytest.raises(UserError, match="reads 'tokens', and this pipeline makes pictures"):
         check([Reward(name="teacher", options={"path": str(folder / "large")})], "image")
+    with pytest.raises(UserError, match="name it in the rewards of a recipe"):
+        measure("teacher", [], {"path": str(folder / "large")}, of="response")
     with pytest.raises(UserError, match="tokens are not sent"):
         build_reward(find("http"), {"url": "http://127.0.0.1:1", "inputs": ["tokens"]})
     with pytest.raises(UserError, match="reads tokens, which are not sent"):
