@@ -10,8 +10,8 @@ model, with a LoRA each:
 
 - a teacher for each source: RL on its prompts and its reward, for ``--seconds`` of CPU time;
 - ``taught``: on all prompts, without a reward, each source taught by its teacher (texts: reverse; pictures: the
-  velocities of all steps but the last), for as long as the teachers together; a teacher says something of each token or
-  step, so that one sample of a prompt is enough;
+  velocities of all steps but the last), for as long as the teachers together, or ``--times`` that; a teacher says
+  something of each token or step, so that one sample of a prompt is enough;
 - ``mix``: RL on all prompts and rewards, for as long;
 - ``bone soup``: a backbone for each source, on all prompts, whose own reward counts beta 0.7 and each other one 0.15
   (divided by the standard deviation of the batch: that of a group would undo the weights), for ``--seconds`` each; the
@@ -244,7 +244,7 @@ def of_seed(runs: Runs, seed: int, asked: argparse.Namespace) -> Seed:
 
 def trained(arm: str, runs: Runs, seed: int, teachers: dict[str, Path], asked: argparse.Namespace) -> Path:
     """The run or the adapter of ``arm``."""
-    job, together = runs.job, asked.seconds * len(teachers)
+    job, together = runs.job, asked.seconds * len(teachers) * asked.times
     if arm == "taught":
         listed = [{"model": str(exported(of)), "prompts": kind} for kind, of in teachers.items()]
         lessons = [job.paid(0), f"teacher={json.dumps(listed)}", *job.student, *asked.overrides]
@@ -278,6 +278,9 @@ def main() -> None:
     parser.add_argument("--job", choices=list(JOBS), default="text")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=40, help="CPU-seconds of each teacher")
+    parser.add_argument(
+        "--times", type=float, default=1, help="CPU-seconds of the student and of the mix, in those of all teachers"
+    )
     parser.add_argument("--samples", type=int, default=1536, help="held-out samples of a measure, over all sources")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--name", default="taught", help="what the runs of the student are called")
@@ -303,7 +306,8 @@ def main() -> None:
 def keep(asked: argparse.Namespace, made: dict[int, Seed]) -> None:
     """Write the figures of these seeds and arms beside others of the same job and settings."""
     kept = json.loads(asked.json.read_text()) if asked.json.exists() else {}
-    settings, before = {"seconds": asked.seconds, "samples": asked.samples}, kept.get(asked.job, {})
+    settings = {"seconds": asked.seconds, "times": asked.times, "samples": asked.samples}
+    before = kept.get(asked.job, {})
     seeds = before["seeds"] if settings.items() <= before.items() else {}
     for seed, found in made.items():
         had = seeds.get(str(seed), {})
