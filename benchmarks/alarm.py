@@ -23,7 +23,7 @@ from typing import Any
 from alarm_runs import RESULTS, faults, fell, read
 
 from mmrl.config.schema import Guards
-from mmrl.training.alarm import Alarm, with_more
+from mmrl.training.alarm import Alarm, Scores, with_more
 from mmrl.training.guards import EVIDENCE, GOOD, Limits
 
 METHODS = ("sequential", "limits")
@@ -56,6 +56,22 @@ class Seen:
         return self.alarm is not None and (self.fell is None or self.alarm <= self.fell)
 
 
+def scores_of(found: Mapping[str, Any], number: int, alarm: Alarm) -> Scores:
+    """What a run gives ``alarm`` of an evaluation: with further samples where it asks for them."""
+    scores = {name: of[number] for name, of in found["samples"].items()}
+    more = found["more"][number] if "more" in found and alarm.wants_more(scores) else None
+    return with_more(scores, more or {})
+
+
+def by_truth(found: Mapping[str, Any], alpha: float) -> int | None:
+    """The evaluation at which the same test, of a fall of the true measure itself, raises an alarm."""
+    trained = {name.removeprefix("reward/"): 1.0 for name in found["trained"] if name != found["true"]}
+    weights = {label: (found.get("weights") or trained)[label] for label in trained}
+    alarm = Alarm(weights, [found["true"].removeprefix("reward/")], alpha, follow=0.0)
+    evidence = (alarm.saw(row["step"], scores_of(found, n, alarm)) for n, row in enumerate(found["rows"]))
+    return next((n for n, row in enumerate(evidence) if row.get(EVIDENCE, 0.0) >= 1), None)
+
+
 def seen(found: Mapping[str, Any], settings: Guards) -> Seen:
     """Read a recorded run as a run with ``settings`` does, up to the first alarm."""
     labels = [name.removeprefix("reward/") for name in found["untrained"]]
@@ -66,10 +82,7 @@ def seen(found: Mapping[str, Any], settings: Guards) -> Seen:
     for number, row in enumerate(found["rows"]):
         given = {name: value for name, value in row.items() if value is not None}
         if settings.method == "sequential":
-            scores = {name: of[number] for name, of in found["samples"].items()}
-            if alarm.wants_more(scores):
-                scores = with_more(scores, (found["more"][number] if "more" in found else None) or {})
-            given |= alarm.saw(row["step"], scores)
+            given |= alarm.saw(row["step"], scores_of(found, number, alarm))
         most = max(most, given.get(EVIDENCE, 0.0))
         if why := limits.saw(row["step"], given):
             good = steps.index(int(given[GOOD])) if GOOD in given else steps.index(limits.within)
@@ -111,6 +124,18 @@ def table(
             print("| run | alarm | last good | true measure fell | in time | left of it | what it says |")
             print("|---|---|---|---|---|---|---|")
             print("\n".join(line(one) for one in rows if hacks or one.alarm is not None), end="\n\n")
+        if hacks and method == "sequential":
+            truths = [by_truth(found, Guards(**changes).alpha) for found in runs]
+            known = [(one.alarm, n) for one, n in zip(rows, truths, strict=True) if one.alarm is not None]
+            counts["by_truth"] = {
+                "later": sum(n is None or alarm < n for alarm, n in known),
+                "earlier": sum(n is not None and n < alarm for alarm, n in known),
+                "in_time": sum(n is not None and (one.fell or 99) > n for one, n in zip(rows, truths, strict=True)),
+            }
+            print(
+                f"{name}, the same test of the true measure itself: later than sequential in "
+                "{later} runs, earlier in {earlier}; {in_time} before the fall".format(**counts["by_truth"])
+            )
     return counts
 
 
