@@ -104,7 +104,7 @@ class Alarm:
         return [(f"reward/{label}", math.copysign(1.0, weight)) for label, weight in self.weights.items() if weight]
 
     def _p_values(self, now: Mapping[str, Array]) -> dict[str, float]:
-        """Of each untrained reward that was measured, the least p-value beside a trained one."""
+        """The least p-value of each untrained reward that was measured, over the trained ones."""
         base = self._base
         gains = [sign * _change(base[r], now[r]) for r, sign in self._trained if r in now and r in base]
         names = {label: f"reward/{label}" for label in self.untrained}

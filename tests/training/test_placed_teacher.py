@@ -31,6 +31,7 @@ from mmrl.training.loop import computed, train_step
 from tests.support import asleep, tiny
 from tests.support.episodes import SMALL
 from tests.support.planning import LEFT_OUT, without_the_step
+from tests.support.teachers import write_letters
 
 allow_cpu_only()  # before transformers imports torchvision
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,14 +60,7 @@ INSIDE = ["rewards=[{name: reward.py}]", "teacher={model: large, divergence: sam
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("placed")
     tiny.language_model(folder / "model")
-    tiny.language_model(folder / "large", seed=3, hidden_size=48)
-    tiny.language_model(folder / "foreign", words=("hello",))
-    rows = [{"id": str(i), "prompt": f"Say {i} letters."} for i in range(24)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "reward.py").write_text(
-        "import mmrl\n\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
-        "    return [float(s.text.count('e')) for s in samples]\n"
-    )
+    write_letters(folder)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 

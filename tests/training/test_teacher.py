@@ -25,7 +25,7 @@ from mmrl.step.step_metrics import StepMetrics
 from mmrl.training.loop import backward, computed, train_step
 from tests.support import tiny
 from tests.support.planning import LEFT_OUT, without_the_step
-from tests.support.teachers import adapter
+from tests.support.teachers import adapter, write_letters
 
 allow_cpu_only()  # before transformers imports torchvision
 RECIPE = """
@@ -80,14 +80,7 @@ def folder(tmp_path_factory):
         adapter(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), folder / name, seed=n)
     adapter(AutoModelForCausalLM.from_pretrained(path), folder / "wide", rank=9)
     adapter(AutoModelForCausalLM.from_pretrained(path), folder / "elsewhere", targets=["k_proj"])
-    tiny.language_model(folder / "large", seed=3, hidden_size=48)
-    tiny.language_model(folder / "foreign", words=("hello",))
-    rows = [{"id": str(i), "prompt": f"Say {i} letters."} for i in range(24)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "reward.py").write_text(
-        "import mmrl\n\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
-        "    return [float(s.text.count('e')) for s in samples]\n"
-    )
+    write_letters(folder)
     (folder / "own.py").write_text(OWN)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
