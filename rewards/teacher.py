@@ -44,18 +44,16 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 class Teacher(Sleeping):
     """The log-prob of each token that the policy wrote, behind all that it read there.
 
-    ``temperature``: of the distribution, that of ``sampling``. ``batch_size``: texts in a forward; those of similar
+    At the temperature of the policy (``sample.tokens``). ``batch_size``: texts in a forward; those of similar
     length share one. ``dtype``: of its weights; ``auto`` is bfloat16 where the device has it.
     """
 
-    def __init__(self, path: str, temperature: float = 1.0, batch_size: int = 16, dtype: str = "auto") -> None:
+    def __init__(self, path: str, batch_size: int = 16, dtype: str = "auto") -> None:
         if batch_size < 1:
             raise UserError(f"options.batch_size is {batch_size}; set it to 1 or more")
-        if not temperature > 0:
-            raise UserError(f"options.temperature is {temperature}; set it to that of sampling, above 0")
         dtype = dtype_on(check_dtype(dtype, (*DTYPES, "float16")), "auto")
         check_files(path)
-        self.batch_size, self.temperature = batch_size, temperature
+        self.batch_size = batch_size
         mmrl.before_loading()
         load = partial(_load, path, getattr(torch, dtype))
         self._model = self.frozen(load(), load)
@@ -68,11 +66,13 @@ class Teacher(Sleeping):
         self.wake(context.device)
         failed = [self._unread(sample) for sample in samples]
         good = [n for n, why in enumerate(failed) if why is None]
-        texts = [(n, *text) for n in good if (of := samples[n].tokens) is not None for text in _texts(of)]
+        read = [(n, tokens) for n in good if (tokens := samples[n].tokens) is not None]
+        texts = [(n, *text) for n, tokens in read for text in _texts(tokens)]
+        temperature = read[0][1].temperature if read else 1.0  # one policy drew them all
         order, found = sorted(range(len(texts)), key=lambda i: len(texts[i][1])), [list[float]()] * len(texts)
         for first in range(0, len(order), self.batch_size):
             some = order[first : first + self.batch_size]
-            for i, values in zip(some, self._log_probs([texts[i][1:] for i in some]), strict=True):
+            for i, values in zip(some, self._log_probs([texts[i][1:] for i in some], temperature), strict=True):
                 found[i] = values
         said: list[list[float]] = [[] for _ in samples]
         for (n, *_), values in zip(texts, found, strict=True):
@@ -99,7 +99,7 @@ class Teacher(Sleeping):
         return "has tokens that are not in the teacher's vocabulary" if max(tokens.ids) >= self._words else None
 
     @torch.inference_mode()
-    def _log_probs(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def _log_probs(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
         """The log-probs of the tokens at the given places of each text."""
         device, model = self._model.device, self._model
         ids = pad_sequence([torch.tensor(of) for of, _ in texts], batch_first=True).to(device)
@@ -110,10 +110,10 @@ class Teacher(Sleeping):
         if (layer := plain_head(model)) is not None:
             with headless(model):
                 states = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[row, at - 1]
-            values = head_log_probs(states, layer.weight, ids[row, at], self.temperature)
+            values = head_log_probs(states, layer.weight, ids[row, at], temperature)
         else:
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[row, at - 1]
-            values = token_log_probs(logits.unsqueeze(0), ids[row, at].unsqueeze(0), self.temperature)[0]
+            values = token_log_probs(logits.unsqueeze(0), ids[row, at].unsqueeze(0), temperature)[0]
         return [part.tolist() for part in _split(values, [len(places) for _, places in texts])]
 
 

@@ -102,12 +102,5 @@ def _of_reward(recipe: Recipe, teacher: Teacher, label: str, *, text: bool) -> I
         yield f"reward: {label!r} is no label of rewards: {has}, or {made}"
         return
     n = labels.index(label)
-    reward, wanted = recipe.rewards[n], recipe.decoding.temperature
-    if reward.weight:
-        yield f"reward: rewards[{n}] has weight {reward.weight:g}, and a log-prob is no reward; set its weight to 0"
-    at = reward.options.get("temperature", 1.0 if reward.name.partition(":")[0] == "teacher" else wanted)
-    if at != wanted:
-        yield (
-            f"reward: rewards[{n}] says log-probs at temperature {at}, and samples are drawn at {wanted:g}; set "
-            f"rewards[{n}].options.temperature to {wanted:g}"
-        )
+    if weight := recipe.rewards[n].weight:
+        yield f"reward: rewards[{n}] has weight {weight:g}, and a log-prob is no reward; set its weight to 0"

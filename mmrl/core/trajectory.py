@@ -118,6 +118,8 @@ class Tokens:
     begins: tuple[int, ...] = (0,)
     """Where a text of its own begins: nothing before it is read there. More than one in an episode whose chat template
     writes earlier turns anew."""
+    temperature: float = 1.0
+    """That of the policy in training, ``sampling.temperature``."""
 
     @property
     def count(self) -> int:
@@ -409,12 +411,13 @@ class TextRows(Rows):
         flat = self.tokens.tolist()
         return [flat[at + p : end] for at, p, end in zip(self.offsets, self.prompts, self.offsets[1:], strict=False)]
 
-    def spelled(self) -> list[Tokens]:
-        """The tokens of each row with its prompt. Waits for the device."""
+    def spelled(self, temperature: float) -> list[Tokens]:
+        """The tokens of each row with its prompt; ``temperature``: of the policy. Waits for the device."""
         flat, out = self.tokens.tolist(), list[Tokens]()
         for at, end, of in zip(self.offsets, self.offsets[1:], self.segments, strict=False):
             written = tuple((s.start, s.stop) for s in of if s.kind == "written")
-            out.append(Tokens(tuple(flat[at:end]), written, tuple(s.start for s in of if s.kind == "prompt")))
+            begins = tuple(s.start for s in of if s.kind == "prompt")
+            out.append(Tokens(tuple(flat[at:end]), written, begins, temperature))
         return out
 
     def rows(self, index: Sequence[int]) -> Self:

@@ -85,8 +85,10 @@ def assert_same(one, other):
     assert rows[0]["teacher/kl"] > 0.1
 
 
-def test_a_reward_teaches_as_the_model_in_the_process_does(folder, tmp_path):
-    assert_same(trained(folder, tmp_path / "placed", *PLACED), trained(folder, tmp_path / "inside", *INSIDE))
+@pytest.mark.parametrize("more", [[], ["sampling.temperature=0.7"]])
+def test_a_reward_teaches_as_the_model_in_the_process_does(folder, tmp_path, more):
+    placed = trained(folder, tmp_path / "placed", *PLACED, *more)
+    assert_same(placed, trained(folder, tmp_path / "inside", *INSIDE, *more))
 
 
 @pytest.mark.slow
@@ -180,20 +182,20 @@ def test_alone_it_teaches_its_prompts_and_no_sample_that_failed(folder, tmp_path
     assert train_step(run, 0, Clock(torch.device("cpu")))[0]["teacher/kl"] > 0
 
 
-def of_tokens(*texts, media=(), asked=2):
+def of_tokens(*texts, media=(), asked=2, temperature=1.0):
     """Samples of these tokens, the first ``asked`` of each a prompt."""
-    found = [Tokens(tuple(ids), ((asked, len(ids)),)) for ids in texts]
+    found = [Tokens(tuple(ids), ((asked, len(ids)),), (0,), temperature) for ids in texts]
     return [Sample(Prompt("1", "?", media=media), SampleId(0, 0, 0, n), tokens=of) for n, of in enumerate(found)]
 
 
 def test_it_sleeps_and_says_what_the_model_does_in_any_batch(folder, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    options = {"path": str(folder / "large"), "temperature": 0.7, "batch_size": 2, "dtype": "float32"}
+    options = {"path": str(folder / "large"), "batch_size": 2, "dtype": "float32"}
     reward = build_reward(find("teacher"), options)
     texts = [[5, 6, 7, 8, 9], [3, 4, 5], [9, 8], [4, 4, 8, 7, 6, 5]]
-    samples = of_tokens(*texts)
-    several = Tokens((5, 6, 7, 8, 3, 4, 5), ((2, 3), (6, 7)), (0, 4))  # two texts, and one token that was told
+    samples = of_tokens(*texts, temperature=0.7)
+    several = Tokens((5, 6, 7, 8, 3, 4, 5), ((2, 3), (6, 7)), (0, 4), 0.7)  # two texts, and one token that was told
     samples.append(Sample(Prompt("1", "?"), SampleId(0, 0, 0, 9), tokens=several))
     asleep.scores_the_same(reward.sleeper, lambda: reward.call(samples, context=Context())["score"], monkeypatch)
     said = reward.call(samples, context=Context())
@@ -237,11 +239,6 @@ REFUSED = {
     "no such reward": (["teacher.reward=small"], "'small' is no label of rewards", "teacher.reward=large"),
     "a weight": (["rewards[1].weight=1"], "set its weight to 0", "rewards[1].weight=0"),
     "the whole vocabulary": (["teacher.divergence=reverse"], "set it to sampled", "teacher.divergence=sampled"),
-    "another temperature": (
-        ["sampling.temperature=0.7"],
-        "set rewards[1].options.temperature to 0.7",
-        "rewards[1].options.temperature=0.7",
-    ),
     "no log-probs": (
         ["teacher.reward=reward", "rewards[0].weight=0", "rewards[1].weight=0"],
         "says nothing of single tokens",
@@ -295,7 +292,7 @@ def test_values_of_tokens_count_with_a_weight(folder):
         torch.tensor([False]),
         behind=[[Segment(2, 4, "written"), Segment(4, 5, "told"), Segment(5, 6, "written")]],
     )
-    (tokens,) = rows.spelled()
+    (tokens,) = rows.spelled(1.0)
     assert tokens == Tokens((1, 2, 3, 4, 5, 6), ((2, 4), (5, 6)))
     assert tokens.count == 3
     assert written_places(rows.segments[0]) == [0, 1, 3]

@@ -491,7 +491,7 @@ class LanguagePipeline:
         texts = [self.stops.text(row) if one is None else one.answer for row, one in spoken]
         begun = left_open(self.conditioner.render(rows.slots[0].prompt)) if len(rows) else ""
         drawn = "image" in inputs and draws(self.recipe.environment)
-        tokens = rows.spelled() if "tokens" in inputs else [None] * len(rows)
+        tokens = rows.spelled(self.settings.temperature) if "tokens" in inputs else [None] * len(rows)
         return [
             Sample(
                 slot.prompt,
