@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from mmrl.core import torch_state
 from mmrl.core.errors import UserError, plain
@@ -36,6 +36,7 @@ BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one, and their limit."""
 CONCURRENT_BATCHES = 64  # of an async reward
 _GRACE_S = 1.0
+T = TypeVar("T")
 
 
 class Calls(Protocol):
@@ -63,7 +64,7 @@ class Caller:
         self._lane: _ThreadLane | _LoopLane | None = None
         self._swap = threading.Lock()
         self._turn = threading.Lock()
-        self._workers = _Workers(CONCURRENT_BATCHES if reward.is_async else 1)
+        self._workers = _Workers(CONCURRENT_BATCHES if reward.is_async else 1, "mmrl-reward-batch")
 
     def one(self, samples: Sequence[Sample], context: Context) -> Answer:
         """The answer for one batch. An error of the reward is not raised: see ``Answer.error``."""
@@ -178,18 +179,18 @@ class _Workers:
     the standard library.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
         self._calls: _Line = queue.SimpleQueue()
         self._free = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def submit(self, call: Callable[[], Answer]) -> Future[Answer]:
-        future: Future[Answer] = Future()
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
         with self._lock:
             if not self._free.acquire(blocking=False) and len(self._threads) < self._most:
-                self._threads.append(_started(_work, "mmrl-reward-batch", self._calls, self._free))
+                self._threads.append(_started(_work, self._name, self._calls, self._free))
             self._calls.put((future, call))
         return future
 
@@ -203,7 +204,7 @@ class _Workers:
         return threads
 
 
-_Line: TypeAlias = "queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]"
+_Line: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], object]] | None]"
 
 
 def _started(target: Callable[..., None], name: str, *args: object) -> threading.Thread:
@@ -218,7 +219,7 @@ def _work(calls: _Line, free: threading.Semaphore) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except BaseException as error:  # also sys.exit() in a reward: the caller decides what a failure costs
                 future.set_exception(error)
         del future, call, item  # a thread that waits for work keeps no samples
         free.release()
@@ -228,42 +229,25 @@ class _DeadlineError(Exception):
     pass
 
 
-_Call: TypeAlias = tuple[Future[object], Loaded, list[Sample], Context]
-
-
 class _ThreadLane:
     """One daemon thread that calls sync rewards. Fed by ``start``, ends at ``stop`` once its call has returned."""
 
     def __init__(self, stream: OwnStream) -> None:
-        self._stream = stream
-        self._calls: queue.SimpleQueue[tuple[Future[object], Loaded, list[Sample], Context] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = _started(self._run, "mmrl-reward")
+        self._stream, self._workers = stream, _Workers(1, "mmrl-reward")
 
     def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[object]:
-        future: Future[object] = Future()
-        self._calls.put((future, reward, samples, context))
-        return future
+        return self._workers.submit(lambda: self._call(reward, samples, context))
 
     def stop(self) -> threading.Thread:
-        """Let the thread end, and return it."""
-        self._calls.put(None)
-        return self._thread
+        """Let the thread, which ``start`` began, end, and return it."""
+        return self._workers.stop()[0]
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, reward, samples, context = call
-            _without_gradients()
-            try:
-                with self._stream.here(context.device), watched(reward.name, here=False, folder=context.folder):
-                    returned = reward.call(samples, context=context)
-                    check_alarm(reward.name)
-                future.set_result(returned)
-            except BaseException as error:  # also sys.exit() in a reward: the caller decides what a failure costs
-                future.set_exception(error)
-            returned = None
-            del future, call, reward, samples, context
+    def _call(self, reward: Loaded, samples: list[Sample], context: Context) -> object:
+        _without_gradients()
+        with self._stream.here(context.device), watched(reward.name, here=False, folder=context.folder):
+            returned = reward.call(samples, context=context)
+            check_alarm(reward.name)
+        return returned
 
 
 class _LoopLane:

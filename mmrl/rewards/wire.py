@@ -18,12 +18,11 @@ An error of the whole request is a status of 400 or more with ``{"error": "why"}
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -94,33 +93,28 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
     files: dict[_Source, str] = {}
     pictures = 0
     for sample in samples:
-        prompt, place = sample.prompt, sample.id
-        item: dict[str, Json] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
-        item["place"] = [place.step, place.slot, place.attempt, place.sample]
-        if prompt.system is not None:
-            item["system"] = prompt.system
-        if prompt.negative_prompt is not None:
-            item["negative_prompt"] = prompt.negative_prompt
-        if prompt.turns:
-            item["turns"] = [[turn.role, turn.text] for turn in prompt.turns]
-        if prompt.media:
-            item["media"] = [_sent(media, files) for media in prompt.media]
-        if sample.image is not None:
-            item["image"] = png = _png(sample.image)
-            pictures += len(png)
-        if sample.video is not None:
-            item["video"] = pngs = [_png(frame) for frame in sample.video]
-            pictures += sum(map(len, pngs))
-        if sample.audio is not None:
-            item["audio"] = sound = base64.b64encode(wav_bytes(*sample.audio)).decode("ascii")
-            pictures += len(sound)
-        if sample.text is not None:
-            item["text"] = sample.text
-        if sample.truncated:
-            item["truncated"] = True
-        if sample.begun:
-            item["begun"] = sample.begun
-        items.append(item)
+        prompt, place, audio = sample.prompt, sample.id, sample.audio
+        image = None if sample.image is None else _png(sample.image)
+        video = None if sample.video is None else [_png(frame) for frame in sample.video]
+        sound = None if audio is None else base64.b64encode(wav_bytes(*audio)).decode("ascii")
+        pictures += sum(len(one) for one in (image, sound, *(video or ())) if one is not None)
+        item: JsonObject = {
+            "id": prompt.id,
+            "prompt": prompt.text,
+            "meta": dict(prompt.meta),
+            "place": [place.step, place.slot, place.attempt, place.sample],
+            "system": prompt.system,
+            "negative_prompt": prompt.negative_prompt,
+            "turns": [[turn.role, turn.text] for turn in prompt.turns] or None,
+            "media": [_sent(media, files) for media in prompt.media] or None,
+            "image": image,
+            "video": video,
+            "audio": sound,
+            "text": sample.text,
+            "truncated": sample.truncated or None,
+            "begun": sample.begun or None,
+        }
+        items.append({name: value for name, value in item.items() if value is not None})
     message: dict[str, Json] = {"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items}
     if files:
         message["files"] = list(files.values())
@@ -249,11 +243,18 @@ def _sent(media: Media, files: dict[_Source, str]) -> JsonObject:
     return {"kind": media.kind, "file": list(files).index(source), "frames": frames}
 
 
-def _file(encoded: Json, index: int) -> bytes:
+def _decoded(encoded: Json, where: str, bad: Callable[[str], Exception]) -> bytes:
+    """The bytes of a text in base64. Raises ``WireError`` where it is no text, else what ``bad`` makes of the reason."""
+    text = _typed(encoded, str, where)
     try:
-        return base64.b64decode(_typed(encoded, str, f"files[{index}]"), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise error if isinstance(error, WireError) else WireError(f"files[{index}]: not base64: {error}") from None
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise bad(f"not base64: {error}") from None
+
+
+def _file(encoded: Json, index: int) -> bytes:
+    where = f"files[{index}]"
+    return _decoded(encoded, where, lambda why: WireError(f"{where}: {why}"))
 
 
 def _media(items: Json, files: list[bytes], where: str) -> tuple[Media, ...]:
@@ -325,23 +326,13 @@ def _png(image: Image) -> str:
 
 def _picture(encoded: Json, where: str, max_pixels: int) -> Image:
     """Raises ``WireError``, and ``BadImageError`` for a picture that cannot be read."""
-    try:
-        data = base64.b64decode(_typed(encoded, str, where), validate=True)
-    except (binascii.Error, ValueError) as error:
-        if isinstance(error, WireError):
-            raise
-        raise BadImageError(f"not base64: {error}") from None
+    data = _decoded(encoded, where, BadImageError)
     return read_rgb(io.BytesIO(data), formats=("PNG",), max_pixels=max_pixels)[0]
 
 
 def _audio(encoded: Json, where: str) -> Audio:
     """Raises ``WireError``, and ``BadSoundError`` for a sound that cannot be read."""
-    text = _typed(encoded, str, where)
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadSoundError(f"not base64: {error}") from None
-    return Audio(*read_wav(data))
+    return Audio(*read_wav(_decoded(encoded, where, BadSoundError)))
 
 
 def _clip(frames: Json, where: str, max_pixels: int) -> tuple[Image, ...]:
