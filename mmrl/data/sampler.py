@@ -19,7 +19,7 @@ from mmrl.config.data import Sampler
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 from mmrl.core.plugins.loading import LoadError, load_from_file
-from mmrl.core.plugins.user_code import defined_at, describe, option_problems, place_of
+from mmrl.core.plugins.user_code import blaming, defined_at, option_problems
 from mmrl.core.trajectory import Prompt
 from mmrl.data.fields import digest_of
 from mmrl.data.mixture import Mixture
@@ -122,15 +122,8 @@ class Chosen(Sequence[Prompt]):
 
     def asked(self, ask: Callable[[], T]) -> T:
         """What ``ask``, a call of the sampler, returns."""
-        try:
+        with blaming(f"{_KEY}: {self._settings.name}", self._settings.name.rpartition(":")[0]):
             return ask()
-        except UserError:
-            raise
-        except Exception as error:
-            place = place_of(error, self._settings.name.rpartition(":")[0])
-            raise UserError(
-                f"{_KEY}: {self._settings.name} raised {describe(error)} at {place}; mend that line"
-            ) from error
 
     def _checked(self, indices: Sequence[int], step: int, n: int | None = None) -> list[int]:
         wanted = n or self.per_step
@@ -149,13 +142,10 @@ def find(settings: Sampler) -> type[PromptSampler]:
     name = settings.name
     file = name.rpartition(":")[0]
     try:
-        found = load_from_file(name)
+        with blaming(f"{_KEY}: importing {name}", file):
+            found = load_from_file(name)
     except LoadError as error:
         raise UserError(f"{_KEY}: {error}") from None
-    except Exception as error:
-        raise UserError(
-            f"{_KEY}: importing {name} raised {describe(error)} at {place_of(error, file)}; mend that line"
-        ) from error
     if not (inspect.isclass(found) and issubclass(found, PromptSampler)):
         raise UserError(
             f"{_KEY}: {name} is no PromptSampler; write class {name.rpartition(':')[2]}(PromptSampler), with "

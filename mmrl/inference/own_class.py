@@ -14,7 +14,7 @@ from functools import partial
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import LoadError, load_from_file
-from mmrl.core.plugins.user_code import defined_at, describe, option_problems, place_of, source_of
+from mmrl.core.plugins.user_code import blaming, defined_at, option_problems, source_of
 from mmrl.core.rollout_engine import RolloutEngine
 
 GIVEN = ("max_model_len", "dtype", "lora_rank", "images", "clips", "bucket_bytes", "device")
@@ -33,14 +33,10 @@ def find(name: str) -> type:
     """The class that ``path/to/file.py:Class`` names. Raises ``UserError``."""
     file = name.rpartition(":")[0]
     try:
-        found = load_from_file(name)
+        with blaming(f"rollout.engine: importing {name}", file):
+            found = load_from_file(name)
     except LoadError as error:
         raise UserError(f"rollout.engine: {error}") from None
-    except Exception as error:
-        place = place_of(error, file)
-        raise UserError(
-            f"rollout.engine: importing {name} raised {describe(error)} at {place}; mend that line"
-        ) from error
     if not inspect.isclass(found):
         raise UserError(f"rollout.engine: {name} is no class; write class {name.rpartition(':')[2]} with {_listed()}")
     return found
@@ -123,15 +119,9 @@ def starter(
 
 
 def _start(engine: type, name: str, path: str, arguments: Mapping[str, object]) -> RolloutEngine:
-    try:
+    file = name.rpartition(":")[0]
+    with blaming(f"starting the rollout engine {name}", file, "that line or rollout.options"):
         return engine(path, **arguments)
-    except UserError:
-        raise
-    except Exception as error:
-        place = place_of(error, name.rpartition(":")[0])
-        raise UserError(
-            f"starting the rollout engine {name} raised {describe(error)} at {place}; mend that line or rollout.options"
-        ) from error
 
 
 def _taken(engine: type) -> set[str]:

@@ -20,7 +20,7 @@ from mmrl.core.json_types import JsonObject
 from mmrl.core.notices import tell
 from mmrl.core.plugins import loading as _load
 from mmrl.core.plugins.python_objects import in_this_process
-from mmrl.core.plugins.user_code import defined_at, describe, option_problems, place_of
+from mmrl.core.plugins.user_code import blaming, defined_at, option_problems
 from mmrl.core.reward_contract import CheckedError, Declaration, Input, Sleeper, declaration_of, only_checks
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.last_words import watched
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CLOSE_S = 10.0
 """Seconds that a reward's ``close`` may take."""
 _FORM = "def score(samples, *, context)"
+_EDIT = "that line or the reward's options"
 T = TypeVar("T")
 
 
@@ -112,16 +113,8 @@ class Loaded:
         self._turned("sleep", device)
 
     def _turned(self, method: str, device: torch.device | str) -> bool | None:
-        try:
-            with watched(self.name):
-                return None if self.sleeper is None else getattr(self.sleeper, method)(device)
-        except UserError:
-            raise
-        except Exception as error:
-            place = place_of(error, self.file)
-            raise UserError(
-                f"the {method}() of the reward {self.name} raised {describe(error)} at {place}; mend {place}"
-            ) from error
+        with blaming(f"the {method}() of the reward {self.name}", self.file), watched(self.name):
+            return None if self.sleeper is None else getattr(self.sleeper, method)(device)
 
     def close(self) -> None:
         """Call its method ``close``, where it has one: in a thread, since that may hang."""
@@ -222,16 +215,8 @@ def build(found: Found, options: JsonObject) -> Loaded:
         raise UserError("\n".join(wrong))
     holder: Any = found.target
     if inspect.isclass(holder):
-        try:
-            with watched(found.name):
-                holder = holder(**options)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"building the reward {found.name} raised {describe(error)} at {place_of(error, found.file)}; "
-                "mend that line or the reward's options"
-            ) from error
+        with blaming(f"building the reward {found.name}", found.file, _EDIT), watched(found.name):
+            holder = holder(**options)
         call = holder.score
     elif _is_built(holder):
         call = holder.score
@@ -251,32 +236,17 @@ def _is_built(target: object) -> bool:
 
 def asked_of_options(found: Found, ask: Callable[[], T]) -> T:
     """The result of ``ask``, which calls a function of the reward's file on its options. Raises ``UserError``."""
-    try:
-        with watched(found.name):
-            return ask()
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"looking at the options of {found.name} raised {describe(error)} at {place_of(error, found.file)}; mend "
-            "that line or the reward's options"
-        ) from error
+    with blaming(f"looking at the options of {found.name}", found.file, _EDIT), watched(found.name):
+        return ask()
 
 
 def _module(name: str) -> ModuleType:
     file = Path(name).expanduser().resolve() if name.endswith(".py") else None
     if file is not None and not file.is_file():
         raise UserError(f"there is no file {name}; looked from {Path.cwd()}")
-    try:
-        with watched(name):
-            return _load.load("rewards", str(file) if file else name)
-    except _load.LoadError as error:
-        raise UserError(str(error)) from None
-    except Exception as error:
-        place = place_of(error, str(file) if file else None)
-        raise UserError(
-            f"importing the reward {called(name)} raised {describe(error)} at {place}; mend that line"
-        ) from error
+    place = str(file) if file else None
+    with blaming(f"importing the reward {called(name)}", place), watched(name):
+        return _load.load("rewards", place or name)
 
 
 def _call_problems(found: Found, function: Callable[..., object], options: JsonObject) -> list[str]:

@@ -20,7 +20,7 @@ from mmrl.algorithms.advantages import AllSum, alone
 from mmrl.config import schema
 from mmrl.config.evaluation_checks import label_of
 from mmrl.core.errors import UserError
-from mmrl.core.plugins.user_code import describe, place_of
+from mmrl.core.plugins.user_code import blaming, describe, place_of
 from mmrl.core.reward_contract import Context, Input
 from mmrl.core.trajectory import Sample
 from mmrl.episodes.loading import draws
@@ -222,14 +222,8 @@ class RewardSet:
             ask = entry.loaded.answer_of
             if ask is None:
                 continue
-            try:
-                with watched(entry.loaded.name):
-                    found[entry.label] = [ask(sample) for sample in views(samples)]
-            except Exception as error:
-                place = place_of(error, entry.loaded.file)
-                raise UserError(
-                    f"answer_of of {entry.label} raised {describe(error)} at {place}; mend that line"
-                ) from error
+            with blaming(f"answer_of of {entry.label}", entry.loaded.file), watched(entry.loaded.name):
+                found[entry.label] = [ask(sample) for sample in views(samples)]
         return found
 
     @property

@@ -244,7 +244,7 @@ def _sent(media: Media, files: dict[_Source, str]) -> JsonObject:
 
 
 def _decoded(encoded: Json, where: str, bad: Callable[[str], Exception]) -> bytes:
-    """The bytes of a text in base64. Raises ``WireError`` where it is no text, else what ``bad`` makes of the reason."""
+    """The bytes of a text in base64. Raises ``WireError`` for no text, and what ``bad`` makes of a reason."""
     text = _typed(encoded, str, where)
     try:
         return base64.b64decode(text, validate=True)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
-from mmrl.core.plugins.user_code import describe, place_of
+from mmrl.core.plugins.user_code import blaming
 from mmrl.core.signals import Stop
 
 Metrics: TypeAlias = Mapping[str, float]
@@ -115,16 +115,10 @@ class Callbacks:
 
     def _call(self, method: str, call: Callable[[Callback], None]) -> None:
         for one in self._callbacks:
-            try:
+            named = one.function if isinstance(one, _OnStep) else type(one)
+            name = getattr(named, "__qualname__", type(named).__qualname__)
+            with blaming(f"the callback {name} ({method})", None, "it"):
                 call(one)
-            except UserError:
-                raise
-            except Exception as error:
-                named = one.function if isinstance(one, _OnStep) else type(one)
-                name = getattr(named, "__qualname__", type(named).__qualname__)
-                raise UserError(
-                    f"the callback {name} ({method}) raised {describe(error)} at {place_of(error, None)}; mend it"
-                ) from error
         if self._training.reason is not None:
             self._stop.asked, self._stop.reason = True, self._training.reason
 

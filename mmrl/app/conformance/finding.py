@@ -14,8 +14,8 @@ from mmrl.config.drop_ins import split_file
 from mmrl.config.loader import shipped_recipes
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import Kind as DropIn
-from mmrl.core.plugins.loading import LoadError, load_from_file, names
-from mmrl.core.plugins.user_code import describe, place_of
+from mmrl.core.plugins.loading import load_from_file, names
+from mmrl.core.plugins.user_code import blaming
 from mmrl.rewards.peers import peer_of
 
 Kind = Literal["algorithm", "reward", "judge", "dataset", "engine", "pipeline", "environment"]
@@ -75,13 +75,8 @@ def _of_ours(name: str) -> list[Kind]:
 
 
 def _of_file(name: str, file: str, attribute: str) -> list[Kind]:
-    try:
+    with blaming(f"importing {file}", file):
         found = load_from_file(name)
-    except LoadError as error:
-        raise UserError(str(error)) from None
-    except Exception as error:
-        place = place_of(error, file)
-        raise UserError(f"importing {file} raised {describe(error)} at {place}; mend that line") from error
     if not isinstance(found, ModuleType):
         return _of_object(found)
     defaults = ("build", "prompts", "score", "Environment")

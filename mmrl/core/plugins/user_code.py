@@ -12,11 +12,12 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from mmrl.core.errors import plain
+from mmrl.core.errors import UserError, plain
 
 _PARSING = threading.Lock()
 """``inspect`` parses a file to find a class in it, and Python 3.11's parser fails when two threads do that at once
@@ -54,6 +55,18 @@ def place_of(error: BaseException, file: str | None) -> str:
     of_file = [pair for pair in frames if os.path.realpath(pair[0].f_code.co_filename) == wanted]
     own = of_file or [pair for pair in frames if not _of_library(pair[0])] or frames
     return f"{short_path(own[-1][0].f_code.co_filename)}:{own[-1][1]}" if own else "an unknown line"
+
+
+@contextmanager
+def blaming(what: str, file: str | None, edit: str = "that line") -> Generator[None]:
+    """What a user's code raises inside is a ``UserError``, which says that ``what`` raised it, where (``place_of``) and
+    what to mend: ``edit``. A ``UserError`` passes as it is."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} raised {describe(error)} at {place_of(error, file)}; mend {edit}") from error
 
 
 def raised(error: BaseException, file: str | None, meta: Mapping[str, object]) -> tuple[str, str]:
