@@ -7,7 +7,7 @@ first edits are the surest: what kept the run from learning, then what lets it l
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,8 @@ RIGHT, WRONG = 0.95, 0.02
 """Held-out success from which on prompts are too easy, and below which they are too hard."""
 FEW_TAUGHT = 0.02
 """Share of the responses with a hint at which a policy that teaches itself learns nothing."""
+ROSE = 3
+"""Standard errors from which on the reward rose in training."""
 WIDE = 0.05
 """Half of an interval that cannot tell small changes."""
 
@@ -101,223 +103,208 @@ def advice(facts: Facts) -> list[Advice]:
     """At most ``MOST`` edits, of different settings."""
     found: dict[str, Advice] = {}
     for rule in RULES if facts.run.metrics else ():
-        if (one := rule(facts)) is not None:
+        for one in rule(facts):
             found.setdefault(one.edit.partition("=")[0], one)
     return list(found.values())[:MOST]
 
 
-def no_evaluation(facts: Facts) -> Advice | None:
-    if facts.run.heldout:
-        return None
-    return Advice("eval.every=10", "Without evaluations on held-out prompts nothing says whether the run learns.")
+def no_evaluation(facts: Facts) -> Iterator[Advice]:
+    if not facts.run.heldout:
+        yield Advice("eval.every=10", "Without evaluations on held-out prompts nothing says whether the run learns.")
 
 
-def rewards_failed(facts: Facts) -> Advice | None:
+def rewards_failed(facts: Facts) -> Iterator[Advice]:
     dropped = facts.mean("reward/dropped")
     samples = (facts.number("train.prompts_per_step") or 0) * (facts.number("train.group_size") or 0)
-    if not dropped or not samples or dropped / samples <= DROPPED:
-        return None
-    return Advice("mend the reward", f"{dropped / samples:.0%} of the samples had no score; failures.jsonl says why.")
+    if dropped and samples and dropped / samples > DROPPED:
+        yield Advice(
+            "mend the reward", f"{dropped / samples:.0%} of the samples had no score; failures.jsonl says why."
+        )
 
 
-def over_optimised(facts: Facts) -> Advice | None:
+def over_optimised(facts: Facts) -> Iterator[Advice]:
     if facts.fallen is None and facts.alike is None:
-        return None
+        return
     why = "Samples became alike" if facts.fallen is None else "A reward that training did not use fell"
     kept = facts.number("algorithm.kl_coef")
     if kept is None:
-        return _slower(facts, f"{why}; a smaller learning rate stays nearer to the base model.")
-    edit = facts.times("algorithm.kl_coef", 4) if kept else "algorithm.kl_coef=0.01"
-    return Advice(edit, f"{why}; a larger pull to the base model keeps the policy near it.")
+        yield from _slower(facts, f"{why}; a smaller learning rate stays nearer to the base model.")
+    else:
+        edit = facts.times("algorithm.kl_coef", 4) if kept else "algorithm.kl_coef=0.01"
+        yield Advice(edit, f"{why}; a larger pull to the base model keeps the policy near it.")
 
 
-def stop_before_it_falls(facts: Facts) -> Advice | None:
-    if facts.fallen is None or facts.run.setting("eval.early_stopping") is not None:
-        return None
-    return Advice(
-        f"eval.early_stopping={{metric: {facts.fallen}, patience: 2}}",
-        "The run ends when the reward that training does not use ceases to rise, and keeps the weights of its best.",
-    )
+def stop_before_it_falls(facts: Facts) -> Iterator[Advice]:
+    if facts.fallen is not None and facts.run.setting("eval.early_stopping") is None:
+        yield Advice(
+            f"eval.early_stopping={{metric: {facts.fallen}, patience: 2}}",
+            "The run ends when the reward that training does not use ceases to rise, and keeps the weights of its "
+            "best.",
+        )
 
 
-def fell(facts: Facts) -> Advice | None:
-    if facts.outcome != "fell":
-        return None
-    return _slower(facts, "The held-out measure got worse; updates may be too large.")
+def fell(facts: Facts) -> Iterator[Advice]:
+    if facts.outcome == "fell":
+        yield from _slower(facts, "The held-out measure got worse; updates may be too large.")
 
 
-def stop_at_the_best(facts: Facts) -> Advice | None:
+def stop_at_the_best(facts: Facts) -> Iterator[Advice]:
     """An evaluation between was better than the last by more than half an interval."""
     key, change = facts.measure, facts.change
     if key is None or change is None or facts.run.setting("eval.early_stopping") is not None:
-        return None
+        return
     rows = [row for row in facts.run.heldout if row.get(key) is not None]
     best = max(rows, key=lambda row: row[key])
-    wide = 0.0 if change.low is None or change.high is None else (change.high - change.low) / 2
+    wide = change.half if change.known else 0.0
     if best is rows[-1] or best[key] - rows[-1][key] <= wide or (facts.outcome == "rose" and not wide):
-        return None
-    return Advice(
+        return
+    yield Advice(
         f"eval.early_stopping={{metric: {key}, patience: 2}}",
         f"The measure was best after step {best['step']}; this keeps those weights and ends the run.",
     )
 
 
-def too_easy(facts: Facts) -> Advice | None:
-    if facts.change is None or not _is_success(facts) or facts.change.before < RIGHT:
-        return None
-    return Advice("harder prompts (data.train)", f"{facts.change.before:.0%} were right before training.")
+def too_easy(facts: Facts) -> Iterator[Advice]:
+    if facts.change is not None and _is_success(facts) and facts.change.before >= RIGHT:
+        yield Advice("harder prompts (data.train)", f"{facts.change.before:.0%} were right before training.")
 
 
-def too_hard(facts: Facts) -> Advice | None:
-    if facts.change is None or not _is_success(facts) or facts.change.after > WRONG:
-        return None
-    why = (
-        f"{facts.change.after:.0%} were right after training: a model that is never right gets no reward to learn from."
-    )
-    return Advice("easier prompts (data.train), or first SFT (algorithm.type: sft)", why)
+def too_hard(facts: Facts) -> Iterator[Advice]:
+    if facts.change is not None and _is_success(facts) and facts.change.after <= WRONG:
+        yield Advice(
+            "easier prompts (data.train), or first SFT (algorithm.type: sft)",
+            f"{facts.change.after:.0%} were right after training: a model that is never right gets no reward to learn "
+            "from.",
+        )
 
 
-def episodes_cut(facts: Facts) -> Advice | None:
+def episodes_cut(facts: Facts) -> Iterator[Advice]:
     share = facts.above("episode/cut", TRUNCATED)
-    if share is None:
-        return None
-    why = f"{share:.0%} of the episodes ended because what the environment said, or the next turn, did not fit."
-    return Advice(facts.times("environment.max_tokens", 4), why)
+    if share is not None:
+        yield Advice(
+            facts.times("environment.max_tokens", 4),
+            f"{share:.0%} of the episodes ended because what the environment said, or the next turn, did not fit.",
+        )
 
 
-def turns_without_action(facts: Facts) -> Advice | None:
+def turns_without_action(facts: Facts) -> Iterator[Advice]:
     share = facts.above("episode/turns_without_action", MOSTLY)
-    if share is None:
-        return None
-    why = f"{share:.0%} of the turns were no action that the environment takes: the model does not write its words."
-    return Advice("other words for the actions (environment.options), or first SFT (algorithm.type: sft)", why)
+    if share is not None:
+        yield Advice(
+            "other words for the actions (environment.options), or first SFT (algorithm.type: sft)",
+            f"{share:.0%} of the turns were no action that the environment takes: the model does not write its words.",
+        )
 
 
-def groups_without_spread(facts: Facts) -> Advice | None:
+def groups_without_spread(facts: Facts) -> Iterator[Advice]:
     share = facts.above("advantage/zero_std_groups", NO_SPREAD)
     if share is None or facts.run.setting("teacher") or facts.run.setting("algorithm.type") == "sdpo":
-        return None  # they teach without a spread
+        return  # they teach without a spread
     why = f"In {share:.0%} of the groups all samples had the same reward, so they taught nothing"
     if facts.run.setting("algorithm.dynamic_sampling") is False:
-        return Advice("algorithm.dynamic_sampling=true", f"{why}; this draws other prompts in their place.")
-    return Advice(facts.times("train.group_size", 2), f"{why}; in larger groups samples differ more often.")
+        yield Advice("algorithm.dynamic_sampling=true", f"{why}; this draws other prompts in their place.")
+    else:
+        yield Advice(facts.times("train.group_size", 2), f"{why}; in larger groups samples differ more often.")
 
 
-def no_hints(facts: Facts) -> Advice | None:
+def no_hints(facts: Facts) -> Iterator[Advice]:
     share = facts.mean("self_teacher/taught")
     if share is None or share > FEW_TAUGHT:
-        return None
+        return
     why = f"{share:.0%} of the responses had a hint, and the others did not train"
     if (facts.mean("self_teacher/too_long") or 0) > share:
-        return Advice(facts.times("algorithm.max_prompt_tokens", 2), f"{why}: prompts with their hints were too long.")
-    said = "no other response of their prompt was right (algorithm.success), and no reward gave feedback on them"
-    return Advice(facts.times("train.group_size", 2), f"{why}: {said}.")
+        yield Advice(facts.times("algorithm.max_prompt_tokens", 2), f"{why}: prompts with their hints were too long.")
+    else:
+        said = "no other response of their prompt was right (algorithm.success), and no reward gave feedback on them"
+        yield Advice(facts.times("train.group_size", 2), f"{why}: {said}.")
 
 
-def hotter(facts: Facts) -> Advice | None:
+def hotter(facts: Facts) -> Iterator[Advice]:
     """Samples that are too much alike to differ in reward, where they can be made to vary more."""
-    share = facts.above("advantage/zero_std_groups", NO_SPREAD)
     heat = facts.number("sampling.temperature")
-    if share is None or heat is None or heat >= 1:
-        return None
-    return Advice("sampling.temperature=1.0", f"At temperature {heat:g} the samples of a group are too much alike.")
+    if facts.above("advantage/zero_std_groups", NO_SPREAD) is not None and heat is not None and heat < 1:
+        yield Advice("sampling.temperature=1.0", f"At temperature {heat:g} the samples of a group are too much alike.")
 
 
-def truncated(facts: Facts) -> Advice | None:
+def truncated(facts: Facts) -> Iterator[Advice]:
     share = facts.above("text/truncated", TRUNCATED)
-    if share is None:
-        return None
-    edit = facts.times("sampling.max_new_tokens", 2)
-    return Advice(edit, f"{share:.0%} of the responses were cut at the length limit.")
+    if share is not None:
+        edit = facts.times("sampling.max_new_tokens", 2)
+        yield Advice(edit, f"{share:.0%} of the responses were cut at the length limit.")
 
 
-def clipped(facts: Facts) -> Advice | None:
+def clipped(facts: Facts) -> Iterator[Advice]:
     share = facts.above("policy/clip_fraction", CLIPPED)
     apart = facts.above("policy/ratio_max_dev", RATIO)
     if share is not None:
-        return _slower(facts, f"{share:.0%} of the ratios were outside the clip range, where nothing is learned.")
-    if apart is not None:
-        return _slower(facts, f"Within a step ratios moved away from 1 by up to {apart:.2g}.")
-    return None
+        yield from _slower(facts, f"{share:.0%} of the ratios were outside the clip range, where nothing is learned.")
+    elif apart is not None:
+        yield from _slower(facts, f"Within a step ratios moved away from 1 by up to {apart:.2g}.")
 
 
-def sampler_apart(facts: Facts) -> Advice | None:
+def sampler_apart(facts: Facts) -> Iterator[Advice]:
     gap = facts.above("mismatch/kl_k3", GAP)
-    if gap is None or facts.run.setting("rollout.importance") in ("token", "sequence"):
-        return None
-    return Advice(
-        "rollout.importance=token",
-        f"The engine's probabilities differ from the trainer's by {gap:.2g} nats a token; importance weights correct "
-        "it.",
-    )
+    if gap is not None and facts.run.setting("rollout.importance") not in ("token", "sequence"):
+        yield Advice(
+            "rollout.importance=token",
+            f"The engine's probabilities differ from the trainer's by {gap:.2g} nats a token; importance weights "
+            "correct it.",
+        )
 
 
-def only_training_rose(facts: Facts) -> Advice | None:
-    rise = facts.trained_more
-    if facts.outcome not in ("unclear", "fell") or rise is None or rise < 3:
-        return None
-    return Advice(
-        "more prompts (data.train)",
-        "The reward rose in training and not on held-out prompts: they are too few, or too different.",
-    )
+def only_training_rose(facts: Facts) -> Iterator[Advice]:
+    if facts.outcome in ("unclear", "fell") and (facts.trained_more or 0) >= ROSE:
+        yield Advice(
+            "more prompts (data.train)",
+            "The reward rose in training and not on held-out prompts: they are too few, or too different.",
+        )
 
 
-def too_slow(facts: Facts) -> Advice | None:
+def too_slow(facts: Facts) -> Iterator[Advice]:
     """Nothing moved, though groups differ and nothing is clipped."""
-    rise = facts.trained_more
-    if facts.outcome != "unclear" or (rise is not None and rise >= 3):
-        return None
     limits = {"advantage/zero_std_groups": NO_SPREAD, "policy/clip_fraction": CLIPPED, "policy/ratio_max_dev": RATIO}
+    if facts.outcome != "unclear" or (facts.trained_more or 0) >= ROSE:
+        return
     if any(facts.above(key, limit) is not None for key, limit in limits.items()):
-        return None
+        return
     if len(facts.run.metrics) < 2 * RECENT:
-        if facts.run.ended is not None and facts.run.ended.how != "finished":
-            return None
-        return _longer(facts, f"A run of {len(facts.run.metrics)} steps is short.")
-    lr = facts.number("optim.lr")
-    if lr is None:
-        return None
-    return Advice(
-        facts.times("optim.lr", 3), "The reward is flat, though samples of a group differ: updates are small."
-    )
+        yield from _longer(facts, f"A run of {len(facts.run.metrics)} steps is short.")
+    elif facts.number("optim.lr") is not None:
+        yield Advice(
+            facts.times("optim.lr", 3), "The reward is flat, though samples of a group differ: updates are small."
+        )
 
 
-def still_rising(facts: Facts) -> Advice | None:
+def still_rising(facts: Facts) -> Iterator[Advice]:
     """The last evaluation is the best, and the second half of the run brought a fifth of the rise or more."""
     key, change = facts.measure, facts.change
     if key is None or change is None or facts.outcome != "rose" or facts.fallen is not None:
-        return None
+        return
     values = [row[key] for row in facts.run.heldout if row.get(key) is not None]
     middle = values[len(values) // 2]
-    if len(values) < 3 or abs(values[-1] - middle) < abs(change.difference) / 5 or middle == max(values):
-        return None
-    return _longer(facts, "The measure was still rising at the end.")
+    if len(values) >= 3 and abs(values[-1] - middle) >= abs(change.value) / 5 and middle != max(values):
+        yield from _longer(facts, "The measure was still rising at the end.")
 
 
-def wide(facts: Facts) -> Advice | None:
-    change = facts.change
-    if change is None or facts.outcome != "unclear" or change.low is None or change.high is None:
-        return None
-    half = (change.high - change.low) / 2
-    if not _is_success(facts) or half <= WIDE or facts.number("eval.samples") is None:
-        return None
-    return Advice(
-        facts.times("eval.samples", 4),
-        f"A change below {half:.2f} cannot be seen; this makes the interval half as wide.",
-    )
+def wide(facts: Facts) -> Iterator[Advice]:
+    if facts.change is None or facts.outcome != "unclear" or not _is_success(facts):
+        return
+    if facts.change.half > WIDE and facts.number("eval.samples") is not None:
+        yield Advice(
+            facts.times("eval.samples", 4),
+            f"A change below {facts.change.half:.2f} cannot be seen; this makes the interval half as wide.",
+        )
 
 
-def no_other_reward(facts: Facts) -> Advice | None:
-    run = facts.run
-    if facts.outcome != "rose" or not run.resolved or any(label not in run.trained for label in run.labels):
-        return None
-    return Advice(
-        "eval.rewards=[{name: ...}]",
-        "A reward that training does not use would show over-optimisation (docs/reward_hacking.md).",
-    )
+def no_other_reward(facts: Facts) -> Iterator[Advice]:
+    if facts.outcome == "rose" and not facts.run.watches_others:
+        yield Advice(
+            "eval.rewards=[{name: ...}]",
+            "A reward that training does not use would show over-optimisation (docs/reward_hacking.md).",
+        )
 
 
-RULES: tuple[Callable[[Facts], Advice | None], ...] = (
+RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     no_evaluation,
     rewards_failed,
     episodes_cut,
@@ -342,19 +329,21 @@ RULES: tuple[Callable[[Facts], Advice | None], ...] = (
 )
 
 
-def _slower(facts: Facts, why: str) -> Advice | None:
-    return None if facts.number("optim.lr") is None else Advice(facts.times("optim.lr", 1 / 3), why)
+def _slower(facts: Facts, why: str) -> Iterator[Advice]:
+    if facts.number("optim.lr") is not None:
+        yield Advice(facts.times("optim.lr", 1 / 3), why)
 
 
-def _longer(facts: Facts, why: str) -> Advice | None:
+def _longer(facts: Facts, why: str) -> Iterator[Advice]:
     """Twice the limit that ended the run; nothing where something else ended it."""
     if facts.run.ended is not None and facts.run.ended.how != "finished":
-        return None
+        return
     steps, limit = facts.number("train.steps"), facts.number("train.max_cpu_seconds")
     spent = facts.run.metrics[-1].get("perf/cpu_seconds")
     if limit and spent and spent >= limit:
-        return Advice(facts.times("train.max_cpu_seconds", 2), f"{why} The limit of CPU seconds ended the run.")
-    return Advice(facts.times("train.steps", 2), why) if steps else None
+        yield Advice(facts.times("train.max_cpu_seconds", 2), f"{why} The limit of CPU seconds ended the run.")
+    elif steps:
+        yield Advice(facts.times("train.steps", 2), why)
 
 
 def _is_success(facts: Facts) -> bool:

@@ -17,7 +17,6 @@ from mmrl.core.json_types import Json, JsonObject
 from mmrl.report.heldout import (
     LEVEL,
     SUCCESS,
-    Change,
     Interval,
     PromptSums,
     Samples,
@@ -84,15 +83,8 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """By how much the measure of a group is above the first group's. ``over``: ``seeds`` or ``prompts``; of ``count``.
-    ``low`` and ``high`` are NaN where nothing can be said."""
-
-    value: float
-    low: float
-    high: float
-    over: str
-    count: int
+class Difference(Interval):
+    """By how much the measure of a group is above the first group's."""
 
     @property
     def verdict(self) -> Literal["higher", "lower", "unclear"]:
@@ -154,12 +146,9 @@ def difference(first: Group, other: Group, key: str) -> Difference:
         found = scipy.stats.ttest_ind(b, a, equal_var=False).confidence_interval(LEVEL)
         return Difference(value, float(found.low), float(found.high), "seeds", len(a) + len(b))
     paired = change(first.sums(key), other.sums(key))
-    return Difference(value, math.nan, math.nan, "prompts", 0) if paired is None else _over_prompts(paired)
-
-
-def _over_prompts(found: Change) -> Difference:
-    low, high = (math.nan if of is None else of for of in (found.low, found.high))
-    return Difference(found.difference, low, high, "prompts", found.prompts)
+    if paired is None:
+        return Difference(value, math.nan, math.nan, "prompts", 0)
+    return Difference(paired.value, paired.low, paired.high, "prompts", paired.count)
 
 
 def _same_kind(runs: Sequence[RecordedRun]) -> Makes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from datetime import datetime
@@ -78,7 +77,7 @@ def sentences(found: Comparison) -> Iterator[str]:
     for group in found.groups[1:]:
         differs = found.difference(group)
         assert differs is not None
-        if math.isnan(differs.low):
+        if not differs.known:
             why = "too few prompts differ" if differs.count else "a run kept no figures of single samples"
             near = differs.value
             yield f"{group.label} against {first.label}: {signed(differs.value, near)}, without an interval: {why}."
@@ -113,11 +112,10 @@ def shown(value: Json) -> str:
 
 def _row(found: Comparison, group: Group) -> dict[str, str]:
     final, differs = group.final(found.measure), found.difference(group)
-    near = (final.high - final.low) / 2
+    near = final.half
     before = group.at(0, found.measure)
     steps = sorted({run.heldout[-1]["step"] for run in group.runs})
     more = f" +{len(group.runs) - 1}" if len(group.runs) > 1 else ""
-    interval = "" if math.isnan(near) else f"{number(final.low, near)} to {number(final.high, near)}"
     return {
         "label": group.label,
         "run": group.name + more,
@@ -125,17 +123,17 @@ def _row(found: Comparison, group: Group) -> dict[str, str]:
         "steps": f"{steps[0]:g}" if len(steps) == 1 else f"{steps[0]:g} to {steps[-1]:g}",
         "before": number(sum(before) / len(before), near),
         "after": number(final.value, near),
-        "interval": interval,
+        "interval": final.bounds(near),
         "against": "" if differs is None else _against(differs),
     }
 
 
 def _against(differs: Difference) -> str:
     """``+0.05 (-0.02 to 0.11)``."""
-    if math.isnan(differs.low):
+    if not differs.known:
         return signed(differs.value, differs.value)
-    near = (differs.high - differs.low) / 2 or differs.value
-    return f"{signed(differs.value, near)} ({number(differs.low, near)} to {number(differs.high, near)})"
+    near = differs.half or differs.value
+    return f"{signed(differs.value, near)} ({differs.bounds(near)})"
 
 
 def _over(differs: Difference) -> str:

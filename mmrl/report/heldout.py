@@ -37,7 +37,8 @@ Verdict = Literal["rose", "fell", "unclear"]
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with an interval of 95 %; ``over``: what was resampled (``prompts``, ``seeds``), and how many."""
+    """A figure with an interval of 95 %; ``over``: what was resampled (``prompts``, ``seeds``), and how many. ``low``
+    and ``high`` are NaN where nothing can be said."""
 
     value: float
     low: float
@@ -45,34 +46,33 @@ class Interval:
     over: str
     count: int
 
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return not math.isnan(self.low)
+
+    @property
+    def half(self) -> float:
+        """Half of its width; NaN where there is none."""
+        return (self.high - self.low) / 2
+
+    def bounds(self, near: float) -> str:
+        """``0.12 to 0.28``, with the digits that a difference of ``near`` needs; empty where there is none."""
+        return f"{number(self.low, near)} to {number(self.high, near)}" if self.known else ""
+
 
 @dataclass(frozen=True)
-class Change:
-    """How a figure changed over the prompts of both evaluations. ``low`` and ``high`` bound the difference; None where
-    too few prompts changed for an interval."""
+class Change(Interval):
+    """By how much a figure changed over the prompts of both evaluations, of which ``changed`` did. Without an interval
+    where these are too few."""
 
     before: float
     after: float
-    low: float | None
-    high: float | None
-    prompts: int
     changed: int
 
     @property
-    def difference(self) -> float:
-        return self.after - self.before
-
-    @property
-    def interval(self) -> str:
-        """``0.12 to 0.28``; empty where there is none."""
-        if self.low is None or self.high is None:
-            return ""
-        near = (self.high - self.low) / 2
-        return f"{number(self.low, near)} to {number(self.high, near)}"
-
-    @property
     def verdict(self) -> Verdict:
-        if self.low is None or self.high is None or self.low <= 0 <= self.high:
+        if not (self.low > 0 or self.high < 0):
             return "unclear"
         return "rose" if self.low > 0 else "fell"
 
@@ -151,8 +151,9 @@ def change(before: PromptSums, after: PromptSums) -> Change | None:
         return None
     first, last = (np.array([of[prompt] for prompt in shared], dtype=np.float64) for of in (before, after))
     changed = int((first[:, 0] / first[:, 1] != last[:, 0] / last[:, 1]).sum())
-    low, high = _bounds(last, first) if changed >= FEWEST else (None, None)
-    return Change(_mean(first), _mean(last), low, high, len(shared), changed)
+    low, high = _bounds(last, first) if changed >= FEWEST else (math.nan, math.nan)
+    before_mean, after_mean = _mean(first), _mean(last)
+    return Change(after_mean - before_mean, low, high, "prompts", len(shared), before_mean, after_mean, changed)
 
 
 def level(sums: PromptSums) -> Interval | None:

@@ -230,7 +230,7 @@ def _reward_table(run: RecordedRun, samples: Samples) -> list[dict[str, Any]]:
                     "weight": run.trained.get(label) if key == own else None,
                     "training": (_mean(training[:_RECENT]), _mean(training[-_RECENT:])) if training else None,
                     "heldout": (held[0], held[-1], _signed(held[-1] - held[0])) if held else None,
-                    "interval": "" if changed is None else changed.interval,
+                    "interval": "" if changed is None else changed.bounds(changed.half),
                 }
             )
     return table

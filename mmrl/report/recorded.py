@@ -84,6 +84,11 @@ class RecordedRun:
         return weights
 
     @property
+    def watches_others(self) -> bool:
+        """Whether a reward was measured that training does not use; also where that is not known."""
+        return not self.resolved or any(label not in self.trained for label in self.labels)
+
+    @property
     def labels(self) -> list[str]:
         """Every reward seen, those trained on first."""
         seen = [

@@ -51,9 +51,10 @@ def judgement(run: RecordedRun, samples: Samples) -> Judgement:
     others = {key: change_of(run, samples, key) for key in _untrained(run, measure)}
     fallen = next((key for key, of in others.items() if of is not None and of.verdict == "fell"), None)
     facts = Facts(run, measure, found, fallen, _alike(run))
-    known = measure is None or not run.resolved or any(label not in run.trained for label in run.labels)
     outcome = "hacked" if fallen is not None and facts.outcome == "rose" else facts.outcome
-    return Judgement(outcome, measure, found, sentences, "" if known else NOBODY_ELSE, advice(facts))
+    return Judgement(
+        outcome, measure, found, sentences, "" if measure is None or run.watches_others else NOBODY_ELSE, advice(facts)
+    )
 
 
 def name_of(key: str) -> str:
@@ -86,16 +87,14 @@ def _of_measure(run: RecordedRun, key: str | None, found: Change | None) -> str:
 
 def _said(found: Change, name: str) -> str:
     """``Held-out success rose from 0.43 to 0.63: +0.20, 95 % interval 0.12 to 0.28``."""
-    near = found.difference or 0.01
-    if found.low is not None and found.high is not None:
-        near = (found.high - found.low) / 2 or near
+    near = (found.half if found.known else 0.0) or found.value or 0.01
     ends = f"from {number(found.before, near)} to {number(found.after, near)}"
-    if found.low is None or found.high is None:
+    if not found.known:
         few = "the reward of none" if not found.changed else f"the reward of only {found.changed}"
-        if found.changed == found.prompts:
-            return f"{name}: no significant change, {ends}; {found.prompts} prompts are too few to tell"
-        return f"{name}: no significant change, {ends}; {few} of {found.prompts} prompts changed"
-    tail = f"{signed(found.difference, near)}, 95 % interval {number(found.low, near)} to {number(found.high, near)}"
+        if found.changed == found.count:
+            return f"{name}: no significant change, {ends}; {found.count} prompts are too few to tell"
+        return f"{name}: no significant change, {ends}; {few} of {found.count} prompts changed"
+    tail = f"{signed(found.value, near)}, 95 % interval {found.bounds(near)}"
     if found.verdict == "unclear":
         return f"{name}: no significant change, {ends}, {tail}"
     return f"{name} {found.verdict} {ends}: {tail}"

@@ -40,7 +40,7 @@ def test_the_interval_is_that_of_a_paired_comparison():
     before, after = easy + draw.normal(scale=0.3, size=200), easy + 0.1 + draw.normal(scale=0.3, size=200)
     found = change(prompts_of(before), prompts_of(after))
     expected = scipy.stats.ttest_rel(after, before).confidence_interval()
-    assert found.difference == pytest.approx(after.mean() - before.mean())
+    assert found.value == pytest.approx(after.mean() - before.mean())
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.01)
     alone = scipy.stats.ttest_ind(after, before).confidence_interval()
     assert alone.high - alone.low > 2 * (found.high - found.low)  # what pairing is for
@@ -77,7 +77,7 @@ def test_a_few_prompts_that_changed_say_nothing(changed, verdict):
 
 def test_only_prompts_of_both_evaluations_count():
     found = change({"a": (1.0, 1.0), "b": (0.0, 1.0)}, {"b": (1.0, 1.0), "c": (1.0, 1.0)})
-    assert (found.prompts, found.before, found.after) == (1, 0.0, 1.0)
+    assert (found.count, found.before, found.after) == (1, 0.0, 1.0)
     assert change({"a": (1.0, 1.0)}, {"b": (1.0, 1.0)}) is None
 
 

@@ -119,7 +119,10 @@ def _as_json(search: Search, best: int) -> JsonObject:
         "trials": sweep.trials,
         "seeds": sweep.seeds,
         "results": sweep.rows(),
-        "leads": [{"trial": trial, **vars(lead), "ahead": lead.ahead} for trial, lead in leads.items()],
+        "leads": [
+            {"trial": n, "value": of.value, "low": of.low, "high": of.high, "over": of.over, "ahead": of.ahead}
+            for n, of in leads.items()
+        ],
     }
 
 

@@ -31,7 +31,7 @@ from mmrl.core.stored import Number, Text, fitted, read_object
 from mmrl.inference.this_machine import choose_device
 from mmrl.logging.rundir import RunDir, has_begun
 from mmrl.planner.plan import changed
-from mmrl.report.heldout import PromptSums, change, half_width, label_in, measure_of, number, read_samples, signed
+from mmrl.report.heldout import Interval, PromptSums, change, half_width, label_in, measure_of, read_samples, signed
 from mmrl.report.recorded import read_run
 from mmrl.runtime.start import train_to_end
 from mmrl.studies.sweep.halving import Round, kept, rounds
@@ -242,11 +242,9 @@ def _interval(lead: Lead) -> str:
     """The lead with its interval."""
     if math.isnan(lead.value):
         return "nothing to compare"
-    near = (lead.high - lead.low) / 2 if math.isfinite(lead.low) else lead.value or 0.01
-    value = f"difference {signed(lead.value, near)}"
-    if math.isnan(lead.low):
-        return f"{value}, too few prompts differ"
-    return f"{value}, 95 % interval {number(lead.low, near)} to {number(lead.high, near)}"
+    near = lead.half if lead.known else lead.value or 0.01
+    within = f"95 % interval {lead.bounds(near)}" if lead.known else "too few prompts differ"
+    return f"difference {signed(lead.value, near)}, {within}"
 
 
 def _begun(sweep: Sweep, *, resume: bool) -> Sweep:
@@ -286,14 +284,8 @@ def _seconds(path: Path) -> float:
 
 
 @dataclass(frozen=True)
-class Lead:
-    """By how much the chosen setting is above another, as training wants it. ``over``: ``seeds`` or ``prompts``;
-    ``low`` and ``high``: a paired interval of 95 %, NaN where nothing can be said."""
-
-    value: float
-    low: float
-    high: float
-    over: str
+class Lead(Interval):
+    """By how much the chosen setting is above another, as training wants it, with a paired interval."""
 
     @property
     def ahead(self) -> bool:
@@ -304,9 +296,9 @@ def over_seeds(chosen: Mapping[int, float], other: Mapping[int, float]) -> Lead:
     """The lead by the values of each seed: the interval of the mean paired difference."""
     differences = [chosen[seed] - other[seed] for seed in chosen if seed in other]
     if not differences:
-        return Lead(math.nan, math.nan, math.nan, "seeds")
+        return Lead(math.nan, math.nan, math.nan, "seeds", 0)
     mean, half = statistics.fmean(differences), half_width(differences)
-    return Lead(mean, mean - half, mean + half, "seeds")
+    return Lead(mean, mean - half, mean + half, "seeds", len(differences))
 
 
 def over_prompts(chosen: Path, other: Path, step: int | None = None) -> Lead:
@@ -314,7 +306,7 @@ def over_prompts(chosen: Path, other: Path, step: int | None = None) -> Lead:
     of both). It says nothing of other seeds."""
     first, second = read_run(chosen), read_run(other)
     key = measure_of(second)
-    nothing = Lead(math.nan, math.nan, math.nan, "prompts")
+    nothing = Lead(math.nan, math.nan, math.nan, "prompts", 0)
     if key is None or not first.heldout or not second.heldout:
         return nothing
     last = second.heldout[-1]["step"]
@@ -323,10 +315,9 @@ def over_prompts(chosen: Path, other: Path, step: int | None = None) -> Lead:
     found = change(sums[1], sums[0])
     if found is None:
         return nothing
-    low, high = (math.nan if end is None else end for end in (found.low, found.high))
     if second.trained.get(label_in(key) or "", 1.0) < 0:
-        return Lead(-found.difference, -high, -low, "prompts")
-    return Lead(found.difference, low, high, "prompts")
+        return Lead(-found.value, -found.high, -found.low, "prompts", found.count)
+    return Lead(found.value, found.low, found.high, "prompts", found.count)
 
 
 def _sums(path: Path, step: int, key: str) -> PromptSums:
