@@ -17,6 +17,7 @@ from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
 from mmrl.data.records import Records
 
@@ -54,7 +55,7 @@ def _ask(colour: str, kind: str, row: int, column: int, name: str) -> Prompt:
     meta = {"answer": kind, "corner": corner, "shape": [colour, kind, x, y, radius]}
     prompt = Prompt(name, f"<image>What shape is the {colour} one?", meta)
     shown = fine(prompt).resize((SHOWN, SHOWN), Image.Resampling.BOX)
-    return Prompt(name, prompt.text, meta, media=(Media("image", data=scenes.png(shown)),))
+    return Prompt(name, prompt.text, meta, media=(Media("image", data=png_bytes(shown, compress_level=1)),))
 
 
 def _hash(composition: tuple[object, ...]) -> int:

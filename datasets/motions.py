@@ -6,7 +6,6 @@ of colour and kind are held out, as in ``datasets/clips.py``: every colour, kind
 
 from __future__ import annotations
 
-import io
 import random
 from dataclasses import replace
 from typing import Literal
@@ -15,6 +14,7 @@ from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
 
 from .clips import DIRECTIONS, clip, pairs
@@ -44,9 +44,7 @@ def frames(prompt: Prompt, rng: random.Random, count: int = 5) -> list[Image.Ima
 
 def _from_picture(prompt: Prompt, n: int) -> Prompt:
     first = frames(prompt, random.Random(f"{prompt.id}|{n}"))[0]
-    file = io.BytesIO()
-    first.save(file, "PNG")
-    return replace(prompt, id=f"{prompt.id}-{n}", media=(Media("image", data=file.getvalue()),))
+    return replace(prompt, id=f"{prompt.id}-{n}", media=(Media("image", data=png_bytes(first)),))
 
 
 def _prompt(colour: str, kind: str, direction: str) -> Prompt:

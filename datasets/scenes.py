@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
 from mmrl.data.records import Records
 
@@ -107,7 +107,7 @@ def ask(composition: Composition, name: str) -> Prompt:
         id=name,
         text="<image>" * len(drawn) + composition.text,
         meta={"answer": composition.answer, "kind": composition.question, "objects": objects},
-        media=tuple(Media("image", data=png(render(scene, size))) for scene, size in drawn),
+        media=tuple(Media("image", data=png_bytes(render(scene, size), compress_level=1)) for scene, size in drawn),
     )
 
 
@@ -119,13 +119,6 @@ def render(scene: Sequence[shapes.Shape], size: tuple[int, int]) -> Image.Image:
         moved = [shapes.Shape(s.colour, s.kind, s.x - x, s.y - y, s.radius) for s in scene]
         image.paste(shapes.draw(moved), (x, y))
     return image
-
-
-def png(image: Image.Image) -> bytes:
-    """``image`` as the bytes of a PNG file."""
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
 
 
 @functools.cache

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Literal
 
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
 
-from .shapes import COLOURS, SIDES, Shape, draw, png, scene
+from .shapes import COLOURS, SIDES, Shape, draw, scene
 from .shapes import prompts as shapes
 
 Change = Literal["colour", "place"]
@@ -71,5 +72,5 @@ def _at(shape: Shape, side: str) -> bool:
 def _edit(caption: Prompt, change: Change, key: str) -> Prompt:
     name = key if change == "colour" else f"{change}|{key}"
     text, before, _ = pair(caption, change, random.Random(f"shape_edits|{name}|{caption.id}"))
-    media = (Media("image", data=png(draw(before))),)
+    media = (Media("image", data=png_bytes(draw(before))),)
     return replace(caption, id=f"{caption.id}-{name}", text=text, media=media, meta={**caption.meta, "edit": change})

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Literal
 
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
 
-from .shapes import draw, png, scene
+from .shapes import draw, scene
 from .shapes import prompts as shapes
 
 
@@ -39,5 +40,5 @@ def _paired(prompt: Prompt, captions: list[Prompt], key: str) -> Prompt:
     others = [p for p in captions if p.meta["task"] == prompt.meta["task"] and p.text != prompt.text]
     near = [p for p in others if sum(a != b for a, b in zip(p.text.split(), prompt.text.split(), strict=False)) <= 2]
     wrong = rng.choice(near or others)
-    media = tuple(Media("image", data=png(draw(scene(shown, rng)))) for shown in (prompt, wrong))
+    media = tuple(Media("image", data=png_bytes(draw(scene(shown, rng)))) for shown in (prompt, wrong))
     return replace(prompt, id=f"{prompt.id}-{key}", media=media)

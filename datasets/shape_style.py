@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Literal
 
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
 
-from .shapes import draw, png, scene
+from .shapes import draw, scene
 from .shapes import prompts as shapes
 
 SCALE = 0.75
@@ -39,4 +40,4 @@ def prompts(
 def _pictured(caption: Prompt, seed: int) -> Prompt:
     objects = scene(caption, random.Random(f"shape_style|{seed}|{caption.text}"))
     small = [replace(one, radius=SCALE * one.radius) for one in objects]
-    return replace(caption, id=f"{caption.id}-small", media=(Media("image", data=png(draw(small))),))
+    return replace(caption, id=f"{caption.id}-small", media=(Media("image", data=png_bytes(draw(small))),))

@@ -17,7 +17,6 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, Literal
 
 from PIL import Image, ImageDraw
@@ -115,13 +114,6 @@ def draw(shapes: list[Shape]) -> Image.Image:
 def picture(prompt: Prompt, seed: int) -> Image.Image:
     """A drawn picture of ``prompt``; the same seed draws the same picture."""
     return draw(scene(prompt, random.Random(f"{prompt.text}|{seed}")))
-
-
-def png(picture: Image.Image) -> bytes:
-    """The file of a drawn picture, which a prompt can carry."""
-    file = BytesIO()
-    picture.save(file, "png")
-    return file.getvalue()
 
 
 def _compositions() -> Iterator[Prompt]:

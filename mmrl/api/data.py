@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +9,7 @@ from typing import TypeAlias
 from PIL.Image import Image
 
 from mmrl.core.errors import UserError
+from mmrl.core.media.images import png_bytes
 from mmrl.core.plugins.user_code import describe, place_of
 from mmrl.core.trajectory import Prompt
 from mmrl.data.fields import digest_of_prompt, make_prompt, read_fields
@@ -88,11 +88,5 @@ def _prompt(record: object, name: str) -> Prompt:
     if not isinstance(record, Mapping):
         raise ValueError(f"is a {type(record).__name__}, neither a text nor a mapping")
     fields = read_fields(record)
-    media = [media_from(kind, {"bytes": _png(s)} if isinstance(s, Image) else s, ".") for kind, s in fields.media]
+    media = [media_from(kind, {"bytes": png_bytes(s)} if isinstance(s, Image) else s, ".") for kind, s in fields.media]
     return make_prompt(name, fields, media)
-
-
-def _png(image: Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Generator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import nn
 from mmrl.app.build import open_run, restored
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Sample
 from mmrl.data.loading import load_prompts
 from mmrl.logging.grids import film_strip, grid, score_line
@@ -97,9 +97,7 @@ def _keep(directory: RunDir, step: int, rows: Sequence[Row], makes: Sequence[Mad
     pictures = [picture for _, sample, _ in cells if (picture := _picture(sample)) is not None]
     if pictures:
         captions = [f"strength {r['strength']:g}: {s.prompt.text}\n{score_line(score)}" for r, s, score in cells]
-        buffer = io.BytesIO()
-        grid(pictures, captions, len(rows)).save(buffer, "PNG")
-        write_atomic(folder / "grid.png", buffer.getvalue())
+        write_atomic(folder / "grid.png", png_bytes(grid(pictures, captions, len(rows))))
     texts = [
         {"strength": row["strength"], "prompt": sample.prompt.text, "text": sample.text}
         for row, sample, _ in cells

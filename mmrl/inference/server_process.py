@@ -12,7 +12,6 @@ for it has a usual time (``mmrl.runtime.stall_watchdog``).
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import re
@@ -42,6 +41,7 @@ from PIL.Image import Image
 
 from mmrl.core.errors import LostServerError, UserError
 from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.media.images import png_bytes
 from mmrl.core.notices import note, tell
 from mmrl.inference import process_guard, server_devices
 
@@ -325,9 +325,8 @@ def flags(arguments: Mapping[str, Json | Path], off: str | None) -> list[str]:
 
 def png_url(image: Image) -> str:
     """A picture as a ``data:`` URL, without loss."""
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    content = png_bytes(image.convert("RGB"), compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
 def _watch(there: weakref.ref[Process]) -> None:

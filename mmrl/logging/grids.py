@@ -13,6 +13,7 @@ import numpy
 from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.core.files import remove, write_atomic
+from mmrl.core.media.images import png_bytes
 from mmrl.logging.rundir import RunDir
 
 SMALL = 128
@@ -118,7 +119,7 @@ def write_samples(
         samples.append({"prompt": prompt, "file": f"{name}/{file}", "scores": _finite(row)})
     remove(run.samples / name)
     partial.rename(run.samples / name)
-    write_atomic(run.samples / f"{name}.png", _png(picture))
+    write_atomic(run.samples / f"{name}.png", png_bytes(picture, optimize=True))
     listing = {"step": step, "columns": columns, "samples": samples}
     write_atomic(run.samples / f"{name}.json", json.dumps(listing, indent=1, ensure_ascii=False) + "\n")
     return picture
@@ -244,9 +245,3 @@ def _flat(text: str) -> str:
 
 def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
     return {key: float(value) if math.isfinite(value) else None for key, value in row.items()}
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
+from mmrl.core.media.images import png_bytes
 from mmrl.logging.metrics import read_numbers
 from mmrl.logging.rundir import RunDir
 from mmrl.report.charts import short, ticks
@@ -30,9 +30,7 @@ def curve_png(
     size: tuple[int, int] = (480, 280),
 ) -> Path:
     """Write the picture that ``curve_picture`` draws to ``out``; returns it. Raises ``UserError`` as that does."""
-    buffer = io.BytesIO()
-    curve_picture(runs, label, title, size).save(buffer, "PNG", optimize=True)
-    write_atomic(out, buffer.getvalue())
+    write_atomic(out, png_bytes(curve_picture(runs, label, title, size), optimize=True))
     return out
 
 

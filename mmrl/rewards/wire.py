@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import BadMediaError, Media, read_bytes
-from mmrl.core.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
+from mmrl.core.media.images import MAX_PIXELS, BadImageError, png_bytes, read_rgb, to_tensor
 from mmrl.core.media.sound import BadSoundError, read_wav, wav_bytes
 from mmrl.core.reward_contract import Failed, Parts, Span, Spans, Value
 from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId, Turn
@@ -319,9 +319,7 @@ def _turn(turn: Json, where: str) -> Turn:
 
 
 def _png(image: Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    return base64.b64encode(png_bytes(image, compress_level=1)).decode("ascii")
 
 
 def _picture(encoded: Json, where: str, max_pixels: int) -> Image:

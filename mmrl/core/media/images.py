@@ -8,7 +8,7 @@ import struct
 import time
 import warnings
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from PIL import ExifTags, Image
 
@@ -45,6 +45,13 @@ _ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
 
 class BadImageError(ValueError):
     """A picture that cannot be read or has no single meaning in RGB; the message says why."""
+
+
+def png_bytes(image: Image.Image, **options: Any) -> bytes:
+    """``image`` as a PNG file; ``options`` are Pillow's."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **options)
+    return buffer.getvalue()
 
 
 def read_rgb(

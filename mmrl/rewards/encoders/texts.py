@@ -7,7 +7,6 @@ training, and is frozen; a LoRA adapter on it may be trained (``mmrl.rewards.lea
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
 from mmrl.families.text.pipeline import LanguagePipeline
 from mmrl.models.text.answered import ending
@@ -156,9 +156,5 @@ def _one(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _prompt(number: int, question: Question) -> Prompt:
-    media = []
-    for picture in question.pictures:
-        buffer = io.BytesIO()
-        picture.save(buffer, "PNG")
-        media.append(Media("image", data=buffer.getvalue()))
-    return Prompt(str(number), question.text, media=tuple(media))
+    media = tuple(Media("image", data=png_bytes(picture)) for picture in question.pictures)
+    return Prompt(str(number), question.text, media=media)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import fcntl
 import hashlib
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from PIL.Image import Image
 
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.lines import lines_of, opened, row_of
+from mmrl.core.media.images import png_bytes
 from mmrl.core.notices import tell
 from mmrl.logging.texts import encodable
 from mmrl.rewards.judging.asking import Outcome, Verdict
@@ -116,9 +116,7 @@ def thumbnail(image: Image) -> str:
     """A small PNG in base64."""
     small = image.copy()
     small.thumbnail((THUMBNAIL, THUMBNAIL))
-    buffer = io.BytesIO()
-    small.save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    return base64.b64encode(png_bytes(small)).decode("ascii")
 
 
 def verdict_of(value: Json) -> Verdict | None:

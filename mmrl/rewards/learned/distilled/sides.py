@@ -19,7 +19,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.json_types import Json, as_integer, as_list, as_number, as_object, as_text
 from mmrl.core.media import Media, open_image
-from mmrl.core.media.images import read_rgb
+from mmrl.core.media.images import png_bytes, read_rgb
 from mmrl.core.trajectory import Sample
 from mmrl.core.untrusted import open_file, parse_json
 from mmrl.rewards.learned.distilled.students import Side
@@ -127,9 +127,7 @@ def read_pairs(path: Path) -> Pairs:
 
 
 def _png(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    return base64.b64encode(png_bytes(image)).decode("ascii")
 
 
 def _pictures(value: Json, known: dict[str, Image.Image]) -> tuple[Image.Image, ...]:
