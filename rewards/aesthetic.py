@@ -8,6 +8,7 @@ A linear head over the normalised image embedding of CLIP ViT-L/14: about 1 to 1
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ class Aesthetic(Sleeping):
 
     def __init__(self, path: str, clip: str = CLIP, dtype: str = "auto") -> None:
         self.dtype = check_dtype(dtype)
-        model, self.images = _load(path, clip)
-        self.model = self.frozen(model, lambda: _load(path, clip)[0])
+        self.model, self.images = self.kept(partial(_load, path, clip))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""

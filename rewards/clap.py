@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -19,11 +20,10 @@ import torch
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
-from mmrl.core.library_loading import check_size, check_tokens, refused
+from mmrl.core.library_loading import check_tokens, frozen, refused
 from mmrl.core.reward_contract import Context, Failed, Value, weights_at
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Audio, Sample
-from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping
 
 DEFAULT = "laion/clap-htsat-unfused"
@@ -36,8 +36,7 @@ class Clap(Sleeping):
 
     def __init__(self, path: str = DEFAULT, key: str | None = None) -> None:
         self.key = key
-        model, self.processor = _load(path)
-        self.model = self.frozen(model, lambda: _load(path)[0])
+        self.model, self.processor = self.kept(partial(_load, path))
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], *, context: Context) -> list[Value]:
@@ -97,12 +96,10 @@ def _load(path: str) -> tuple[Any, Any]:
             f"that scores differ between calls; take one without, such as {DEFAULT}"
         )
     with _no_model(path):
-        check_size(ClapModel, path)
-        with whole_weights(path):
-            model: Any = ClapModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
+        model = frozen(ClapModel, path, dtype=torch.float32)
         processor: Any = ClapProcessor.from_pretrained(path)
         check_tokens(processor.tokenizer, model.config.text_config)
-    return model.eval().requires_grad_(False), processor
+    return model, processor
 
 
 def _no_model(path: str) -> AbstractContextManager[None]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 import mmrl
 from mmrl.core.hub_files import check_files
-from mmrl.core.library_loading import check_size, check_tokens, refused, try_processor
+from mmrl.core.library_loading import check_tokens, frozen, refused, try_processor
 from mmrl.core.reward_contract import Context, weights_at
 from mmrl.core.trajectory import Sample
-from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 
 DEFAULT = "openai/clip-vit-large-patch14"
@@ -32,8 +32,7 @@ class ClipScore(Sleeping):
 
     def __init__(self, path: str = DEFAULT, dtype: str = "auto") -> None:
         self.dtype = check_dtype(dtype)
-        model, self.processor = load_clip(path, path)
-        self.model = self.frozen(model, lambda: load_clip(path, path)[0])
+        self.model, self.processor = self.kept(partial(load_clip, path, path))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
@@ -65,13 +64,11 @@ def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any
         check_files(folder)
     mmrl.before_loading()
     with no_model(path if path == processor else f"{path} (processor {processor})", option):
-        check_size(CLIPModel, path)
-        with whole_weights(path):
-            model = CLIPModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
+        model = frozen(CLIPModel, path, dtype=torch.float32)
         reader = CLIPProcessor.from_pretrained(processor)
         try_processor(reader)
         check_tokens(reader.tokenizer, model.config)
-        return model.eval().requires_grad_(False), reader
+        return model, reader
 
 
 def no_model(where: str, option: str) -> AbstractContextManager[None]:

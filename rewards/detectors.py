@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from mmrl.core.hub_files import check_files
-from mmrl.core.library_loading import check_size, refused, try_processor
-from mmrl.core.whole_weights import whole_weights
+from mmrl.core.library_loading import frozen, refused, try_processor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -69,9 +68,7 @@ class Detector:
             config = AutoConfig.from_pretrained(path)
             self._outlines = type(config) in OUTLINING
             kind = Outlining if self._outlines else AutoModelForObjectDetection
-            check_size(kind, path)
-            with whole_weights(path):
-                self.model = kind.from_pretrained(path, use_safetensors=True).eval().requires_grad_(False)
+            self.model = frozen(kind, path)
             self._processor = AutoImageProcessor.from_pretrained(path)
             try_processor(self._processor)
             named = self.model.config.id2label.items()

@@ -10,6 +10,7 @@ pads a picture only if it had to resize it, so that it fails on one of 224 x 100
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ class HPSv2(Sleeping):
 
     def __init__(self, path: str = DEFAULT, base: str = BASE, dtype: str = "auto") -> None:
         self.dtype = check_dtype(dtype)
-        model, self.processor = _load(path, base)
-        self.model = self.frozen(model, lambda: _load(path, base)[0])
+        self.model, self.processor = self.kept(partial(_load, path, base))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""

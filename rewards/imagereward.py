@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,7 @@ class ImageReward(Sleeping):
 
     def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER, dtype: str = "auto") -> None:
         self.dtype = check_dtype(dtype)
-        model, self.tokenizer, self.images = _load(path, tokenizer)
-        self.model = self.frozen(model, lambda: _load(path, tokenizer)[0])
+        self.model, self.tokenizer, self.images = self.kept(partial(_load, path, tokenizer))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ from torch.nn.functional import normalize
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
-from mmrl.core.library_loading import check_size, refused
+from mmrl.core.library_loading import frozen, refused
 from mmrl.core.media import KINDS, BadMediaError, Media, open_image
 from mmrl.core.reward_contract import Context, weights_at
 from mmrl.core.trajectory import Sample
 from mmrl.core.untrusted import printable, walk
-from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping, check_dtype, multiplying, single
 
 DEFAULT = "openai/clip-vit-large-patch14"
@@ -61,8 +61,7 @@ class Likeness(Sleeping):
             raise UserError(f"options.copy_above is {copy_above}; give a cosine below 1, or null for no guard")
         self.nearest, self.copy_above, self.dtype = nearest, copy_above, check_dtype(dtype)
         self.given = readable(Path(pictures))
-        model, self.images = load_vision(path)
-        self.model = self.frozen(model, lambda: load_vision(path)[0])
+        self.model, self.images = self.kept(partial(load_vision, path))
         self._references: Tensor | None = None
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[float]]:
@@ -145,7 +144,4 @@ def load_vision(path: str) -> tuple[Any, Any]:
         )
     ):
         images = AutoImageProcessor.from_pretrained(path)
-        check_size(AutoModel, path)
-        with whole_weights(path, unused=("pooler.",)):
-            model = AutoModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
-        return model.eval().requires_grad_(False), images
+        return frozen(AutoModel, path, ("pooler.",), dtype=torch.float32), images

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,11 +22,10 @@ import torch
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
-from mmrl.core.library_loading import check_size, refused, try_processor
+from mmrl.core.library_loading import frozen, refused, try_processor
 from mmrl.core.reward_contract import Context, Failed, Weights
 from mmrl.core.trajectory import Sample
-from mmrl.core.whole_weights import whole_weights
-from mmrl.rewards.sleeping import Sleeping
+from mmrl.rewards.sleeping import Sleeping, check_dtype
 from mmrl.rewards.spelling import spelled
 
 ENGINES = ("got-ocr2", "rapidocr")
@@ -63,16 +63,14 @@ class OCR(Sleeping):
             raise UserError(f"options.engine is {engine!r}; set it to {' or '.join(ENGINES)}")
         if max_tokens < 1:
             raise UserError(f"options.max_tokens is {max_tokens}; set it to 1 or more")
-        if dtype not in DTYPES:
-            raise UserError(f"options.dtype is {dtype!r}; set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        check_dtype(dtype, DTYPES)
         self.meta, self.max_tokens, self.rapid = meta, max_tokens, None
         if engine == "rapidocr":
             if path != DEFAULT:
                 raise UserError("options.path: rapidocr has its networks in its package; remove it")
             self.rapid = _rapid(side)
             return
-        model, self.processor = _load(path, dtype)
-        self.model = self.frozen(model, lambda: _load(path, dtype)[0])
+        self.model, self.processor = self.kept(partial(_load, path, dtype))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, Sequence[float | Failed]]:
         """``score`` and ``correct`` of each sample; a prompt that asks for no words fails."""
@@ -179,9 +177,4 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
     ):
         processor = AutoProcessor.from_pretrained(path)
         try_processor(processor)
-        check_size(GotOcr2ForConditionalGeneration, path)
-        with whole_weights(path):
-            model = GotOcr2ForConditionalGeneration.from_pretrained(
-                path, use_safetensors=True, dtype=getattr(torch, dtype)
-            )
-    return model.eval().requires_grad_(False), processor
+        return frozen(GotOcr2ForConditionalGeneration, path, dtype=getattr(torch, dtype)), processor

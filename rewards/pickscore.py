@@ -7,6 +7,7 @@ and only a scale. PickScore_v1 holds no processor, so that of its base model is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -28,8 +29,7 @@ class PickScore(Sleeping):
 
     def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR, dtype: str = "auto") -> None:
         self.dtype = check_dtype(dtype)
-        model, self.processor = load_clip(path, processor)
-        self.model = self.frozen(model, lambda: load_clip(path, processor)[0])
+        self.model, self.processor = self.kept(partial(load_clip, path, processor))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""

@@ -7,6 +7,7 @@ tokens, normalised. ``mmrl fetch all-minilm-l6-v2`` sets it up; any encoder of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ import torch
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
-from mmrl.core.library_loading import check_size, check_tokens, refused, try_tokenizer
+from mmrl.core.library_loading import check_tokens, frozen, refused, try_tokenizer
 from mmrl.core.packages.places import found, lacking
 from mmrl.core.reward_contract import Context, Failed, Value, Weights
 from mmrl.core.trajectory import Sample
-from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping
 
 DEFAULT = "package:all-minilm-l6-v2"
@@ -42,8 +42,7 @@ class Relevance(Sleeping):
         if max_tokens < 1:
             raise UserError(f"options.max_tokens is {max_tokens}; set it to 1 or more")
         self.key, self.enough, self.max_tokens = key, enough, max_tokens
-        model, self.tokenizer = _load(path)
-        self.model = self.frozen(model, lambda: _load(path)[0])
+        self.model, self.tokenizer = self.kept(partial(_load, path))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, Sequence[Value]]:
         """A prompt without the text to compare with fails; an empty response has the cosine 0."""
@@ -95,8 +94,6 @@ def _load(path: str) -> tuple[Any, Any]:
     ):
         tokenizer = AutoTokenizer.from_pretrained(path)
         try_tokenizer(tokenizer)
-        check_size(AutoModel, path)
-        with whole_weights(path, unused=("pooler.",)):
-            model = AutoModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
+        model = frozen(AutoModel, path, ("pooler.",), dtype=torch.float32)
         check_tokens(tokenizer, model.config)
-    return model.eval().requires_grad_(False), tokenizer
+    return model, tokenizer

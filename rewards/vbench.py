@@ -23,10 +23,9 @@ import torch
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
-from mmrl.core.library_loading import check_size, refused, try_processor
+from mmrl.core.library_loading import frozen, refused, try_processor
 from mmrl.core.reward_contract import Context, Failed, weights_at
 from mmrl.core.trajectory import Sample
-from mmrl.core.whole_weights import whole_weights
 from mmrl.rewards.sleeping import Sleeping
 
 DINO, CLIP = "facebook/dino-vitb16", "openai/clip-vit-base-patch32"
@@ -53,9 +52,7 @@ class Subject(Sleeping):
     """Consistency by the class token of a ViT, 0 to 1. ``path``: a directory or hub name."""
 
     def __init__(self, path: str = DINO) -> None:
-        load = partial(_load, path, "a vision transformer (ViT, DINO, DINOv2)")
-        model, self.images = load()
-        self.model = self.frozen(model, lambda: load()[0])
+        self.model, self.images = self.kept(partial(_load, path, "a vision transformer (ViT, DINO, DINOv2)"))
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
         """One number per clip."""
@@ -64,20 +61,13 @@ class Subject(Sleeping):
 
 
 @mmrl.reward(inputs=("video",), device=True, paths=("path",), models=weights_at(CLIP), checks=True)
-class Background(Sleeping):
+class Background(Subject):
     """Consistency by a CLIP model's image features, 0 to 1. ``path``: a directory or hub name."""
 
     def __init__(self, path: str = CLIP) -> None:
-        load = partial(_load, path, "a CLIP model")
-        model, self.images = load()
-        self.model = self.frozen(model, lambda: load()[0])
+        self.model, self.images = self.kept(partial(_load, path, "a CLIP model"))
         if not hasattr(self.model, "visual_projection"):
             raise UserError(f"options.path: {path} is no CLIP model; give one, or use vbench:subject")
-
-    def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
-        """One number per clip."""
-        self.wake(context.device)
-        return _consistencies(self.model, self.images, samples, context)
 
 
 subject = Subject
@@ -96,12 +86,10 @@ def _load(path: str, what: str) -> tuple[Any, Any]:
             "directory that save_pretrained wrote, or to a hub name while online"
         )
     ):
-        check_size(AutoModel, path)
-        with whole_weights(path, unused=("pooler.",)):
-            model = AutoModel.from_pretrained(path, use_safetensors=True)
+        model = frozen(AutoModel, path, ("pooler.",)).float()
         images = AutoImageProcessor.from_pretrained(path)
         try_processor(images)
-        return model.float().eval().requires_grad_(False), images
+        return model, images
 
 
 def _consistencies(model: Any, images: Any, samples: Sequence[Sample], context: Context) -> list[float | Failed]:

@@ -12,6 +12,7 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.tensor_files import header
+from mmrl.core.whole_weights import whole_weights
 
 _TIMES, _SMALL = 3, 50_000_000
 """A model may have so many times as many numbers as its files (two weights of 4 bits are stored as one), or so many."""
@@ -60,6 +61,17 @@ def check_size(kind: Any, path: str) -> None:
             f"{path}: its config.json describes a model of {described:,} weights, and its files hold {stored:,}; "
             "download it or save it anew"
         )
+
+
+def frozen(kind: Any, path: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
+    """The model of transformers' class ``kind`` at ``path``, with nothing to train, from safetensors alone.
+
+    ``unused``: as of ``whole_weights``; ``options``: of ``from_pretrained``. Raises as ``check_size`` and
+    ``whole_weights`` do, and whatever the library raises.
+    """
+    check_size(kind, path)
+    with whole_weights(path, unused):
+        return kind.from_pretrained(path, use_safetensors=True, **options).eval().requires_grad_(False)
 
 
 def try_tokenizer(tokenizer: Any, file: str = "tokenizer_config.json") -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.offload import Frozen
 
 M = TypeVar("M", bound="nn.Module")
+T = TypeVar("T", bound="tuple[Any, ...]")
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -63,6 +64,12 @@ class Sleeping:
         """Add ``module`` to those that sleep and wake; ``read`` as in ``Frozen``. Returns the module."""
         self._frozen = (*self._frozen, Frozen(module, read))
         return module
+
+    def kept(self, load: Callable[[], T]) -> T:
+        """What ``load`` gives: a model, which is ``frozen`` here, and what it is used with."""
+        made = load()
+        self.frozen(made[0], lambda: load()[0])
+        return made
 
     def sleep(self, device: torch.device | str) -> None:
         """Free the memory of ``device``. Harmless when called first, or twice."""

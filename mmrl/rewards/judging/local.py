@@ -23,10 +23,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
 from mmrl.core.installing import install
 from mmrl.core.json_types import Json, JsonObject
-from mmrl.core.library_loading import check_size, check_tokens, refused, try_processor, try_tokenizer
+from mmrl.core.library_loading import check_tokens, frozen, refused, try_processor, try_tokenizer
 from mmrl.core.reward_contract import before_loading
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
-from mmrl.core.whole_weights import whole_weights
 from mmrl.models.quantized import quantize as quantized
 from mmrl.models.quantized import refusals_of
 from mmrl.models.text.control_tokens import ControlTokens
@@ -316,10 +315,7 @@ def _load_model(path: str, dtype: str, bits: Quantize | None) -> tuple[Any, bool
     with _refused(path):
         config = AutoConfig.from_pretrained(path)
         auto, sees = _class_of(config)
-        check_size(auto, path)
-        kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        with whole_weights(path):
-            model = auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False)
+        model = frozen(auto, path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     if bits:
         quantized(model, bits)
     return model, sees
