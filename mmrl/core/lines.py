@@ -5,6 +5,7 @@ A last line that a crash tore off is dropped, and so is any other that is not a 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -12,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
@@ -41,17 +43,24 @@ class Lines:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("ab", buffering=0) as file:
                     fcntl.flock(file, fcntl.LOCK_EX)  # the devices of a controller write here too
-                    before, data = file.seek(0, os.SEEK_END), text.encode("utf-8", "replace")
-                    try:
-                        if file.write(data) != len(data):
-                            raise OSError("the disk is full")
-                        if durable:
-                            os.fsync(file.fileno())
-                    except OSError:
-                        file.truncate(before)
-                        raise
+                    append_whole(file, text.encode("utf-8", "replace"), durable=durable)
             except OSError as error:
                 raise UserError(f"cannot write {self.path}: {error.strerror or error}; free space there") from error
+
+
+def append_whole(file: io.FileIO, data: bytes, *, durable: bool = False) -> None:
+    """Add ``data`` to the end of ``file``, all of it or nothing; ``durable``: it is on the disk when this returns.
+    Raises ``OSError``."""
+    before = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(data) != len(data):
+            raise OSError("the disk is full")
+        if durable:
+            os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(before)
+        raise
 
 
 def lines_of(path: Path) -> Lines:
@@ -84,10 +93,10 @@ def opened(path: Path) -> io.BufferedReader:
         raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error
 
 
-def row_of(line: bytes) -> JsonObject | None:
-    """The object of a line, None where it holds none."""
+def row_of(line: bytes, *, strict: bool = False) -> dict[str, Any] | None:
+    """The object of a line, None where it holds none; ``strict``: as of ``parse_json``."""
     try:
-        row = parse_json(line)
+        row = parse_json(line, strict=strict)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -69,6 +69,14 @@ class PageHandler(HttpHandler):
     timeout = _PATIENCE_S
     always = headers_of("'self'")
 
+    def do_GET(self) -> None:
+        if self.welcome(self.given("token") or self.headers.get("X-Token", "")):
+            self.show(urlsplit(self.path).path)
+
+    def show(self, path: str) -> None:
+        """Answer a GET of ``path`` that has the token."""
+        raise NotImplementedError
+
     def given(self, name: str) -> str:
         """A value of the address; empty where it has none."""
         return next(iter(parse_qs(urlsplit(self.path).query).get(name, [])), "")

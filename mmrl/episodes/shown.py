@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 from collections.abc import Mapping, Sequence
 
 from PIL.Image import Image
 
 from mmrl.core.media import Media
-from mmrl.core.media.images import BadImageError, upright_rgb
+from mmrl.core.media.images import BadImageError, png_bytes, upright_rgb
 from mmrl.core.media_limits import LIMITS
 
 _BASE64 = ";base64,"
@@ -72,12 +71,10 @@ def _png(image: Image) -> bytes:
     """Raises ``ValueError``."""
     if image.width * image.height > LIMITS.pixels:
         raise ValueError(f"a picture of {image.width} x {image.height} pixels; at most {LIMITS.pixels:,} are read")
-    file = io.BytesIO()
     try:
         image.load()
-        upright_rgb(image)[0].save(file, "PNG", compress_level=1)
+        return png_bytes(upright_rgb(image)[0], compress_level=1)
     except BadImageError:
         raise
     except Exception as error:  # decoders raise anything
         raise ValueError(f"a picture that cannot be read: {error}") from error
-    return file.getvalue()

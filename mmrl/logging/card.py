@@ -18,9 +18,9 @@ from mmrl.core.packages.places import origin_of
 from mmrl.core.secrets import masked
 from mmrl.core.stored import BadFileError
 from mmrl.logging.environment import read_environment
-from mmrl.logging.grids import before_after
+from mmrl.logging.grids import before_after, score_line
 from mmrl.logging.metrics import of_pairs, of_repeated, read_numbers
-from mmrl.logging.pictures import Shown, read_evaluations, score_text
+from mmrl.logging.pictures import Shown, read_evaluations
 from mmrl.logging.rundir import RunDir
 from mmrl.logging.texts import cell
 
@@ -168,7 +168,7 @@ def _sheet(pairs: Sequence[tuple[Shown, Shown]]) -> Image.Image:
         assert after.path
         with Image.open(before.path) as a, Image.open(after.path) as b:
             images.append((a.copy(), b.copy()))
-    notes = [(score_text(before.scores), score_text(after.scores)) for before, after in pairs]
+    notes = [(score_line(before.scores), score_line(after.scores)) for before, after in pairs]
     return before_after([a for a, _ in images], [b for _, b in images], [shown.prompt for shown, _ in pairs], notes)
 
 
@@ -177,7 +177,7 @@ def _texts(folder: Path, pairs: Sequence[tuple[Shown, Shown]], first: int, last:
 
     def said(shown: Shown) -> str:
         cut = ", cut at the length limit" if shown.truncated else ""
-        return f"<td>{cell(shown.text or '')}<br><sub>{cell(score_text(shown.scores))}{cut}</sub></td>"
+        return f"<td>{cell(shown.text or '')}<br><sub>{cell(score_line(shown.scores))}{cut}</sub></td>"
 
     rows = [f"<tr><th>prompt</th><th>step {first}</th><th>step {last}</th></tr>"]
     for i, (before, after) in enumerate(pairs):

@@ -13,6 +13,7 @@ import numpy
 from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.core.files import remove, write_atomic
+from mmrl.core.media import evenly
 from mmrl.core.media.images import png_bytes
 from mmrl.logging.rundir import RunDir
 
@@ -72,10 +73,9 @@ def before_after(
 
 def film_strip(frames: Sequence[Image.Image], most: int = 5) -> Image.Image:
     """``most`` frames of a clip at even distances, first and last among them, side by side."""
-    count = min(most, len(frames))
-    shown = [frames[round(i * (len(frames) - 1) / max(1, count - 1))] for i in range(count)]
+    shown = evenly(frames, most)
     width, height = shown[0].size
-    strip = Image.new("RGB", (count * width, height))
+    strip = Image.new("RGB", (len(shown) * width, height))
     for i, frame in enumerate(shown):
         strip.paste(frame, (i * width, 0))
     return strip

@@ -8,18 +8,19 @@ A line a crash tore off at the end of the file is dropped. The names and their m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
-from mmrl.core.stored import LARGEST_LINES, BadFileError, lines, parsed, read_bytes
+from mmrl.core.lines import append_whole, row_of
+from mmrl.core.stored import LARGEST_LINES, lines, read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -219,7 +220,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Appends rows to a JSONL file and hands them to trackers, under ``prefix`` there (``heldout/``).
 
     A line reaches the operating system before ``write`` returns, so that a killed process loses none.
@@ -260,20 +261,13 @@ class MetricsLog:
         """Close the file. The trackers stay open: their owner closes them."""
         self._file.close()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     def _append(self, line: bytes) -> None:
-        before = self._file.seek(0, 2)
         try:
-            if self._file.write(line) != len(line):
-                raise OSError("the disk is full")
+            append_whole(self._file, line)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(before)
             raise UserError(
                 f"cannot write {self.path}: {error.strerror or error}; free space there and continue with --resume"
             ) from error
@@ -312,7 +306,7 @@ def _rows(path: Path | str) -> list[tuple[int, dict[str, Any]]]:
     found = list(lines(Path(path)))
     rows = []
     for place, (number, line) in enumerate(found):
-        row = row_of(line)
+        row = row_of(line, strict=True)
         if row is None:
             if place < len(found) - 1:
                 raise UserError(f"{path} line {number} is not a JSON object; delete that line")
@@ -339,15 +333,6 @@ def truncate_after(path: Path, step: int) -> None:
         write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
-    """The mapping that a line of a JSONL file holds; None where it holds none."""
-    try:
-        row = parsed(line, "")
-    except BadFileError:  # also bytes that are no text
-        return None
-    return row if isinstance(row, dict) else None
-
-
 def _mend(path: Path) -> None:
     """Make the file end with a whole line, so that the next row does not grow onto a torn one."""
     if not path.exists():
@@ -357,7 +342,7 @@ def _mend(path: Path) -> None:
         return
     start = content.rfind(b"\n") + 1
     with path.open("r+b") as file:
-        if row_of(content[start:]) is None:
+        if row_of(content[start:], strict=True) is None:
             file.truncate(start)
         else:
             file.seek(0, 2)

@@ -14,6 +14,7 @@ from PIL import Image, ImageSequence
 from pydantic import BaseModel, Field
 
 from mmrl.core.episode import Line, lines_in
+from mmrl.core.media import evenly
 from mmrl.core.stored import BadFileError, read_as
 from mmrl.core.untrusted import inside
 from mmrl.logging.grids import moving, rgb, score_line
@@ -93,11 +94,8 @@ def pairs(evaluations: list[Evaluation]) -> dict[str, Any] | None:
     chosen = evenly(evaluations, SLIDER_STEPS)
     last = chosen[-1]
     keys = [key for key in chosen[0].samples if key in last.samples] or list(last.samples)
-    cells = []
-    for key in keys:
-        frames = [_frame(evaluation.samples.get(key)) for evaluation in chosen]
-        cells.append({"prompt": key[0], "frames": frames, **_beside(last.samples.get(key))})
-    return {"steps": [evaluation.step for evaluation in chosen], "texts": last.texts, "cells": cells}
+    steps = [evaluation.step for evaluation in chosen]
+    return {"steps": steps, "texts": last.texts, "cells": [_cell(key, chosen, last) for key in keys]}
 
 
 def side_by_side(evaluations: list[Evaluation], most: int) -> dict[str, Any] | None:
@@ -108,11 +106,13 @@ def side_by_side(evaluations: list[Evaluation], most: int) -> dict[str, Any] | N
         return None
     count = min(most, len(shared))
     keys = [shared[i * len(shared) // count] for i in range(count)]
-    cells = []
-    for key in keys:
-        frames = [_frame(of.samples[key]) for of in evaluations]
-        cells.append({"prompt": key[0], "frames": frames, **_beside(evaluations[0].samples[key])})
-    return {"texts": evaluations[0].texts, "cells": cells}
+    return {"texts": evaluations[0].texts, "cells": [_cell(key, evaluations, evaluations[0]) for key in keys]}
+
+
+def _cell(key: tuple[str, int], evaluations: list[Evaluation], beside: Evaluation) -> dict[str, Any]:
+    """A sample at each of ``evaluations``; what is the same at all of them is that of ``beside``."""
+    frames = [_frame(evaluation.samples.get(key)) for evaluation in evaluations]
+    return {"prompt": key[0], "frames": frames, **_beside(beside.samples.get(key))}
 
 
 def extremes(evaluations: list[Evaluation], weights: dict[str, float]) -> dict[str, Any] | None:
@@ -161,11 +161,6 @@ def embed(path: Path, edge: int = EDGE) -> str | None:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def score_text(scores: dict[str, float]) -> str:
-    """The labels' scores of one sample, without their parts."""
-    return score_line(scores)
-
-
 def _shown(folder: Path, row: object) -> Shown | None:
     if not isinstance(row, dict):
         return None
@@ -187,12 +182,12 @@ def _shown(folder: Path, row: object) -> Shown | None:
 
 def _frame(shown: Shown | None) -> dict[str, Any]:
     """A sample at one evaluation; empty where that evaluation did not keep it."""
-    text = None if shown is None or shown.text is None else fold(shown.text)
-    src = embed(shown.path) if shown is not None and shown.path else None
-    scores = score_text(shown.scores) if shown is not None and (src or text) else ""
-    turns = [] if shown is None else _turns(shown)
-    cut = shown is not None and shown.truncated
-    return {"src": src or "", "text": text, "truncated": cut, "scores": scores, "turns": turns}
+    if shown is None:
+        return {"src": "", "text": None, "truncated": False, "scores": "", "turns": []}
+    text = None if shown.text is None else fold(shown.text)
+    src = embed(shown.path) if shown.path else None
+    scores = score_line(shown.scores) if src or text else ""
+    return {"src": src or "", "text": text, "truncated": shown.truncated, "scores": scores, "turns": _turns(shown)}
 
 
 def _turns(shown: Shown) -> list[dict[str, Any]]:
@@ -219,13 +214,6 @@ def _beside(shown: Shown | None) -> dict[str, Any]:
         "media": [{"src": src, "pixelated": pixelated} for src, pixelated in embedded if src],
         "more": max(0, len(media) - MEDIA),
     }
-
-
-def evenly(evaluations: list[Evaluation], most: int) -> list[Evaluation]:
-    """At most ``most`` evaluations: the first, the last and others at even distances."""
-    if len(evaluations) <= most:
-        return evaluations
-    return [evaluations[round(i * (len(evaluations) - 1) / (most - 1))] for i in range(most)]
 
 
 def _total(scores: dict[str, float], weights: dict[str, float]) -> float | None:

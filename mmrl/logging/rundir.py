@@ -30,11 +30,11 @@ import shlex
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal
 
 from mmrl.config.loader import Continuation
 from mmrl.config.masked_text import masked_document, masked_override
@@ -43,7 +43,7 @@ from mmrl.core.errors import UserError, one_line
 from mmrl.core.files import remove, write_atomic
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.secrets import hidden, masked
-from mmrl.core.stored import LARGEST_LINES, BadFileError, parsed, read_object, read_text
+from mmrl.core.stored import LARGEST_LINES, BadFileError, parsed, read_as, read_object, read_text
 from mmrl.core.untrusted import open_file, resolved
 from mmrl.logging.environment import environment
 from mmrl.logging.metrics import truncate_after
@@ -75,7 +75,7 @@ _LOCK_PATIENCE = 0.5
 """Seconds to wait for the lock: a report that asks whether a run is alive holds it for an instant."""
 
 
-class RunDir:
+class RunDir(AbstractContextManager["RunDir"]):
     """Paths inside a run directory, and its lock once ``create`` made or took it over. Reading needs no lock."""
 
     def __init__(self, path: Path | str) -> None:
@@ -138,9 +138,6 @@ class RunDir:
             self._lock.close()
             self._lock = None
 
-    def __enter__(self) -> RunDir:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -200,9 +197,7 @@ class RunDir:
 
     def failure(self, step: int, kind: str, name: str, error: str, **more: Json) -> None:
         """Name one thing that was left out: ``kind`` is reward, record, ...; ``more`` holds JSON values."""
-        row = {"step": step, "kind": kind, "name": name, "error": hidden(error), **more}
-        with self.failures.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        _append(self.failures, [{"step": step, "kind": kind, "name": name, "error": hidden(error), **more}])
 
     def placed(self, lines: Iterable[JsonObject]) -> None:
         """Keep what devices did in a step."""
@@ -347,9 +342,7 @@ class Ended:
 
 def read_ended(run: Path) -> Ended | None:
     """How the run in ``run`` ended; None while it trains, where it was killed, and of an older version."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        found = read_object(run / ENDED, _MOST_ENDED)
-        how, step, why = found["how"], found["step"], found["why"]
-        if how in get_args(How) and isinstance(step, int) and isinstance(why, str):
-            return Ended(how, step, why)
-    return None
+    try:
+        return read_as(Ended, run / ENDED, _MOST_ENDED)
+    except (OSError, BadFileError):
+        return None

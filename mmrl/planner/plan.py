@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from io import BytesIO
 from math import ceil
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from mmrl.config.warm_start import problems_of_first_stage
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files, check_weights
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.packages.places import lacking
 from mmrl.core.trajectory import Prompt
 from mmrl.data.buckets import count_by_size
@@ -520,10 +520,8 @@ def _shards(made: Plan, description: Description, trainers: int) -> int | Fracti
 
 def _pictures(count: int) -> tuple[Media, ...]:
     """``count`` different pictures of a pixel."""
-    files = [BytesIO() for _ in range(count)]
-    for shade, file in enumerate(files):
-        Image.new("RGB", (1, 1), (shade, shade, shade)).save(file, "png")
-    return tuple(Media("image", data=file.getvalue()) for file in files)
+    pictures = (Image.new("RGB", (1, 1), (shade, shade, shade)) for shade in range(count))
+    return tuple(Media("image", data=png_bytes(picture)) for picture in pictures)
 
 
 def _different(

@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
@@ -75,7 +73,7 @@ class FollowServer(Page):
             run.placement,
             run.resolved,
             run.path / ENDED,
-            *_listings(run),
+            *sorted(run.samples.glob("step_*.json")),
         ):
             try:
                 found = path.stat()
@@ -85,18 +83,11 @@ class FollowServer(Page):
         return f"{seen.hexdigest()[:16]}{'' if self.run.owner() else '-ended'}"
 
 
-def _listings(run: RunDir) -> Iterator[Path]:
-    yield from sorted(run.samples.glob("step_*.json"))
-
-
 class _Handler(PageHandler):
     server: FollowServer  # type: ignore[assignment]
     always = headers_of("data:")
 
-    def do_GET(self) -> None:
-        path = urlsplit(self.path).path
-        if not self.welcome(self.given("token") or self.headers.get("X-Token", "")):
-            return None
+    def show(self, path: str) -> None:
         if path == "/":
             try:
                 return self.reply(200, self.server.page().encode(), "text/html; charset=utf-8")

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -115,11 +116,8 @@ def head_of(run: RecordedRun) -> dict[str, Any]:
                 detail = f"from {short(round(a, 4))} ({_signed(b - a)})"
                 tiles.append((f"held-out {label}{f' ({note})' if note else ''}", short(round(b, 4)), detail))
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return {"status": run.status, "tiles": tiles, "written": written, "samples": _samples(run)}
-
-
-def _samples(run: RecordedRun) -> int | None:
-    return run.heldout[-1].get("samples") if run.heldout else None
+    samples = run.heldout[-1].get("samples") if run.heldout else None
+    return {"status": run.status, "tiles": tiles, "written": written, "samples": samples}
 
 
 def _remarks(run: RecordedRun) -> list[str]:
@@ -228,7 +226,7 @@ def _reward_table(run: RecordedRun, samples: Samples) -> list[dict[str, Any]]:
                     "name": label if key == own else key.removeprefix(f"{own}/"),
                     "part": key != own,
                     "weight": run.trained.get(label) if key == own else None,
-                    "training": (_mean(training[:_RECENT]), _mean(training[-_RECENT:])) if training else None,
+                    "training": (fmean(training[:_RECENT]), fmean(training[-_RECENT:])) if training else None,
                     "heldout": (held[0], held[-1], _signed(held[-1] - held[0])) if held else None,
                     "interval": "" if changed is None else changed.bounds(changed.half),
                 }
@@ -291,10 +289,6 @@ def _steps(steps: list[int]) -> str:
         if len(set(steps)) > 3
         else ("steps " + ", ".join(map(str, sorted(set(steps)))))
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _signed(value: float) -> str:

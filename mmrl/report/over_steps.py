@@ -8,8 +8,9 @@ from pathlib import Path
 from PIL import Image
 
 from mmrl.core.errors import UserError
+from mmrl.core.media import evenly
 from mmrl.logging.grids import grid, rgb
-from mmrl.logging.pictures import SLIDER_STEPS, Evaluation, evenly, read_evaluations
+from mmrl.logging.pictures import SLIDER_STEPS, Evaluation, read_evaluations
 
 PROMPTS = 4
 """How many prompts are shown where none are named."""

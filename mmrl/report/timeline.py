@@ -16,7 +16,7 @@ from typing import TypedDict
 from markupsafe import Markup
 
 from mmrl.core.json_types import JsonObject
-from mmrl.logging.metrics import row_of
+from mmrl.core.lines import row_of
 from mmrl.report.charts import short, ticks
 
 ROLES = {
@@ -176,7 +176,7 @@ def _index(path: Path) -> _Index:
                 continue
             step = int(found[1])
             if b'"decision"' in line:
-                row = row_of(line)
+                row = row_of(line, strict=True)
                 if row is not None and isinstance(row.get("decision"), str):
                     index.decisions[step] = row
                     continue
@@ -195,7 +195,7 @@ def _read(path: Path, index: _Index, step: int) -> dict[Place, list[Span]]:
         for begin, end in index.places[step]:
             file.seek(begin)
             for line in file.read(end - begin).splitlines():
-                row = row_of(line)
+                row = row_of(line, strict=True)
                 found = None if row is None else _span(row)
                 if found is None:
                     index.bad += 1
@@ -257,11 +257,8 @@ def _choose(index: _Index, splits: Mapping[int, Split]) -> dict[int, str]:
     elif len(steps) > 2:
         about.setdefault(steps[len(steps) // 2], "half way")
     about.setdefault(steps[-1], "the last")
-    return {step: _about(about[step], splits.get(step)) for step in sorted(about)[:STEPS]}
-
-
-def _about(what: str, split: Split | None) -> str:
-    return what if split is None else f"{what}: {split_name(split)}"
+    named = {step: f": {split_name(split)}" for step, split in splits.items()}
+    return {step: about[step] + named.get(step, "") for step in sorted(about)[:STEPS]}
 
 
 def _differ(splits: Mapping[int, Split], a: int, b: int) -> bool:

@@ -8,7 +8,6 @@ with the figure it found, or raises ``AssertionError`` with what is wrong.
 
 from __future__ import annotations
 
-import io
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -26,6 +25,7 @@ import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.core.media import Media
+from mmrl.core.media.images import png_bytes
 from mmrl.core.randomness import noise
 from mmrl.core.trajectory import Prompt, SampleId, Slot
 from mmrl.logging.card import What
@@ -141,9 +141,7 @@ def _drawing(pipe: Any, drawn: Sequence[Tensor]) -> Generator[None]:
 def _picture(seed: int) -> Media:
     """Noise, 40 x 32 pixels."""
     pixels = torch.randint(256, (32, 40, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(file, "png")
-    return Media("image", data=file.getvalue())
+    return Media("image", data=png_bytes(Image.fromarray(pixels.numpy())))
 
 
 def sampling_is_the_stock_pipelines(recipe: Recipe) -> str:

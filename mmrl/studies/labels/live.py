@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.local_page import Page, PageHandler
@@ -112,19 +111,16 @@ class VoteServer(Page):
 class _Handler(PageHandler):
     server: VoteServer  # type: ignore[assignment]
 
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        if not self.welcome(self.given("token") or self.headers.get("X-Token", "")):
-            return None
-        kind, _, rest = address.path.lstrip("/").partition("/")
-        if address.path == "/":
+    def show(self, path: str) -> None:
+        kind, _, rest = path.lstrip("/").partition("/")
+        if path == "/":
             return self.reply(200, PAGE.read_bytes(), "text/html; charset=utf-8")
-        if address.path == "/state":
+        if path == "/state":
             return self.answer(lambda: self.server.state(votes.named(self.given("voter")) or ""))
         if kind == "file" and SAMPLE.fullmatch(rest):
             folder = self.server.log.folder
-            path = votes.place_of(folder, rest)
-            found = inside(folder, f"{path.parent.name}/{path.name}.png")
+            place = votes.place_of(folder, rest)
+            found = inside(folder, f"{place.parent.name}/{place.name}.png")
             if found is not None:
                 return self.reply(200, found.read_bytes(), "image/png")
         return self.refuse(404, "there is nothing here")

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
@@ -104,14 +103,11 @@ def _listed(number: int, item: Item) -> JsonObject:
 class _Handler(PageHandler):
     server: LabelServer  # type: ignore[assignment]
 
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        if not self.welcome(self.given("token") or self.headers.get("X-Token", "")):
-            return
-        kind, _, rest = address.path.lstrip("/").partition("/")
-        if address.path == "/":
+    def show(self, path: str) -> None:
+        kind, _, rest = path.lstrip("/").partition("/")
+        if path == "/":
             self.reply(200, _PAGE.read_bytes(), "text/html; charset=utf-8")
-        elif address.path == "/samples":
+        elif path == "/samples":
             self.answer(self.server.listed)
         elif kind == "file" and is_number(rest) and int(rest) < len(self.server.items):
             item = self.server.items[int(rest)]
