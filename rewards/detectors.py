@@ -5,7 +5,6 @@ Class names are COCO's as GenEval writes them, however the checkpoint calls them
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mmrl.core.grouping import grouped
 from mmrl.core.hub_files import check_files
 from mmrl.core.library_loading import frozen, refused, try_processor
 
@@ -77,16 +77,11 @@ class Detector:
 
     def find(self, images: Sequence[Image], device: Any) -> list[dict[str, list[Found]]]:
         """The objects in each picture by class, surest first. Pictures of one size share a forward."""
-        sizes: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i, image in enumerate(images):
-            sizes[image.size].append(i)
         found: list[dict[str, list[Found]]] = [{} for _ in images]
-        for group in sizes.values():
+        for group in grouped((image.size, i) for i, image in enumerate(images)).values():
             for i, objects in zip(group, self._of_one_size([images[i] for i in group], device), strict=True):
-                by_class: dict[str, list[Found]] = defaultdict(list)
-                for label, one in sorted(objects, key=lambda item: -item[1].score):
-                    by_class[self.names[label]].append(one)
-                found[i] = dict(by_class)
+                surest = sorted(objects, key=lambda item: -item[1].score)
+                found[i] = grouped((self.names[label], one) for label, one in surest)
         return found
 
     def _of_one_size(self, images: list[Image], device: Any) -> Iterator[Iterator[tuple[int, Found]]]:

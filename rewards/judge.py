@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.lines import lines_of
 from mmrl.core.reward_contract import Asks, Context, Declaration, Input, Parts, Weights
@@ -287,9 +288,7 @@ class Judge:
         context: Context,
     ) -> list[JsonObject]:
         """A row for every question, its critiques together; the lowest and the highest with their pictures."""
-        merged: dict[tuple[int, ...], list[int]] = {}
-        for i, job in enumerate(jobs):
-            merged.setdefault(job.rows, []).append(i)
+        merged = grouped((job.rows, i) for i, job in enumerate(jobs))
         rows: list[dict[str, Json]] = []
         firsts: list[tuple[float, int]] = []
         for shown, index in merged.items():

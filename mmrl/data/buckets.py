@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from mmrl.config.sampling import Sampling, Size, TextSampling
 from mmrl.core.errors import BadPromptError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Cell
 from mmrl.core.media import BadMediaError, Media, probe_image
 from mmrl.core.trajectory import AskedSize, Prompt
@@ -85,10 +86,7 @@ def by_size(prompts: Sequence[Prompt], sampling: Sampling | TextSampling) -> lis
     where there is one size. Prompts whose size cannot be read are together: whoever encodes them says so."""
     if not isinstance(sampling, Sampling) or sampling.buckets is None:
         return [list(range(len(prompts)))]
-    found: dict[Size | None, list[int]] = {}
-    for n, prompt in enumerate(prompts):
-        found.setdefault(_readable(prompt, sampling), []).append(n)
-    return list(found.values())
+    return [*grouped((_readable(prompt, sampling), n) for n, prompt in enumerate(prompts)).values()]
 
 
 def count_by_size(prompts: Iterable[Prompt], sampling: Sampling) -> dict[Size, int]:

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import numpy
 
+from mmrl.core.grouping import grouped
 from mmrl.core.randomness import permutation, seed_of
 from mmrl.core.trajectory import Prompt
 from mmrl.data.records import BadRecord, Records
@@ -110,12 +111,8 @@ def source_of(prompt: Prompt, labels: Iterable[str]) -> str | None:
 
 def by_source(prompts: Sequence[Prompt], labels: Sequence[str]) -> Mapping[str, list[int]]:
     """The indices of ``prompts`` by their source; nothing where ``labels`` is empty."""
-    found: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts if labels else ()):
-        label = source_of(prompt, labels)
-        if label is not None:
-            found.setdefault(label, []).append(i)
-    return found
+    named = ((source_of(prompt, labels), i) for i, prompt in enumerate(prompts if labels else ()))
+    return grouped((label, i) for label, i in named if label is not None)
 
 
 def values_of_sources(

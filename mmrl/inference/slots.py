@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import NotFiniteError
+from mmrl.core.grouping import grouped
 from mmrl.core.rollout_engine import Completion, Request, Settings
 from mmrl.core.transfer import to_device
 from mmrl.inference.engine_weights import Allowance
@@ -121,10 +122,7 @@ class Slots(OneByOne[Row]):
 
     def _draw(self, table: Table) -> None:
         """The next token of each row; rows with the same settings are drawn together."""
-        alike: dict[tuple[str, bool], list[int]] = {}
-        for n, row in enumerate(table.rows):
-            if row is not None:
-                alike.setdefault((row.kind, row.early), []).append(n)
+        alike = grouped(((row.kind, row.early), n) for n, row in enumerate(table.rows) if row is not None)
         device, logits = table.logits.device, table.logits
         u = to_device(torch.tensor([0.0 if r is None else r.next_u for r in table.rows], dtype=torch.float64), device)
         if len(alike) == 1:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from mmrl.config.placement import Placement
+from mmrl.core.grouping import grouped
 from mmrl.placement.adaptive import Candidate, State, candidates
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_ahead import SimulatedAhead
@@ -121,9 +122,7 @@ def rounds(events: Iterable[Event]) -> Rounds:
     for _, of in sorted(by_round.items()):
         sampled = [(event.began, event.ended) for event in of["rollout"]]
         called = sorted((event.began, event.call) for event in of["call"] if event.call is not None)
-        judged: dict[str, list[Done]] = {}
-        for event in of["judge"]:
-            judged.setdefault(event.judge, []).append((event.began, event.ended))
+        judged = grouped((event.judge, (event.began, event.ended)) for event in of["judge"])
         parts = {judge: pairs(sampled, done) for judge, done in sorted(judged.items())}
         whole = pairs(sampled, [], [call for _, call in called])
         found.append(

@@ -22,6 +22,7 @@ from markupsafe import Markup
 from mmrl.core.durations import duration
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
+from mmrl.core.grouping import grouped
 from mmrl.core.secrets import hidden
 from mmrl.core.stored import read_object
 from mmrl.logging.metrics import describe
@@ -122,10 +123,7 @@ def head_of(run: RecordedRun) -> dict[str, Any]:
 
 def _remarks(run: RecordedRun) -> list[str]:
     """Remarks and warnings at the top of the report."""
-    bad: dict[str, list[int]] = {}
-    for row in run.metrics:
-        for key in row.get("nonfinite") or []:
-            bad.setdefault(str(key), []).append(row["step"])
+    bad = grouped((str(key), row["step"]) for row in run.metrics for key in row.get("nonfinite") or [])
     found = [*_continued(run)]
     found += [f"{key} was not finite in {_steps(steps)}." for key, steps in bad.items()]
     if run.failures:

@@ -16,6 +16,7 @@ from mmrl.algorithms.advantages import AllSum, alone, batch_statistics
 from mmrl.config import schema
 from mmrl.core.episode import REWARD
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.reward_contract import Context, Span
 from mmrl.core.trajectory import Sample, SampleId
 from mmrl.rewards.calling import Calls
@@ -349,12 +350,10 @@ def batches(entry: Entry, rows: Sequence[int], samples: Sequence[Sample]) -> lis
     """``rows``, those of ``samples``, in runs of the reward's batch size; where it reads tensors, which it may stack,
     each of one shape."""
     size = entry.config.batch_size or max(len(rows), 1)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for row, sample in zip(rows, samples, strict=True):
-        shape = tuple(sample.tensor.shape) if sample.tensor is not None else ()
-        alike.setdefault(shape, []).append(row)
-    reads = "tensor" in entry.loaded.declaration.inputs
-    parts = list(alike.values()) if reads and len(alike) > 1 else [rows]
+    parts = [rows]
+    if "tensor" in entry.loaded.declaration.inputs:
+        shapes = (tuple(sample.tensor.shape) if sample.tensor is not None else () for sample in samples)
+        parts = [*grouped(zip(shapes, rows, strict=True)).values()]
     return [part[first : first + size] for part in parts for first in range(0, len(part), size)]
 
 

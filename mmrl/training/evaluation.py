@@ -18,6 +18,7 @@ from mmrl.algorithms.objective import ComparesBatch, compares_batch
 from mmrl.config.evaluation_checks import label_of
 from mmrl.core.clock import Clock
 from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.randomness import seed_of
 from mmrl.core.trajectory import Prompt, Rows, Sample, SampleId, Slot, text_rows
 from mmrl.data.buckets import by_size
@@ -491,10 +492,7 @@ def majority_at(answers: Sequence[str | None], right: Sequence[float], k: int) -
 
 
 def _majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
-    votes: dict[str, list[float]] = {}
-    for answer, value in zip(answers, right, strict=True):
-        if answer is not None:
-            votes.setdefault(answer, []).append(value)
+    votes = grouped((answer, value) for answer, value in zip(answers, right, strict=True) if answer is not None)
     most = max(map(len, votes.values()), default=0)
     best = [sum(values) / len(values) for values in votes.values() if len(values) == most]
     return sum(best) / len(best) if best else 0.0

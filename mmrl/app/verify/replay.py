@@ -17,6 +17,7 @@ from mmrl.core.checkpoint_manifest import Entry, entries, fault_of
 from mmrl.core.checkpoint_reader import Saved, whole
 from mmrl.core.clock import Clock
 from mmrl.core.errors import NotFiniteError, UnscoredError, UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import JsonObject, as_number
 from mmrl.data.loading import load_prompts
 from mmrl.families.text.pipeline import keep_episodes
@@ -161,9 +162,7 @@ class Replay:
 
     def _about(self) -> list[str]:
         """The metrics that were not compared, and why."""
-        reasons: dict[str, list[str]] = {}
-        for name, why in self._skipped.items():
-            reasons.setdefault(why, []).append(name)
+        reasons = grouped((why, name) for name, why in self._skipped.items())
         if self._new:
             reasons["not in the run's records"] = list(self._new)
         return [f"Not compared ({why}): {', '.join(names)}." for why, names in reasons.items()]

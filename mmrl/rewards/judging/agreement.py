@@ -30,7 +30,7 @@ from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.judging.calibration import BINS, Calibration, calibration
 from mmrl.rewards.judging.json_answer import whole_numbers
 from mmrl.rewards.judging.rubric import split_steps
-from mmrl.rewards.judging.statistics import Confusions, auc, auc_interval, concordance, spearman, wilson
+from mmrl.rewards.judging.statistics import Confusions, auc, auc_interval, concordance, rows_of, spearman, wilson
 from mmrl.rewards.scoring import RewardSet, Scores
 
 MAX_BAD = 0.1
@@ -95,10 +95,7 @@ def measure(
     rewards = RewardSet([reward.model_copy(update=patient)], device, folder=folder)
     try:
         samples = [case.sample for case in cases]
-        groups: dict[str, list[int]] = {}
-        for i, sample in enumerate(samples):
-            groups.setdefault(sample.prompt.id, []).append(i)
-        scores = rewards.score(samples, list(groups.values()))
+        scores = rewards.score(samples, rows_of([sample.prompt.id for sample in samples]))
     finally:
         rewards.close()
     found = compare(cases, scores, rewards.labels[0], threshold, bins)

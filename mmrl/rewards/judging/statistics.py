@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import scipy  # its parts are loaded when they are first used
 
+from mmrl.core.grouping import grouped
+
 Z95 = 1.959963984540054
 """Standard normal quantile of a two-sided interval of 95 %."""
 
@@ -96,7 +98,4 @@ def concordance(scores: Sequence[float], truth: Sequence[float], groups: Sequenc
 
 def rows_of(groups: Sequence[object]) -> list[list[int]]:
     """The rows of each group, of the name of each row's group."""
-    found: dict[object, list[int]] = {}
-    for n, group in enumerate(groups):
-        found.setdefault(group, []).append(n)
-    return list(found.values())
+    return [*grouped((group, n) for n, group in enumerate(groups)).values()]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmrl.core.grouping import grouped
 from mmrl.logging.progress import Progress
 from mmrl.rewards.judging.statistics import rows_of
 from mmrl.rewards.learned.descent import best, descend, passes
@@ -89,9 +90,7 @@ def split(
 ) -> tuple[list[int], list[int], list[int]]:
     """The groups for training, validation and the held-out test, of these ``shares`` each: by prompt, so that the
     groups of one prompt are in one part. ``of_prompt``: of each row; ``groups``: the rows of each."""
-    by_prompt: dict[int, list[int]] = {}
-    for n, group in enumerate(groups):
-        by_prompt.setdefault(of_prompt[group[0]], []).append(n)
+    by_prompt = grouped((of_prompt[group[0]], n) for n, group in enumerate(groups))
     order = sorted(by_prompt)
     random.Random(seed).shuffle(order)
     sizes = [max(1, round(share * len(order))) for share in shares]

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Json
 from mmrl.rewards.learned.labels.items import Item
 
@@ -29,10 +30,7 @@ _Question: TypeAlias = tuple[str, tuple[str, ...], Path | None]
 def paired(items: Sequence[Item], scores: Sequence[float], most: int) -> list[tuple[int, int]]:
     """Numbers of the better and the worse sample of each pair, at most ``most`` pairs of a prompt. Raises ``UserError``
     where there is none."""
-    groups: dict[_Question, list[int]] = {}
-    for n, item in enumerate(items):
-        if item.prompt:
-            groups.setdefault(_question(item), []).append(n)
+    groups = grouped((_question(item), n) for n, item in enumerate(items) if item.prompt)
     found: list[tuple[int, int]] = []
     for group in groups.values():
         order = sorted(group, key=lambda n: -scores[n])

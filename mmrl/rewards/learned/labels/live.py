@@ -26,6 +26,7 @@ from mmrl.core.stored import LARGEST_LINES, read_bytes
 from mmrl.core.tensor_files import load
 from mmrl.core.trajectory import Sample
 from mmrl.core.untrusted import read_json
+from mmrl.rewards.judging.statistics import rows_of
 from mmrl.rewards.learned.formulas import rising
 from mmrl.rewards.learned.labels import baselines
 from mmrl.rewards.learned.labels.embeddings import Encoders, Space
@@ -185,11 +186,9 @@ def _uncertain_pairs(samples: Sequence[Shown], scores: Tensor, tally: Tally) -> 
     """Pairs of a prompt that nobody has voted on, each sample in one: first those whose scores, as logits, differ
     least."""
     logits = torch.logit(scores.double().clamp(1e-12, 1 - 1e-12)).tolist()
-    groups: dict[str, list[int]] = {}
-    for n, one in enumerate(samples):
-        groups.setdefault(one.prompt, []).append(n)
+    groups = rows_of([one.prompt for one in samples])
     seen = {frozenset(pair) for pair in tally.means}
-    pairs = [(abs(logits[n] - logits[m]), n, m) for g in groups.values() for i, n in enumerate(g) for m in g[i + 1 :]]
+    pairs = [(abs(logits[n] - logits[m]), n, m) for g in groups for i, n in enumerate(g) for m in g[i + 1 :]]
     found: list[tuple[Shown, ...]] = []
     taken: set[int] = set()
     for _, n, m in sorted(pairs):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.lines import lines_of, row_of
 from mmrl.core.untrusted import RefusedFileError, read_file
@@ -64,9 +65,7 @@ class Tally:
     @property
     def means(self) -> dict[tuple[str, ...], float]:
         """The mean vote about samples, over the voters."""
-        found: dict[tuple[str, ...], list[float]] = {}
-        for (_, samples), value in self.given.items():
-            found.setdefault(samples, []).append(value)
+        found = grouped((samples, value) for (_, samples), value in self.given.items())
         return {samples: sum(values) / len(values) for samples, values in found.items()}
 
     def lacking(self, first: int) -> str:
