@@ -40,24 +40,29 @@ def score(samples: Sequence[Sample], *, context: Context, close_weight: float = 
     """
     if not 0 <= close_weight <= 1:
         raise ValueError(f"close_weight is {close_weight}; it must be in [0, 1]")
-    rows: dict[str, list[Value]] = {part: [] for part in PARTS}
-    for sample in samples:
-        asked = sample.prompt.meta.get("constraint")
-        check = CHECKS.get(str(asked.get("kind"))) if isinstance(asked, Mapping) else None
-        text = (sample.text or "").strip()
-        if check is None or not isinstance(asked, Mapping):
-            for values in rows.values():
-                values.append(Failed("its prompt has no constraint of a known kind; use the data set instructions"))
-            continue
-        words = len(words_of(text))
-        near = check(text, asked) * min(1.0, words / asked.get("least", 1)) if words else 0.0
-        kept = float(near == 1 and not sample.truncated)
-        near = near / 2 if sample.truncated else near
-        said = close_weight * near + (1 - close_weight) * kept
-        made = (said, kept, near, float(words), copied(text, sample.prompt.text))
-        for part, value in zip(PARTS, made, strict=True):
-            rows[part].append(value)
-    return {**rows}
+    rows = [_judged(sample, close_weight) for sample in samples]
+    return {part: [row[part] for row in rows] for part in PARTS}
+
+
+def _judged(sample: Sample, close_weight: float) -> Mapping[str, Value]:
+    """The parts of one response."""
+    asked = sample.prompt.meta.get("constraint")
+    check = CHECKS.get(str(asked.get("kind"))) if isinstance(asked, Mapping) else None
+    if check is None or not isinstance(asked, Mapping):
+        why = "its prompt has no constraint of a known kind; use the data set instructions"
+        return dict.fromkeys(PARTS, Failed(why))
+    text = (sample.text or "").strip()
+    words = len(words_of(text))
+    near = check(text, asked) * min(1.0, words / asked.get("least", 1)) if words else 0.0
+    kept = float(near == 1 and not sample.truncated)
+    near = near / 2 if sample.truncated else near
+    return {
+        "score": close_weight * near + (1 - close_weight) * kept,
+        "kept": kept,
+        "close": near,
+        "words": float(words),
+        "copied": copied(text, sample.prompt.text),
+    }
 
 
 def words_of(text: str) -> list[str]:

@@ -20,6 +20,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.reward_contract import Context, Failed, Weights
 from mmrl.core.trajectory import Sample
 from mmrl.rewards import loading
+from mmrl.rewards.returned import Answer, read_answer
 
 
 def _models(options: Mapping[str, Any]) -> Sequence[Weights]:
@@ -51,17 +52,17 @@ class Frames:
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> Any:
         """One number per clip."""
-        return self._means(self.inner.call(self._pictures(samples), context=context))
+        return self._means(self.inner.call(self._pictures(samples), context=context), len(samples))
 
     async def _score_awaited(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
-        return self._means(await self.inner.call(self._pictures(samples), context=context))
+        return self._means(await self.inner.call(self._pictures(samples), context=context), len(samples))
 
     def _pictures(self, samples: Sequence[Sample]) -> list[Sample]:
         return [dataclasses.replace(s, image=f, video=None) for s in samples for f in self._frames(s)]
 
-    def _means(self, returned: Any) -> list[float | Failed]:
-        values = _totals(returned)
-        return [_mean(values[i : i + self.count]) for i in range(0, len(values), self.count)]
+    def _means(self, returned: object, clips: int) -> list[float | Failed]:
+        answer = read_answer(returned, clips * self.count, self.inner.place)
+        return [_mean(answer, slice(i * self.count, (i + 1) * self.count)) for i in range(clips)]
 
     def sleep(self, device: torch.device | str) -> None:
         """Have the reward that is asked free the memory of ``device``, where it can."""
@@ -77,19 +78,10 @@ class Frames:
         return [clip[round(i * (len(clip) - 1) / last)] for i in range(self.count)]
 
 
-def _totals(returned: Any) -> list[Any]:
-    if isinstance(returned, Mapping):
-        if "score" in returned:
-            return list(returned["score"])
-        return [_mean(list(row)) for row in zip(*returned.values(), strict=True)]
-    return returned.tolist() if isinstance(returned, torch.Tensor) else list(returned)
-
-
-def _mean(values: list[Any]) -> float | Failed:
-    bad = next((v for v in values if v is None or isinstance(v, Failed)), 0.0)
-    if isinstance(bad, Failed) or bad is None:
-        return bad or Failed("a frame could not be scored")
-    return float(sum(values) / len(values))
+def _mean(answer: Answer, frames: slice) -> float | Failed:
+    values = answer.total[frames]
+    why = next((reason for reason in answer.reasons[frames] if reason is not None), None)
+    return sum(values) / len(values) if why is None else Failed(why)
 
 
 score = Frames

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import mmrl
-from mmrl.core.media import open_image
 from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
 from mmrl.core.trajectory import Sample
-from mmrl.rewards.learned.labels.embeddings import Content, Embedder
+from mmrl.rewards.learned.labels.embeddings import Embedder, sampled
 from mmrl.rewards.learned.labels.folder import load_known, read
 
 
@@ -41,7 +40,7 @@ class Labels:
         """``score``."""
         encoders = self.known.record.encoders
         reads = encoders.kind == "text" and encoders.model is not None
-        contents = [_content(sample, pictures=reads) for sample in samples]
+        contents = [sampled(sample, pictures=reads) for sample in samples]
         there = [content for content in contents if content is not None]
         scores = iter(self.known.scores(self.embedder.parts(there)).tolist() if there else [])
         return [
@@ -50,13 +49,3 @@ class Labels:
 
 
 score = Labels
-
-
-def _content(sample: Sample, *, pictures: bool) -> Content | None:
-    """``pictures``: whether those of a text's prompt are read."""
-    prompt = sample.prompt.conversation
-    if sample.text is not None:
-        shown = (open_image(media) for media in sample.prompt.media if media.kind == "image") if pictures else ()
-        return Content(prompt, sample.text, pictures=tuple(shown))
-    frames = (sample.image,) if sample.image is not None else sample.video or ()
-    return Content(prompt, frames=tuple(frames)) if frames else None

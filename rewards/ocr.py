@@ -77,12 +77,11 @@ class OCR(Sleeping):
         wanted = [self._words(sample) for sample in samples]
         asked = [i for i, words in enumerate(wanted) if isinstance(words, str)]
         read = dict(zip(asked, self.read([samples[i].image for i in asked], context), strict=True)) if asked else {}
-        rows: dict[str, list[float | Failed]] = {"score": [], "correct": []}
-        for i, words in enumerate(wanted):
-            failed = isinstance(words, Failed)
-            rows["score"].append(words if failed else likeness(read[i], words))
-            rows["correct"].append(words if failed else float(_bare(read[i]) == _bare(words)))
-        return {**rows}
+        rows = [(words, read.get(i, "")) for i, words in enumerate(wanted)]
+        return {
+            "score": [words if isinstance(words, Failed) else likeness(text, words) for words, text in rows],
+            "correct": [words if isinstance(words, Failed) else _alone(text, words) for words, text in rows],
+        }
 
     def read(self, images: Sequence[Any], context: Context) -> list[str]:
         """The text in each picture, as the model writes it down (greedily), or line by line."""
@@ -118,6 +117,11 @@ def likeness(read: str, words: str) -> float:
     """1 - edit distance / length of ``words``, no less than 0; 1 where ``read`` holds them."""
     have, want = _bare(read), _bare(words)
     return 1.0 if want in have else 1 - min(edit_distance(have, want), len(want)) / len(want)
+
+
+def _alone(read: str, words: str) -> float:
+    """1 where nothing but ``words`` was read."""
+    return float(_bare(read) == _bare(words))
 
 
 def edit_distance(a: str, b: str) -> int:

@@ -21,17 +21,13 @@ import torch
 import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files
-from mmrl.core.reward_contract import HALF, Context, Failed, Weights
+from mmrl.core.reward_contract import Context, Failed, weights_in_half
 from mmrl.core.trajectory import Sample
 from mmrl.families.text.scoring import settings_at
 from mmrl.rewards.sleeping import DTYPES, Sleeping, check_dtype, dtype_on
 
 
-def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options["path"]), str(options.get("dtype", "auto")).replace("auto", HALF))]
-
-
-@mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models, checks=True)
+@mmrl.reward(inputs=("text",), device=True, paths=("path",), models=weights_in_half, checks=True)
 class RewardModel(Sleeping):
     """The reward model's number for each response.
 

@@ -11,7 +11,7 @@ response that is longer than its context, or stands behind pictures, fails and i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ import mmrl
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import check_files, check_weights
 from mmrl.core.library_loading import check_size, refused
-from mmrl.core.reward_contract import HALF, Context, Failed, Spans, Weights
+from mmrl.core.reward_contract import Context, Failed, Spans, weights_in_half
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Sample, Tokens
 from mmrl.core.whole_weights import whole_weights
@@ -36,11 +36,7 @@ if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel
 
 
-def _models(options: Mapping[str, Any]) -> list[Weights]:
-    return [Weights(str(options["path"]), str(options.get("dtype", "auto")).replace("auto", HALF))]
-
-
-@mmrl.reward(inputs=("tokens",), spans="token", device=True, paths=("path",), models=_models, checks=True)
+@mmrl.reward(inputs=("tokens",), spans="token", device=True, paths=("path",), models=weights_in_half, checks=True)
 class Teacher(Sleeping):
     """The log-prob of each token that the policy wrote, behind all that it read there.
 

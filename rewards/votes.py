@@ -28,12 +28,11 @@ from mmrl.core import notices
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.json_types import Json, JsonObject, as_list, as_object
-from mmrl.core.media import open_image
 from mmrl.core.reward_contract import Context, Declaration, Failed, Input, Value
 from mmrl.core.signals import stop_asked
 from mmrl.core.trajectory import Sample
 from mmrl.rewards.judging.replay import recorded_here
-from mmrl.rewards.learned.labels.embeddings import MOST_NOISES, NOISES, Content, Embedder, Encoders, model_of
+from mmrl.rewards.learned.labels.embeddings import MOST_NOISES, NOISES, Content, Embedder, Encoders, model_of, sampled
 from mmrl.rewards.learned.labels.folder import NAME, Known
 from mmrl.rewards.learned.labels.items import Item
 from mmrl.rewards.learned.labels.items import Kind as Sort
@@ -123,7 +122,8 @@ class Voted:
             return [Failed("votes are given while a run trains (mmrl label RECIPE --train)")] * len(samples)
         if self._run is None:
             self._run = Live(self, context.folder)
-        parts = self.embedder.parts([_content(sample, pictures=self.encoders.model is not None) for sample in samples])
+        pictures = self.encoders.model is not None
+        parts = self.embedder.parts([sampled(sample, pictures=pictures) or Content() for sample in samples])
         known: Known | str | None = self._run.known
         if context.step >= 0:
             self._run.pool.add(context.step, samples, parts)
@@ -264,12 +264,3 @@ class Live:
         if (text := json.dumps(said, ensure_ascii=False, allow_nan=False)) != self._said:
             self._said = text
             write_atomic(self.log.folder / ASKS, text + "\n")
-
-
-def _content(sample: Sample, *, pictures: bool) -> Content:
-    """``pictures``: whether those of a text's prompt are read."""
-    prompt = sample.prompt.conversation
-    if sample.text is None:
-        return Content(prompt, frames=() if sample.image is None else (sample.image,))
-    shown = (open_image(media) for media in sample.prompt.media if media.kind == "image") if pictures else ()
-    return Content(prompt, sample.text, pictures=tuple(shown))

@@ -109,6 +109,11 @@ def weights_at(default: str) -> Callable[[Mapping[str, object]], list[Weights]]:
     return lambda options: [Weights(str(options.get("path", default)), "float32")]
 
 
+def weights_in_half(options: Mapping[str, object]) -> list[Weights]:
+    """The ``models`` of a reward with one model, at the option ``path``, whose ``dtype`` ``auto`` is ``HALF``."""
+    return [Weights(str(options["path"]), str(options.get("dtype", "auto")).replace("auto", HALF))]
+
+
 Value: TypeAlias = float | Failed | None
 Parts: TypeAlias = Mapping[str, Sequence[Value] | Sequence[Spans | None] | Sequence[str | None]]
 Returned: TypeAlias = "Sequence[Value] | Parts | torch.Tensor"

@@ -27,7 +27,7 @@ from mmrl.core.reward_contract import Context, Span
 from mmrl.rewards import wire
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.loading import build, find
-from mmrl.rewards.returned import NAN, Answer
+from mmrl.rewards.returned import NAN
 from mmrl.rewards.serve_limits import PATIENCE_S, Connection, Limits, Turns
 
 MAX_BYTES = 128 * 2**20
@@ -107,9 +107,11 @@ class RewardServer(HttpServer):
             raise RuntimeError(f"the reward {self.reward.name} {answers[0].reasons[0]}")
         spans: list[list[Span] | None] = [None] * len(request.samples)
         for batch, answer in zip(batches, answers, strict=True):
-            _spread(batch, answer, scores, errors, parts)
-            for i, pieces in zip(batch, answer.spans, strict=True):
-                spans[i] = pieces
+            for j, i in enumerate(batch):
+                scores[i] = None if math.isnan(answer.total[j]) else answer.total[j]
+                errors[i], spans[i] = answer.reasons[j], answer.spans[j]
+                for name, values in answer.parts.items():
+                    parts.setdefault(name, [NAN] * len(scores))[i] = values[j]
         return wire.Reply(scores, parts, errors, spans if self.reward.declaration.spans else None)
 
     def _batches(self, request: wire.Request, errors: list[str | None]) -> list[list[int]]:
@@ -305,20 +307,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _spread(
-    batch: list[int],
-    answer: Answer,
-    scores: list[float | None],
-    errors: list[str | None],
-    parts: dict[str, list[float | None]],
-) -> None:
-    for j, i in enumerate(batch):
-        scores[i] = None if math.isnan(answer.total[j]) else answer.total[j]
-        errors[i] = answer.reasons[j]
-        for name, values in answer.parts.items():
-            parts.setdefault(name, [NAN] * len(scores))[i] = values[j]
 
 
 def _error(why: str) -> bytes:

@@ -18,9 +18,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Json
 from mmrl.core.reward_contract import Failed, Parts, Spans, Value
 from mmrl.core.trajectory import Sample
@@ -157,26 +158,24 @@ class Mode:
         return vote_number(found, cast("NumberVote", "mean" if self.grouped else self.vote))
 
     def _fold_steps(self, samples: Sequence[Sample], jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> Parts:
-        scores: list[Value] = []
-        rights: list[float | None] = []
-        wrongs: list[float | None] = []
-        spans: list[Spans | None] = []
-        for row, sample in enumerate(samples):
-            mine = [outcome for job, outcome in zip(jobs, outcomes, strict=True) if job.rows == (row,)]
-            verdicts = [cast("list[int]", o.verdict) for o in mine if o.verdict is not None]
-            steps = steps_of(sample)
-            if steps and 2 * len(verdicts) < len(mine):
-                scores.append(_failed([o.reason or "" for o in mine if o.verdict is None], len(mine)))
-                rights.append(None)
-                wrongs.append(None)
-                spans.append(None)
-                continue
-            wrong = vote_steps(verdicts, cast("StepVote", self.vote)) if steps else {}
-            scores.append(0.0)
-            rights.append(1 - sum(wrong.values()) / len(steps) if steps else 0.0)
-            wrongs.append(sum(wrong.values()))
-            spans.append(Spans([(steps[k - 1].start, steps[k - 1].end, -share) for k, share in wrong.items()]))
-        return {"score": scores, "right": rights, "wrong": wrongs, "spans": spans}
+        of = grouped((job.rows, outcome) for job, outcome in zip(jobs, outcomes, strict=True))
+        rows = [self._of_steps(sample, of.get((row,), [])) for row, sample in enumerate(samples)]
+        return {part: [row[part] for row in rows] for part in ("score", "right", "wrong", "spans")}
+
+    def _of_steps(self, sample: Sample, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """The parts of one response."""
+        verdicts = [cast("list[int]", o.verdict) for o in outcomes if o.verdict is not None]
+        steps = steps_of(sample)
+        if steps and 2 * len(verdicts) < len(outcomes):
+            failed = _failed([o.reason or "" for o in outcomes if o.verdict is None], len(outcomes))
+            return {"score": failed, "right": None, "wrong": None, "spans": None}
+        wrong = vote_steps(verdicts, cast("StepVote", self.vote)) if steps else {}
+        return {
+            "score": 0.0,
+            "right": 1 - sum(wrong.values()) / len(steps) if steps else 0.0,
+            "wrong": sum(wrong.values()),
+            "spans": Spans([(steps[k - 1].start, steps[k - 1].end, -share) for k, share in wrong.items()]),
+        }
 
 
 def _failed(reasons: Sequence[str], of: int) -> Failed:

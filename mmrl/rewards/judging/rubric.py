@@ -276,13 +276,13 @@ class Rubric:
 
 
 def _field_of_meta(node: nodes.Node) -> str | None:
-    if not (isinstance(node, nodes.Getattr | nodes.Getitem) and isinstance(node.node, nodes.Name)):
-        return None
-    if node.node.name != "meta":
-        return None
-    if isinstance(node, nodes.Getattr):
-        return node.attr
-    return node.arg.value if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str) else None
+    match node:
+        case nodes.Getattr(node=nodes.Name(name="meta"), attr=str(name)):
+            return name
+        case nodes.Getitem(node=nodes.Name(name="meta"), arg=nodes.Const(value=str(name))):
+            return name
+        case _:
+            return None
 
 
 def _source(text: str) -> str:

@@ -60,12 +60,12 @@ class VllmServer:
         *,
         sleeps: bool = False,
     ) -> None:
-        self.key, self.sleeps = new_key(), sleeps and _on_gpu()
+        self.key, self.sleeps = new_key(), sleeps and cuda.is_available()
         folder = private_folder("mmrl-judge-")
         self.socket_path = folder / "socket"
         given = {"model": path, "served_model_name": NAME, "uds": self.socket_path}
         given |= {"enable_sleep_mode": True} if self.sleeps else {}
-        if python is None and not _on_gpu():  # as in mmrl.inference.vllm_api
+        if python is None and not cuda.is_available():  # as in mmrl.inference.vllm_api
             given |= {"enforce_eager": True, "kv_cache_memory_bytes": CACHE, "enable_chunked_prefill": False}
         module = "mmrl.inference.vllm_server" if python is None else "vllm.entrypoints.openai.api_server"
         name = f"the vLLM server of the judge {path}"
@@ -262,11 +262,9 @@ def _number(args: JsonObject, name: str, default: float) -> float:
     return float(value) if isinstance(value, int | float | str) else default
 
 
-def _on_gpu() -> bool:
-    return cuda.is_available()
-
-
 def _variables(key: str, sleeps: bool) -> dict[str, str]:
-    eager = {} if _on_gpu() else {"TORCH_COMPILE_DISABLE": "1"}  # it would need a C++ compiler for the log-probs alone
+    eager = (
+        {} if cuda.is_available() else {"TORCH_COMPILE_DISABLE": "1"}
+    )  # it would need a C++ compiler for the log-probs alone
     awake = {"VLLM_SERVER_DEV_MODE": "1"} if sleeps else {}
     return {**environment(), "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **eager, **awake, "VLLM_API_KEY": key}

@@ -27,8 +27,9 @@ import mmrl
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.json_types import JsonObject
-from mmrl.core.media import BadMediaError
+from mmrl.core.media import BadMediaError, open_image
 from mmrl.core.packages.places import lacking
+from mmrl.core.trajectory import Sample
 from mmrl.logging.progress import Progress
 from mmrl.rewards.encoders.described import described as described_texts
 from mmrl.rewards.encoders.described import stored
@@ -215,6 +216,17 @@ def content_of(item: Item) -> Content:
     if item.kind == "text":
         return Content(item.prompt, item.text, pictures=tuple(item.shown()))
     return Content(item.prompt, frames=tuple(item.frames()))
+
+
+def sampled(sample: Sample, *, pictures: bool) -> Content | None:
+    """What is embedded of a sample of a run; None where it shows nothing. ``pictures``: whether those of a text's
+    prompt are read."""
+    prompt = sample.prompt.conversation
+    if sample.text is not None:
+        shown = (open_image(media) for media in sample.prompt.media if media.kind == "image") if pictures else ()
+        return Content(prompt, sample.text, pictures=tuple(shown))
+    frames = (sample.image,) if sample.image is not None else sample.video or ()
+    return Content(prompt, frames=tuple(frames)) if frames else None
 
 
 class AnswerReader:
