@@ -19,7 +19,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.media import Media
 from mmrl.core.media.decoding import needs
 from mmrl.core.trajectory import Prompt
-from mmrl.data.records import Records
+from mmrl.data.records import Records, check_split
 
 from .shapes import COLOURS, KINDS, SIZE, Shape, draw
 
@@ -43,8 +43,7 @@ def prompts(
     taken in turn. The same arguments give the same bytes, and a longer set begins with the shorter one. Raises
     ``UserError`` for arguments that cannot be and where PyAV, which encodes the clips, is not installed.
     """
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; the clips have 'train' and 'heldout'")
+    check_split(split, "the clips have")
     if size < SIZE or size % SIZE:
         raise UserError(f"size is {size}; give a multiple of {SIZE}")
     unknown = [q for q in questions if q not in ASK]

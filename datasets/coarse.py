@@ -8,7 +8,6 @@ fixed fifth of the compositions (colour, kind and corner) is held out.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.media import Media
 from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
-from mmrl.data.records import Records
+from mmrl.data.records import Records, check_split, is_held_out
 
 from . import scenes, shapes
 
@@ -31,13 +30,12 @@ ROWS, COLUMNS = ("top", "bottom"), ("left", "right")
 def prompts(split: Literal["train", "heldout"] = "train", *, size: int | None = None, seed: int = 0) -> Records:
     """``size`` questions (7,000 to train on, 1,400 held out). A prompt's ``meta`` has ``answer``, ``corner`` and
     ``shape``: ``[colour, kind, x, y, radius]`` in pixels. Raises ``UserError`` for an unknown split."""
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; the coarse data set has 'train' and 'heldout'")
+    check_split(split, "the coarse data set has")
     size = size if size is not None else 7000 if split == "train" else 1400
     if size < 1:
         raise UserError(f"size is {size}; it is a number of questions, 1 or more")
     every = itertools.product(shapes.COLOURS, shapes.KINDS, range(2), range(2))
-    kept = [one for one in every if (_hash(one) % 5 == 0) == (split == "heldout")]
+    kept = [one for one in every if is_held_out(repr(one)) == (split == "heldout")]
     return Records(size, lambda index: _ask(*kept[index % len(kept)], f"coarse/{split}/{seed}/{index}"))
 
 
@@ -56,7 +54,3 @@ def _ask(colour: str, kind: str, row: int, column: int, name: str) -> Prompt:
     prompt = Prompt(name, f"<image>What shape is the {colour} one?", meta)
     shown = fine(prompt).resize((SHOWN, SHOWN), Image.Resampling.BOX)
     return Prompt(name, prompt.text, meta, media=(Media("image", data=png_bytes(shown, compress_level=1)),))
-
-
-def _hash(composition: tuple[object, ...]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(composition).encode(), digest_size=8).digest(), "big")

@@ -26,7 +26,7 @@ from mmrl.data.checks import MediaChecks, Verify
 from mmrl.data.fields import Columns, digest_of_prompt, make_prompt, read_fields, warn_of_unread
 from mmrl.data.limits import LIMITS
 from mmrl.data.record_media import media_from
-from mmrl.data.records import BadRecord, Records, in_split, leave_out
+from mmrl.data.records import BadRecord, Records, check_split, in_split, leave_out
 from mmrl.data.text_rows import open_text
 
 _BESIDE = (".json", ".txt", ".caption")
@@ -55,8 +55,7 @@ def prompts(
     root = Path(path)
     if not root.is_dir():
         raise UserError(f"path: {path} is no folder; name one with pictures or clips in it")
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; the data set has 'train' and 'heldout'")
+    check_split(split, "the data set has")
     named = (root / split).is_dir()
     root = _inside(root / split, root) if named else root
     columns = Columns(prompt, answer, meta=meta or ())

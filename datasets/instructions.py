@@ -10,12 +10,13 @@ never asks about them. Whole kinds are held out where a recipe gives them to its
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 from mmrl.core.trajectory import Prompt
+from mmrl.data.records import check_split
 
 
 def _listed(text: str) -> tuple[str, ...]:
@@ -50,90 +51,53 @@ LEAST = 4
 Constraint = dict[str, Json]
 
 
-def _words(rng: random.Random) -> tuple[str, Constraint]:
-    most = rng.randint(5, 12)
-    return f"Use at most {most} words.", {"most": most}
-
-
-def _characters(rng: random.Random) -> tuple[str, Constraint]:
-    most = rng.randrange(40, 85, 5)
-    return f"Use at most {most} characters.", {"most": most}
-
-
-def _sentences(rng: random.Random) -> tuple[str, Constraint]:
-    count = rng.choice((1, 2))
-    return f"Write exactly {count} short sentence{'s' if count > 1 else ''}.", {"count": count}
-
-
-def _keywords(rng: random.Random) -> tuple[str, Constraint]:
-    words = rng.sample(WORDS, 2)
-    return f'Use the words "{words[0]}" and "{words[1]}".', {"words": [*words]}
-
-
-def _order(rng: random.Random) -> tuple[str, Constraint]:
-    words = rng.sample(WORDS, 3)
-    return f'Use the words "{words[0]}", "{words[1]}" and "{words[2]}" in this order.', {"words": [*words]}
-
-
-def _both(rng: random.Random, subject: str, subjects: Sequence[str]) -> tuple[str, Constraint]:
-    other = rng.choice([name for name in subjects if name != subject])
-    return f"It must also be about {other}.", {"subject": subject, "other": other}
-
-
-def _letter(rng: random.Random) -> tuple[str, Constraint]:
-    letter = rng.choice(LETTERS)
-    return f'Do not use the letter "{letter}".', {"letter": letter}
-
-
-def _begin(rng: random.Random) -> tuple[str, Constraint]:
-    word = rng.choice(WORDS).capitalize()
-    return f'Begin your answer with the word "{word}".', {"word": word}
-
-
-def _end(rng: random.Random) -> tuple[str, Constraint]:
-    word = rng.choice(WORDS)
-    return f'End your answer with the word "{word}".', {"word": word}
-
-
-def _json(rng: random.Random) -> tuple[str, Constraint]:
-    keys = rng.sample(KEYS, 2)
-    return f'Answer with JSON only, with the keys "{keys[0]}" and "{keys[1]}".', {"keys": [*keys]}
-
-
-def _list(rng: random.Random) -> tuple[str, Constraint]:
-    count = rng.randint(2, 5)
-    return f"Answer with {count} words, separated by commas.", {"count": count}
-
-
-def _lower(rng: random.Random) -> tuple[str, Constraint]:
-    return "Use small letters only, no capital letters.", {}
-
-
-def _question(rng: random.Random) -> tuple[str, Constraint]:
-    return "Your answer must be a single question.", {}
-
-
-def _quoted(rng: random.Random) -> tuple[str, Constraint]:
-    return "Put your whole answer in double quotes.", {}
-
-
-_OWN: Mapping[str, Callable[[random.Random], tuple[str, Constraint]]] = {
-    "words": _words,
-    "characters": _characters,
-    "sentences": _sentences,
-    "keywords": _keywords,
-    "order": _order,
-    "letter": _letter,
-    "begin": _begin,
-    "end": _end,
-    "json": _json,
-    "list": _list,
-    "lower": _lower,
-    "question": _question,
-    "quoted": _quoted,
+_ASKED = {
+    "words": "Use at most {most} words.",
+    "characters": "Use at most {most} characters.",
+    "sentences": "Write exactly {count} short sentence{plural}.",
+    "keywords": 'Use the words "{words[0]}" and "{words[1]}".',
+    "order": 'Use the words "{words[0]}", "{words[1]}" and "{words[2]}" in this order.',
+    "letter": 'Do not use the letter "{letter}".',
+    "begin": 'Begin your answer with the word "{word}".',
+    "end": 'End your answer with the word "{word}".',
+    "json": 'Answer with JSON only, with the keys "{keys[0]}" and "{keys[1]}".',
+    "list": "Answer with {count} words, separated by commas.",
+    "lower": "Use small letters only, no capital letters.",
+    "question": "Your answer must be a single question.",
+    "quoted": "Put your whole answer in double quotes.",
+    "both": "It must also be about {other}.",
 }
-"""The kinds that do not depend on the subject."""
-KINDS = (*_OWN, "both")
+"""What a prompt asks by the kind of its constraint, to be filled in with that."""
+KINDS = tuple(_ASKED)
+
+
+def _drawn(kind: str, rng: random.Random, subject: str, subjects: Sequence[str]) -> Constraint:
+    """A constraint of the ``kind``; those without a number or a word have nothing to draw."""
+    match kind:
+        case "words":
+            return {"most": rng.randint(5, 12)}
+        case "characters":
+            return {"most": rng.randrange(40, 85, 5)}
+        case "sentences":
+            return {"count": rng.choice((1, 2))}
+        case "keywords":
+            return {"words": rng.sample(WORDS, 2)}
+        case "order":
+            return {"words": rng.sample(WORDS, 3)}
+        case "both":
+            return {"subject": subject, "other": rng.choice([name for name in subjects if name != subject])}
+        case "letter":
+            return {"letter": rng.choice(LETTERS)}
+        case "begin":
+            return {"word": rng.choice(WORDS).capitalize()}
+        case "end":
+            return {"word": rng.choice(WORDS)}
+        case "json":
+            return {"keys": rng.sample(KEYS, 2)}
+        case "list":
+            return {"count": rng.randint(2, 5)}
+        case _:
+            return {}
 
 
 def prompts(
@@ -147,8 +111,7 @@ def prompts(
 
     Raises ``UserError`` for an unknown split or kind, and for more tasks than there are.
     """
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; the instructions have 'train' and 'heldout'")
+    check_split(split, "the instructions have")
     if isinstance(kinds, str) or not kinds or any(kind not in KINDS for kind in kinds):
         raise UserError(f"kinds is {kinds!r}; write a list of {', '.join(KINDS)}")
     rng = random.Random(f"instructions|{split}|{','.join(kinds)}|{seed}")
@@ -158,7 +121,8 @@ def prompts(
         if len(found) == count:
             return list(found.values())
         kind, subject = kinds[len(found) % len(kinds)], rng.choice(subjects)
-        asked, constraint = _both(rng, subject, subjects) if kind == "both" else _OWN[kind](rng)
+        constraint = _drawn(kind, rng, subject, subjects)
+        asked = _ASKED[kind].format(**constraint, plural="s" if constraint.get("count") != 1 else "")
         text = f"Write {'about' if kind in (*DATA, 'sentences') else 'a sentence about'} {subject}. {asked}"
         least = {} if kind in DATA else {"least": LEAST}
         meta = {"subject": subject, "constraint": {"kind": kind, **constraint, **least}}

@@ -16,6 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.media import Media
 from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
+from mmrl.data.records import check_split
 
 from .clips import DIRECTIONS, clip, pairs
 from .shapes import BACKGROUND, COLOURS
@@ -27,8 +28,7 @@ def prompts(split: Literal["train", "heldout", "all"] = "train", pictures: int =
     ``pictures``: how often each is there with the first frame of a clip of its own, for models that go on from a
     picture; 0: once, without one. Raises ``UserError``.
     """
-    if split not in ("train", "heldout", "all"):
-        raise UserError(f"split is {split!r}; the motions have 'train', 'heldout' and 'all'")
+    check_split(split, "the motions have", ("train", "heldout", "all"))
     if pictures < 0:
         raise UserError(f"pictures is {pictures}; give how many first frames a caption has, or 0 for none")
     splits = ("train", "heldout") if split == "all" else (split,)

@@ -7,7 +7,6 @@ and named in a warning; where more than a tenth cannot be read, the file is not 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json
 from mmrl.core.trajectory import Prompt
 from mmrl.core.untrusted import open_file, parse_json, printable
 from mmrl.data.fields import clean_text, negative_of, size_of
 from mmrl.data.limits import LIMITS
+from mmrl.data.records import check_split, count_held_out
 from mmrl.data.split_lines import split_lines
 
 MAX_BAD = 0.1
@@ -40,27 +39,12 @@ def prompts(split: Literal["train", "heldout"] = "train", *, path: str, heldout:
     held out; 0 gives the whole file to either split, for data that comes as two files. Raises ``UserError`` for a file
     that is missing, empty, of another kind or mostly unreadable, and for a split that leaves nothing.
     """
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; a prompt file has 'train' and 'heldout'")
+    check_split(split, "a prompt file has")
     found = _read(Path(path))
-    n = _held_out(heldout, len(found), path)
+    n = count_held_out(heldout, len(found), path, "prompts", "prompts")
     if n == 0:
         return found
     return found[-n:] if split == "heldout" else found[:-n]
-
-
-def _held_out(heldout: Json, total: int, path: str) -> int:
-    if isinstance(heldout, bool) or not isinstance(heldout, int | float) or heldout < 0 or heldout != heldout:
-        raise UserError(f"heldout is {heldout!r}; give a number of prompts (8) or a fraction of them (0.1)")
-    if heldout >= 1 and heldout != int(heldout):
-        raise UserError(f"heldout is {heldout}; a number of prompts is whole, a fraction is below 1")
-    n = int(heldout) if heldout >= 1 else math.ceil(heldout * total)
-    if n >= total:
-        raise UserError(
-            f"heldout is {heldout} and {path} has {total} prompts, which leaves none to train on; lower heldout in "
-            "data.train and data.heldout, or add prompts"
-        )
-    return n
 
 
 def _read(path: Path) -> list[Prompt]:

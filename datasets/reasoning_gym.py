@@ -24,7 +24,7 @@ from mmrl.core.installing import optional
 from mmrl.core.json_types import JsonObject
 from mmrl.core.plugins.user_code import describe
 from mmrl.core.trajectory import Prompt
-from mmrl.data.records import Records
+from mmrl.data.records import Records, check_split
 
 _HELD_OUT = 1 << 30
 """Added to the seed of what is held out: a task makes its question ``index`` of the seed ``seed + index``."""
@@ -44,8 +44,7 @@ def prompts(
 ) -> Records:
     """``size`` questions of ``task``, each behind the text ``instruction``. Raises ``UserError`` for an unknown task or
     split, options that the task does not take, and a task that is refused."""
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; the data set reasoning_gym has 'train' and 'heldout'")
+    check_split(split, "the data set reasoning_gym has")
     if not 1 <= size <= _HELD_OUT or not 0 <= seed < _HELD_OUT:
         raise UserError(f"size is {size} and seed {seed}; a size is 1 or more, a seed 0 or more, below {_HELD_OUT:,}")
     kept = json.dumps(options or {}, sort_keys=True)

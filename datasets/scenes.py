@@ -18,7 +18,6 @@ compositions of each kind is held out.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.media import Media
 from mmrl.core.media.images import png_bytes
 from mmrl.core.trajectory import Prompt
-from mmrl.data.records import Records
+from mmrl.data.records import Records, check_split, is_held_out, number_of
 
 from . import shapes
 
@@ -81,8 +80,7 @@ def prompts(
     and ``objects``: for each picture, ``[colour, kind, x, y]`` of each object, with ``x`` and ``y`` of its centre in
     [0, 1]. Raises ``UserError`` for an unknown split or kind of question.
     """
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; the scenes data set has 'train' and 'heldout'")
+    check_split(split, "the scenes data set has")
     unknown = [q for q in questions if q not in QUESTIONS]
     if unknown or not questions or isinstance(questions, str):
         raise UserError(f"questions is {questions!r}; give a list of some of {', '.join(QUESTIONS)}")
@@ -124,16 +122,12 @@ def render(scene: Sequence[shapes.Shape], size: tuple[int, int]) -> Image.Image:
 @functools.cache
 def compositions(question: str) -> tuple[Composition, ...]:
     """Every composition of one kind of question, in an order that mixes them."""
-    return tuple(sorted(_MAKERS[question](), key=lambda c: _hash(c.key)))
+    return tuple(sorted(_MAKERS[question](), key=lambda c: number_of(c.key)))
 
 
 @functools.cache
 def _of_split(question: str, held_out: bool) -> tuple[Composition, ...]:
-    return tuple(c for c in compositions(question) if (_hash(c.key) % 5 == 0) == held_out)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return tuple(c for c in compositions(question) if is_held_out(c.key) == held_out)
 
 
 def _plural(kind: str) -> str:
@@ -144,19 +138,17 @@ _THINGS: list[Thing] = list(itertools.product(shapes.COLOURS, shapes.KINDS))
 
 
 def _colour() -> list[Composition]:
-    def one(a: Thing, *others: Thing) -> Composition:
-        return Composition("colour", f"What colour is the {a[1]}?", ((a, *others),), a[0])
-
-    pairs = [one(a, b) for a, b in itertools.permutations(_THINGS, 2) if a[1] != b[1]]
-    return [*map(one, _THINGS), *pairs]
+    return [Composition("colour", f"What colour is the {of[0][1]}?", (of,), of[0][0]) for of in _one_or_two(1)]
 
 
 def _shape() -> list[Composition]:
-    def one(a: Thing, *others: Thing) -> Composition:
-        return Composition("shape", f"What shape is the {a[0]} one?", ((a, *others),), a[1])
+    return [Composition("shape", f"What shape is the {of[0][0]} one?", (of,), of[0][1]) for of in _one_or_two(0)]
 
-    pairs = [one(a, b) for a, b in itertools.permutations(_THINGS, 2) if a[0] != b[0]]
-    return [*map(one, _THINGS), *pairs]
+
+def _one_or_two(differ: int) -> list[tuple[Thing, ...]]:
+    """Things alone, and two of them that ``differ`` in colour (0) or kind (1)."""
+    pairs = [(a, b) for a, b in itertools.permutations(_THINGS, 2) if a[differ] != b[differ]]
+    return [*((thing,) for thing in _THINGS), *pairs]
 
 
 def _count() -> list[Composition]:

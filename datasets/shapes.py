@@ -12,7 +12,6 @@ picture of a caption. A fixed fifth of the compositions is held out: never sampl
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from PIL import Image, ImageDraw
 
 from mmrl.core.json_types import Json
 from mmrl.core.trajectory import Prompt
+from mmrl.data.records import is_held_out, number_of
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 45, 45),
@@ -67,9 +67,9 @@ def prompts(
     if split == "all":
         return every
     held_out = split == "heldout"
-    kept = [p for p in every if (_hash(p.text) % 5 == 0) == held_out]
+    kept = [p for p in every if is_held_out(p.text) == held_out]
     limit = held_out_relations if held_out else relations
-    pairs = sorted((p for p in kept if p.meta["task"] == "relation"), key=lambda p: _hash(p.text))
+    pairs = sorted((p for p in kept if p.meta["task"] == "relation"), key=lambda p: number_of(p.text))
     allowed = {p.text for p in pairs[:limit]}
     return [p for p in kept if p.meta["task"] != "relation" or p.text in allowed]
 
@@ -138,10 +138,6 @@ def _prompt(task: str, text: str, objects: list[tuple[str, str, int]], **positio
         **position,
     }
     return Prompt(id=f"shapes/{text.replace(' ', '-')}", text=text, meta=truth)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _apart(shapes: list[Shape]) -> bool:

@@ -19,7 +19,6 @@ one. A fixed fifth of all chains is held out: never sampled in RL.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from typing import Literal
 
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Prompt
+from mmrl.data.records import check_split, is_held_out
 
 PREFIX = "Compute "
 ANSWER = "answer: "
@@ -43,8 +43,7 @@ def prompts(
 
     ``all`` ignores the split: for pretraining. Raises ``UserError`` for an unknown split or a number out of range.
     """
-    if split not in ("train", "heldout", "all"):
-        raise UserError(f"split is {split!r}; the data set sums has 'train', 'heldout' and 'all'")
+    check_split(split, "the data set sums has", ("train", "heldout", "all"))
     if not 1 <= operations <= 8:
         raise UserError(f"operations is {operations}; a chain has 1 to 8 of them")
     most = 1000 if operations == 1 else 1_000_000
@@ -107,11 +106,6 @@ def wrong_steps(prompt: Prompt, text: str) -> list[int]:
     if result is None or answer != f"{ANSWER}{int(result) + sum(map(int, operations))}":
         wrong.append(len(steps) + 1)
     return wrong
-
-
-def is_held_out(text: str) -> bool:
-    """Whether the prompt ``text`` belongs to the held-out fifth."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 5 == 0
 
 
 def _prompt(rng: random.Random, operations: int) -> Prompt:

@@ -7,7 +7,6 @@ is held out: never sampled in RL.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from typing import Literal
@@ -16,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Prompt
+from mmrl.data.records import check_split, is_held_out, number_of
 
 VOWELS = "AEIOU"
 CONSONANTS = "BCDFGHJKLMNPQRSTVWXYZ"
@@ -28,9 +28,8 @@ def prompts(split: Literal["train", "heldout", "all"] = "train", *, count: int |
 
     ``count`` takes the first of them. Raises ``UserError`` for an unknown split, or more words than there are.
     """
-    if split not in ("train", "heldout", "all"):
-        raise UserError(f"split is {split!r}; the data set words has 'train', 'heldout' and 'all'")
-    every = sorted(map("".join, itertools.product(CONSONANTS, VOWELS, CONSONANTS)), key=_hash)
+    check_split(split, "the data set words has", ("train", "heldout", "all"))
+    every = sorted(map("".join, itertools.product(CONSONANTS, VOWELS, CONSONANTS)), key=number_of)
     kept = [word for word in every if split == "all" or is_held_out(word) == (split == "heldout")]
     if count is not None and not 1 <= count <= len(kept):
         raise UserError(f"count is {count}; set it to 1 to {len(kept):,}, or remove it to have all words of {split!r}")
@@ -40,11 +39,6 @@ def prompts(split: Literal["train", "heldout", "all"] = "train", *, count: int |
 def prompt(word: str) -> Prompt:
     """The caption that asks for ``word``."""
     return Prompt(id=f"words/{word}", text=f'a sign that says "{word}"', meta={"text": word})
-
-
-def is_held_out(word: str) -> bool:
-    """Whether RL never samples ``word``."""
-    return _hash(word) % 5 == 0
 
 
 def picture(prompt: Prompt, seed: int) -> Image.Image:
@@ -58,7 +52,3 @@ def picture(prompt: Prompt, seed: int) -> Image.Image:
     font = ImageFont.load_default(rng.choice(FONT_SIZES))  # the one that Pillow has in itself
     ImageDraw.Draw(image).text(where, word, fill=ink, font=font, anchor="mm")
     return image
-
-
-def _hash(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "big")

@@ -120,6 +120,39 @@ def _size(medium: Media) -> int | None:
         return None
 
 
+def check_split(split: str, there: str, known: Sequence[str] = ("train", "heldout")) -> None:
+    """Raise ``UserError`` for a split that is unknown; ``there`` begins with what it says of those there are."""
+    if split not in known:
+        *others, last = map(repr, known)
+        raise UserError(f"split is {split!r}; {there} {', '.join(others)} and {last}")
+
+
+def number_of(text: str) -> int:
+    """A number that depends on ``text`` alone, on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def is_held_out(text: str) -> bool:
+    """Whether what is generated from ``text`` belongs to the fifth that is held out."""
+    return number_of(text) % 5 == 0
+
+
+def count_held_out(heldout: Json, total: int, source: str, what: str = "records", counted: str = "records") -> int:
+    """How many of ``total`` are held out, by a number of them or a fraction. Raises ``UserError`` for what is neither,
+    and where none is left; ``what`` they are, and how they are ``counted``."""
+    if isinstance(heldout, bool) or not isinstance(heldout, int | float) or not 0 <= heldout < math.inf:
+        raise UserError(f"heldout is {heldout!r}; give a number of {what} (8) or a fraction of them (0.1)")
+    if heldout >= 1 and heldout != int(heldout):
+        raise UserError(f"heldout is {heldout}; a number of {what} is whole, a fraction is below 1")
+    n = int(heldout) if heldout >= 1 else math.ceil(heldout * total)
+    if n >= total and heldout:
+        raise UserError(
+            f"heldout is {heldout} and {source} has {total} {counted}, which leaves none to train on; lower heldout in "
+            f"data.train and data.heldout, or add {what}"
+        )
+    return n
+
+
 def in_split(digests: Sequence[str], split: str, heldout: Json, source: str) -> list[int]:
     """The indices that belong to ``split``, ascending.
 
@@ -128,20 +161,10 @@ def in_split(digests: Sequence[str], split: str, heldout: Json, source: str) -> 
     a source moves few of those that were there. 0 gives the whole source to either split, for data that comes in two
     parts. Raises ``UserError`` for a split that is unknown or leaves nothing to train on.
     """
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; the data set has 'train' and 'heldout'")
-    if isinstance(heldout, bool) or not isinstance(heldout, int | float) or not 0 <= heldout < math.inf:
-        raise UserError(f"heldout is {heldout!r}; give a number of records (8) or a fraction of them (0.1)")
-    if heldout >= 1 and heldout != int(heldout):
-        raise UserError(f"heldout is {heldout}; a number of records is whole, a fraction is below 1")
-    if heldout == 0:
-        return list(range(len(digests)))
+    check_split(split, "the data set has")
     distinct = sorted(set(digests))
-    n = int(heldout) if heldout >= 1 else math.ceil(heldout * len(distinct))
-    if n >= len(distinct):
-        raise UserError(
-            f"heldout is {heldout} and {source} has {len(distinct)} distinct records, which leaves none to train on; "
-            "lower heldout in data.train and data.heldout, or add records"
-        )
+    n = count_held_out(heldout, len(distinct), source, counted="distinct records")
+    if n == 0:
+        return list(range(len(digests)))
     apart = set(distinct[:n])
     return [i for i, d in enumerate(digests) if (d in apart) == (split == "heldout")]
