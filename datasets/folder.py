@@ -21,7 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import Cell, Json
 from mmrl.core.media import KINDS
 from mmrl.core.trajectory import Prompt
-from mmrl.core.untrusted import parse_json, printable, read_file, resolved, walk
+from mmrl.core.untrusted import is_text, parse_json, printable, read_file, resolved, walk
 from mmrl.data.checks import MediaChecks, Verify
 from mmrl.data.fields import Columns, digest_of_prompt, make_prompt, read_fields, warn_of_unread
 from mmrl.data.limits import LIMITS
@@ -126,7 +126,7 @@ def _prompt(
         kind = KINDS.get(Path(name).suffix[1:].lower())
         if kind is None:
             raise ValueError(f"{printable(name)!r} has the name of neither a picture nor a clip")
-        if not _is_text(name):
+        if not is_text(name):
             raise ValueError(f"the name {printable(name)!r} is no text in UTF-8; rename the file")
         media.append(media_from(kind, name, str(root)))
     return make_prompt(f"{root.name}/{where}", fields, media)
@@ -156,14 +156,6 @@ def _beside(file: Path, root: Path, caption: str | None) -> Json:
     if caption is not None:
         return {"prompt": caption}
     raise ValueError(f"has no {file.stem}.txt, {file.stem}.caption or {file.stem}.json beside it")
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _inside(folder: Path, root: Path) -> Path:

@@ -33,7 +33,8 @@ from mmrl.data.limits import LIMITS
 from mmrl.data.preferences import BETTER, FORMS, WORSE, Form, TieError, as_pair
 from mmrl.data.record_media import media_from
 from mmrl.data.records import BadRecord, Records, in_split, leave_out
-from mmrl.data.sources import Rows, open_rows
+from mmrl.data.rows import Rows
+from mmrl.data.sources import open_rows
 
 
 class TiesLeftOut(UserWarning):

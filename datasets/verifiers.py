@@ -19,10 +19,10 @@ import inspect
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
@@ -55,9 +55,7 @@ def prompts(
 
     def prompt(index: int) -> Prompt:
         of = {"taskset": taskset, "config": kept, "skip": skip, "size": size, "index": index}
-        said = _conversation(tasks[index].data)
-        id = f"verifiers/{taskset}/{skip + index}"
-        return Prompt(id, said.text, {"verifiers": of}, system=said.system, turns=tuple(said.turns))
+        return _prompt(f"verifiers/{taskset}/{skip + index}", tasks[index].data, {"verifiers": of})
 
     return Records(size, prompt)
 
@@ -96,19 +94,13 @@ async def _scored(task: Any, prompt: Prompt, answer: str) -> tuple[float, dict[s
     return float(trace.reward), parts
 
 
-class _Said(NamedTuple):
-    text: str
-    system: str | None
-    turns: Sequence[Turn]
-
-
-def _conversation(data: Any) -> _Said:
-    """The messages of a task. Raises ``UserError`` where they are not texts that end with the user's."""
+def _prompt(id: str, data: Any, meta: Mapping[str, Any]) -> Prompt:
+    """The messages of a task as a prompt. Raises ``UserError`` where they are not texts that end with the user's."""
     name = f"the task {data.name or data.idx} of verifiers"
     if data.prompt is None:
         raise UserError(f"data: {name} has no prompt, so its user speaks first; take a taskset with prompts")
     if isinstance(data.prompt, str):
-        return _Said(data.prompt, data.system_prompt, ())
+        return Prompt(id, data.prompt, meta, system=data.system_prompt)
     if not all(isinstance(message.content, str) for message in data.prompt):
         raise UserError(f"data: {name} shows pictures, or calls of tools; take a taskset of texts")
     said, system = [(message.role, message.content) for message in data.prompt], data.system_prompt
@@ -118,7 +110,7 @@ def _conversation(data: Any) -> _Said:
     if not said or said[-1][0] != "user" or not roles <= {"user", "assistant"}:
         raise UserError(f"data: the messages of {name} do not end with one of the user; take another taskset")
     *before, (_, text) = said
-    return _Said(text, system, [Turn(role, earlier) for role, earlier in before])
+    return Prompt(id, text, meta, system=system, turns=tuple(Turn(role, earlier) for role, earlier in before))
 
 
 def _package() -> Any:

@@ -113,7 +113,7 @@ def parse_json(text: str | bytes, values: int = MAX_VALUES, *, strict: bool = Fa
         raise ValueError(f"is not JSON that can be read ({str(error).partition(';')[0]})") from None
     if opening > MAX_DEPTH and not shallow(value):
         raise ValueError(deep)
-    if strict and _HALVES.search(text) and not _is_text(json.dumps(value, ensure_ascii=False)):
+    if strict and _HALVES.search(text) and not is_text(json.dumps(value, ensure_ascii=False)):
         raise ValueError("is not JSON that can be read (it has half of a surrogate pair, which is no text)")
     return value
 
@@ -185,7 +185,8 @@ def printable(text: str, most: int = 300) -> str:
     return cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
 
 
-def _is_text(text: str) -> bool:
+def is_text(text: str) -> bool:
+    """Whether ``text`` can be written in UTF-8: it has no half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

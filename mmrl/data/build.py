@@ -17,7 +17,7 @@ from mmrl.core.media.decoder import container_of
 from mmrl.core.media.decoding import needs
 from mmrl.core.plugins.loading import load
 from mmrl.core.randomness import permutation
-from mmrl.core.trajectory import Prompt, Turn
+from mmrl.core.trajectory import AskedSize, Prompt, Turn
 from mmrl.logging.progress import Progress
 
 PICTURES = ("png", "jpg")
@@ -111,14 +111,13 @@ def _members(prompt: Prompt, picture: str) -> dict[str, bytes]:
     if prompt.turns:
         said = [*prompt.turns, Turn("user", prompt.text)]
         record["prompt"] = [{"role": role, "content": text, **dict(more)} for role, text, more in said]
-    if prompt.system is not None:
-        record["system"] = prompt.system
-    if prompt.negative_prompt is not None:
-        record["negative_prompt"] = prompt.negative_prompt
-    if prompt.max_new_tokens is not None:
-        record["max_new_tokens"] = prompt.max_new_tokens
-    if prompt.size is not None:
-        record |= {name: n for name, n in prompt.size._asdict().items() if isinstance(n, int | float | str)}
+    more = {
+        "system": prompt.system,
+        "negative_prompt": prompt.negative_prompt,
+        "max_new_tokens": prompt.max_new_tokens,
+        **(prompt.size or AskedSize())._asdict(),
+    }
+    record |= {name: value for name, value in more.items() if isinstance(value, int | float | str)}
     members: dict[str, bytes] = {}
     frames: dict[str, list[int]] = {}
     for i, medium in enumerate(prompt.media):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,12 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBL
 def check_parquet(file: Path, root: Path | None = None) -> int:
     """The bytes of the largest ``ROWS`` rows of a Parquet file. Raises ``ValueError`` for one that is no Parquet or
     unpacks to too much, ``OSError`` for one that must not be opened."""
-    return _known(file, "parquet", root)
+    return _known(file, _look_at_parquet, root)
 
 
 def check_arrow(file: Path, root: Path) -> int:
     """Refuse an Arrow file that is outside ``root``, or has more rows, columns or bytes than the limits allow."""
-    return _known(file, "arrow", root)
+    return _known(file, _look_at_arrow, root)
 
 
 def check_row(row: pa.Table) -> None:
@@ -52,7 +52,7 @@ def check_row(row: pa.Table) -> None:
         raise ValueError(f"has more than {MAX_VALUES:,} values")
 
 
-def _known(file: Path, kind: str, root: Path | None) -> int:
+def _known(file: Path, look: Callable[[str, int], int], root: Path | None) -> int:
     """The largest rows, from an earlier look at the same file or from a new one."""
     with open_file(file, root=root) as opened:
         status = os.fstat(opened.fileno())
@@ -61,7 +61,7 @@ def _known(file: Path, kind: str, root: Path | None) -> int:
         found = store.load(home, stamp, beside=False)
         if found is None:
             try:
-                largest, why = _LOOKS[kind](os.path.realpath(file), status.st_size), None
+                largest, why = look(os.path.realpath(file), status.st_size), None
             except ValueError as error:
                 largest, why = 0, printable(str(error))
             store.save(home, stamp, found := {"largest": largest, "why": why}, beside=False)
@@ -236,6 +236,3 @@ def _values(array: Any) -> int:
         inner = array.flatten()
         return len(inner) + _values(inner)
     return 0
-
-
-_LOOKS: Mapping[str, Callable[[str, int], int]] = {"parquet": _look_at_parquet, "arrow": _look_at_arrow}

@@ -15,7 +15,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.data.fields import clean_text
 from mmrl.data.records import BadRecord
-from mmrl.data.sources import Rows, open_rows
+from mmrl.data.rows import Rows
+from mmrl.data.sources import open_rows
 from mmrl.data.text_rows import Csv
 
 

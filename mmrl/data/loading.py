@@ -18,13 +18,13 @@ from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Prompt
 from mmrl.data.buckets import with_sizes
+from mmrl.data.fields import PAIR
 from mmrl.data.mixture import Interleaved, Mixture, Part
 from mmrl.data.records import BadRecord, Records, checked
 from mmrl.data.sampler import Chosen
 
 _TABLE = "jsonl"
 """What reads a data set on the hub."""
-PAIR = ("chosen", "rejected")
 _GIVEN = {"given_pictures": 1, "picture_pairs": 2}
 """How many media a record has, by what an algorithm trains on."""
 _LOOKED_AT = 100

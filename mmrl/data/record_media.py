@@ -6,7 +6,8 @@ import base64
 import binascii
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 from urllib.parse import unquote
@@ -40,16 +41,15 @@ def arranged(text: str, media: Sequence[Media]) -> list[Media]:
 
     Without media ``<image>`` is an ordinary word. Raises ``ValueError`` as ``make_prompt``.
     """
-    wanted: dict[Kind, int] = {kind: text.count(mark) for kind, mark in PLACEHOLDERS.items()}
-    if not any(wanted.values()) or not media:
+    asked: list[str] = re.findall("|".join(PLACEHOLDERS.values()), text)
+    if not asked or not media:
         return list(media)
-    for kind, n in wanted.items():
+    for kind, mark in PLACEHOLDERS.items():
         held = sum(m.kind == kind for m in media)
-        if held != n:
-            raise ValueError(f"the prompt has {n} {PLACEHOLDERS[kind]} and the record {held} of them")
-    queues = {kind: iter([m for m in media if m.kind == kind]) for kind in PLACEHOLDERS}
-    places = sorted((i, kind) for kind, mark in PLACEHOLDERS.items() for i in _places(text, mark))
-    return [next(queues[kind]) for _, kind in places]
+        if held != asked.count(mark):
+            raise ValueError(f"the prompt has {asked.count(mark)} {mark} and the record {held} of them")
+    queues = {mark: iter([m for m in media if m.kind == kind]) for kind, mark in PLACEHOLDERS.items()}
+    return [next(queues[mark]) for mark in asked]
 
 
 def media_from(kind: Kind, source: Cell, root: str) -> Media:
@@ -138,10 +138,3 @@ def _from_base64(text: str) -> bytes | None:
         return base64.b64decode("".join(text.split()), validate=True)
     except ValueError as error:
         raise ValueError(f"its base64 cannot be decoded ({error})") from None
-
-
-def _places(text: str, mark: str) -> Iterator[int]:
-    at = text.find(mark)
-    while at >= 0:
-        yield at
-        at = text.find(mark, at + len(mark))

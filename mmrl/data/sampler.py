@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import TypeVar
 
 from mmrl.config.data import Sampler
 from mmrl.core.errors import UserError
@@ -23,7 +23,7 @@ from mmrl.core.plugins.user_code import blaming, defined_at, option_problems
 from mmrl.core.trajectory import Prompt
 from mmrl.data.fields import digest_of
 from mmrl.data.mixture import Mixture
-from mmrl.data.records import BadRecord
+from mmrl.data.records import Records
 
 T = TypeVar("T")
 _KEY = "data.sampler"
@@ -67,30 +67,17 @@ class PromptSampler:
         """Go on from what ``state_dict`` gave."""
 
 
-class Chosen(Sequence[Prompt]):
+class Chosen(Records):
     """``prompts`` in the order of a sampler; ``per_step`` of them make a step. Raises ``UserError`` from the sampler's
     mistakes."""
 
     def __init__(self, prompts: Sequence[Prompt], settings: Sampler, seed: int, per_step: int) -> None:
         self.prompts, self.per_step = prompts, per_step
         self._settings = settings
-        self.bad: list[BadRecord] = list(getattr(prompts, "bad", ()))
-        self.seen: int = getattr(prompts, "seen", len(prompts) + len(self.bad))
+        super().__init__(len(prompts), prompts.__getitem__, getattr(prompts, "bad", ()), getattr(prompts, "seen", 0))
         found = find(settings)
         self.sampler: PromptSampler = self.asked(lambda: found(prompts, seed, **settings.options))
         self._step, self._indices = -1, list[int]()
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        return self.prompts[index]
 
     def place(self, seed: int, number: int) -> int:
         """The index of the prompt at place ``number`` of training; steps are asked for in order."""

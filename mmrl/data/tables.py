@@ -19,6 +19,7 @@ from mmrl.core.json_types import Cell, Json
 from mmrl.core.untrusted import check_folder, open_file, printable, read_json, resolved, walk
 from mmrl.data.columnar import ROWS, check_arrow, check_parquet, check_row
 from mmrl.data.limits import LIMITS
+from mmrl.data.rows import Rows
 from mmrl.data.text_rows import SUFFIXES, TextRows, open_text
 
 _HUB_FORMATS = ("json", "csv", "parquet", "arrow", "text", "imagefolder", "videofolder")
@@ -42,7 +43,7 @@ _AT_ONCE = 64 << 20
 """Bytes of Parquet that are unpacked at once."""
 
 
-class Table:
+class Table(Rows):
     """A Hugging Face ``Dataset``, its media as they are stored. Raises ``UserError`` for one that is too large."""
 
     in_files = False
@@ -68,9 +69,6 @@ class Table:
     def where(self, i: int) -> str:
         return f"{self._where} row {i}"
 
-    def key(self, i: int) -> int:
-        return i
-
     def row(self, i: int) -> Cell:
         """Raises ``ValueError`` for one that is too large."""
         found = self._rows[i]
@@ -78,10 +76,8 @@ class Table:
         return found.to_pylist()[0]
 
 
-class Joined:
+class Joined(Rows):
     """The records of several text files, one file behind the other."""
-
-    in_files = True
 
     def __init__(self, path: str, parts: Sequence[TextRows]) -> None:
         self.name = Path(path).stem
@@ -94,9 +90,6 @@ class Joined:
     def where(self, i: int) -> str:
         part, at = self._place(i)
         return part.where(at)
-
-    def key(self, i: int) -> int:
-        return i
 
     def row(self, i: int) -> Cell:
         """Raises ``ValueError``."""

@@ -20,6 +20,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import Cell
 from mmrl.core.untrusted import MAX_VALUES, open_file, parse_json, printable
 from mmrl.data.limits import LIMITS
+from mmrl.data.rows import Rows
 from mmrl.data.split_lines import split_lines
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
@@ -39,8 +40,8 @@ def open_text(file: Path, root: Path | None = None) -> TextRows:
     return JsonList(file, root)
 
 
-class _Places:
-    """Where the records of a text file are: number, first byte, bytes."""
+class _Places(Rows):
+    """Where the records of a text file are: number, first byte, bytes. Each is JSON."""
 
     def __init__(self, file: Path, root: Path | None) -> None:
         self.name = file.stem
@@ -65,6 +66,9 @@ class _Places:
 
     def key(self, i: int) -> int:
         return self._numbers[i]
+
+    def row(self, i: int) -> Cell:
+        return parse_json(self.bytes_of(i))
 
     def opened(self) -> io.BufferedReader:
         """Raises ``UserError``."""
@@ -91,8 +95,6 @@ class _Places:
 class Lines(_Places):
     """A JSONL file: where each line that is not blank begins, and the line itself when it is asked for."""
 
-    in_files = True
-
     def __init__(self, file: Path, root: Path | None = None) -> None:
         super().__init__(file, root)
         with self.opened() as opened:
@@ -102,14 +104,9 @@ class Lines(_Places):
                     self.add(number, at, size)
                 at += size
 
-    def row(self, i: int) -> Cell:
-        return parse_json(self.bytes_of(i))
-
 
 class JsonList(_Places):
     """A JSON file that is one list: where each element begins, and the element itself when it is asked for."""
-
-    in_files = True
 
     def __init__(self, file: Path, root: Path | None = None) -> None:
         super().__init__(file, root)
@@ -125,9 +122,6 @@ class JsonList(_Places):
 
     def where(self, i: int) -> str:
         return f"{self.file.name} record {i}"
-
-    def row(self, i: int) -> Cell:
-        return parse_json(self.bytes_of(i))
 
 
 class _Elements:
@@ -212,8 +206,6 @@ class Csv(_Places):
     A record may have line breaks inside quotes; not ``quoted``, these are characters like others. A record with another
     number of values than the header is bad.
     """
-
-    in_files = True
 
     def __init__(self, file: Path, delimiter: str = ",", *, quoted: bool = True, root: Path | None = None) -> None:
         super().__init__(file, root)

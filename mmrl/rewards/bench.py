@@ -35,7 +35,8 @@ from mmrl.core.media.sound import BadSoundError, read_wav
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
 from mmrl.data.fields import COMPLETION, Columns, UnreadColumns, unread
-from mmrl.data.sources import Rows, open_rows
+from mmrl.data.rows import Rows
+from mmrl.data.sources import open_rows
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.loading import Found, build, find
 

@@ -15,7 +15,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import Cell, Json
 from mmrl.data.fields import ANSWER, IMAGES, PAIR, TEXT, VIDEOS, Columns, unread
 from mmrl.data.loading import load_data
-from mmrl.data.sources import KINDS, Rows, open_rows
+from mmrl.data.rows import Rows
+from mmrl.data.sources import KINDS, open_rows
 from mmrl.planner.data_check import data_at
 
 LOOKED_AT = 20
