@@ -143,8 +143,7 @@ class TokenSettings(AlgorithmSettings):
 
     def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
         yield from super().conflicts(sampling)
-        changed = {"kl_estimator": self.kl_estimator != "k3", "kl_max": self.kl_max is not None}
-        for key in (key for key, is_changed in changed.items() if is_changed):
+        for key in self.changed("kl_estimator", "kl_max"):
             if not self.divergence_in_loss:
                 yield f"algorithm.{key}: {self.label} does not add the divergence to the loss this way; remove the key"
             elif not self.kl_coef:
@@ -193,9 +192,8 @@ class TurnSettings(TokenSettings):
                     "to sum, or set algorithm.credit to episode"
                 )
             return
-        for key in TURN_KEYS[1:]:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                yield f"algorithm.{key}: only the credit of turns has it; set algorithm.credit to turn, or remove it"
+        for key in self.changed(*TURN_KEYS[1:]):
+            yield f"algorithm.{key}: only the credit of turns has it; set algorithm.credit to turn, or remove it"
 
 
 TURN_KEYS = ("credit", "turn_discount", "turn_weight")

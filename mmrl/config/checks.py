@@ -23,6 +23,31 @@ from mmrl.core.plugins.python_objects import in_this_process
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
 MOST_SAMPLES = 10**6
 """Largest number of samples in a step: they are listed one by one."""
+_NO_STEPS = "text has no denoising steps; remove it"
+_NOT_OF_TEXT = {
+    "performance.vae": "text has no VAE that decodes; remove it",
+    "train.steps_per_forward": "text has no denoising steps, all tokens of a row are one forward; remove it",
+    "features.cache": "prompts of text are not encoded by a model of their own; remove it",
+    **dict.fromkeys(("eval.steps", "eval.solver", "eval.tuned_fraction"), _NO_STEPS),
+}
+"""Keys without effect where text is sampled, and why."""
+_CLIPS = "it is for clips in prompts of vision-language models; remove it"
+_CHAT = "a model that makes pictures has no chat; remove it"
+_NOT_OF_PICTURES = {
+    **dict.fromkeys(("data.fps", "data.max_frames"), _CLIPS),
+    **dict.fromkeys(("model.chat_template", "model.min_pixels", "model.max_pixels"), _CHAT),
+    "train.micro_batch_tokens": "pictures have no tokens to count; set train.micro_batch_size and remove it",
+    "train.packing": "pictures have no rows of tokens; remove it",
+    "rollout.sampling": "it is for sampled text; remove it",
+    "rollout.partial": "pictures are not sampled in parts; remove rollout",
+    "eval.temperature": "pictures are not drawn from tokens; remove it",
+    "eval.maj_at": "pictures have no answers to vote for; remove it (eval.pass_at works)",
+}
+"""Keys without effect where pictures are sampled, and why."""
+_NOT_OF_EPISODES = {
+    "rollout.partial": "an episode is not cut and gone on with in a later step; remove it",
+    "midway": "a part of an episode has no reward yet; remove it",
+}
 
 
 def of_environment(recipe: Recipe) -> Iterator[str]:
@@ -58,10 +83,7 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
                 f"rewards[{i}].normalize: the rewards of turns are counted as the environment gives them; remove it, "
                 "or set algorithm.credit to episode"
             )
-    if recipe.rollout.partial is not None:
-        yield "rollout.partial: an episode is not cut and gone on with in a later step; remove it"
-    if recipe.midway is not None:
-        yield "midway: a part of an episode has no reward yet; remove it"
+    yield from recipe.in_vain(_NOT_OF_EPISODES)
     if recipe.rollout.in_process and (recipe.train.context_parallel > 1 or recipe.train.sharing > 1):
         yield (
             "environment: devices that share a row do not sample by turns; set rollout.engine to vllm, or remove "
@@ -160,10 +182,9 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
-    for key in () if any(teacher.model for teacher in recipe.teacher) else _changed(recipe.model, ("offload",)):
-        yield f"model.{key}: it moves the encoders and the VAE of picture models, and text has none; remove it"
-    for key in _changed(recipe.performance, ("vae",)):
-        yield f"performance.{key}: text has no VAE that decodes; remove it"
+    if not recipe.model.offload and not any(teacher.model for teacher in recipe.teacher):
+        yield "model.offload: it moves the encoders and the VAE of picture models, and text has none; remove it"
+    yield from recipe.in_vain(_NOT_OF_TEXT)
     yield from _pixels(recipe)
     least, most = recipe.decoding.min_new_tokens, recipe.decoding.max_new_tokens
     if least > most:
@@ -184,30 +205,25 @@ def _text(recipe: Recipe) -> Iterator[str]:
     if recipe.performance.compile and not recipe.rollout.in_process:
         samples = recipe.rollout.engine_name
         yield f"performance.compile: of text it is for sampling in this process, and {samples} samples; remove it"
-    if recipe.train.steps_per_forward != 1:
-        yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
-    for key in ("fps", "max_frames"):
-        if getattr(recipe.data, key) is not None and recipe.pipeline.startswith("llm/"):
-            yield f"data.{key}: {recipe.pipeline} reads no clips; remove it, or set a pipeline of vlm/"
-    for key in ("min_pixels", "max_pixels"):
-        if getattr(recipe.model, key) is not None and recipe.pipeline.startswith("llm/"):
-            yield f"model.{key}: {recipe.pipeline} sees no pictures; remove it, or set a pipeline of vlm/"
-    if recipe.features.cache is not None:
-        yield "features.cache: prompts of text are not encoded by a model of their own; remove it"
+    if recipe.pipeline.startswith("llm/"):
+        clips = f"{recipe.pipeline} reads no clips; remove it, or set a pipeline of vlm/"
+        pictures = f"{recipe.pipeline} sees no pictures; remove it, or set a pipeline of vlm/"
+        yield from recipe.in_vain(dict.fromkeys(("data.fps", "data.max_frames"), clips))
+        yield from recipe.in_vain(dict.fromkeys(("model.min_pixels", "model.max_pixels"), pictures))
 
 
 def _unused(recipe: Recipe) -> Iterator[str]:
     """Keys of ``rollout`` that nothing reads where the weights that train also sample."""
     if not recipe.rollout.in_process or recipe.placement.apart:
         return
-    for key in _changed(recipe.rollout, ("update_bucket_mib", "weight_transport")):
+    for key in recipe.rollout.changed("update_bucket_mib", "weight_transport"):
         yield f"rollout.{key}: the weights that train also sample, so none travel; remove it"
     if recipe.makes != "text" or recipe.algorithm.kind == "offline":
         what = "pictures that the trained weights draw have" if recipe.makes != "text" else "texts that are given have"
-        for key in _changed(recipe.rollout, ("importance", "importance_cap", "importance_floor", "importance_mode")):
+        for key in recipe.rollout.changed("importance", "importance_cap", "importance_floor", "importance_mode"):
             yield f"rollout.{key}: {what} no importance weights; remove it"
     elif recipe.rollout.importance in ("auto", "none"):
-        for key in _changed(recipe.rollout, ("importance_cap", "importance_floor", "importance_mode")):
+        for key in recipe.rollout.changed("importance_cap", "importance_floor", "importance_mode"):
             yield f"rollout.{key}: there are no importance weights here; remove it, or set rollout.importance=token"
 
 
@@ -215,16 +231,9 @@ def _scores(recipe: Recipe) -> Iterator[str]:
     """A reward model reads given texts, and writes none."""
     if not recipe.algorithm.trains_scores or not isinstance(recipe.sampling, TextSampling):
         return
-    for key in _changed(recipe.sampling, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")):
-        yield f"sampling.{key}: {recipe.algorithm.type} samples nothing; remove it"
-    if recipe.eval.temperature is not None:
-        yield f"eval.temperature: {recipe.algorithm.type} samples nothing; remove it"
-
-
-def _changed(section: Section, keys: Iterable[str]) -> Iterator[str]:
-    """Those of the keys whose value is not the default."""
-    fields = type(section).model_fields
-    return (key for key in keys if getattr(section, key) != fields[key].get_default(call_default_factory=True))
+    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    why = f"{recipe.algorithm.type} samples nothing; remove it"
+    yield from recipe.in_vain(dict.fromkeys((*(f"sampling.{key}" for key in keys), "eval.temperature"), why))
 
 
 def _pixels(recipe: Recipe) -> Iterator[str]:
@@ -264,7 +273,7 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
             f"rewards: {algorithm.type} trains on given {one}s and samples nothing that could be rewarded; remove "
             "rewards (eval.rewards measures held-out samples)"
         )
-    for key in _changed(recipe.scoring, ("max_failed", "patience")):
+    for key in recipe.scoring.changed("max_failed", "patience"):
         if key == "patience" or recipe.eval.early_stopping is None:  # which counts no evaluation with more failures
             yield f"scoring.{key}: {algorithm.type} calls no reward in its steps; remove it"
     if algorithm.trains_scores and recipe.eval.rewards:
@@ -336,24 +345,11 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
             f"algorithm.type: {recipe.algorithm.type} trains tokens, and this recipe samples pictures "
             "(sampling.height, sampling.width); use flow_grpo, or a text pipeline and sampling.max_new_tokens"
         )
-    for key in ("fps", "max_frames"):
-        if getattr(recipe.data, key) is not None:
-            yield f"data.{key}: it is for clips in prompts of vision-language models; remove it"
-    for key in ("chat_template", "min_pixels", "max_pixels"):
-        if getattr(recipe.model, key) is not None:
-            yield f"model.{key}: a model that makes pictures has no chat; remove it"
-    if recipe.train.micro_batch_tokens is not None:
-        yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
-    if recipe.train.packing != "auto":
-        yield "train.packing: pictures have no rows of tokens; remove it"
-    for key in _changed(recipe.rollout, ("sampling", *(("options", "max_gap") if recipe.rollout.in_process else ()))):
+    yield from recipe.in_vain(_NOT_OF_PICTURES)
+    for key in recipe.rollout.changed("options", "max_gap") if recipe.rollout.in_process else ():
         yield f"rollout.{key}: it is for sampled text; remove it"
-    if recipe.eval.temperature is not None:
-        yield "eval.temperature: pictures are not drawn from tokens; remove it"
     if not recipe.rollout.in_process and recipe.rollout.engine != "sglang":
         yield f"rollout.engine: {recipe.rollout.engine_name} samples text; remove rollout"
-    if recipe.rollout.partial is not None:
-        yield "rollout.partial: pictures are not sampled in parts; remove rollout"
 
 
 def _batches(recipe: Recipe) -> Iterator[str]:

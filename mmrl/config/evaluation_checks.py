@@ -28,8 +28,6 @@ def _repeated(recipe: Recipe) -> Iterator[str]:
     if n > 1 and recipe.algorithm.kind == "offline":
         yield "eval.samples_per_prompt: given pairs are compared once each; remove it"
     if recipe.sampling.type != "text":
-        if evaluation.maj_at:
-            yield "eval.maj_at: pictures have no answers to vote for; remove it (eval.pass_at works)"
         return
     temperature = evaluation.temperature if evaluation.temperature is not None else recipe.decoding.temperature
     if n > 1 and temperature == 0:
@@ -58,8 +56,8 @@ def _sequential(recipe: Recipe) -> Iterator[str]:
     """Check that the alarm has something to read."""
     guards, evaluation = recipe.eval.guards, recipe.eval
     if guards.method == "limits":
-        if guards.samples is not None:
-            yield "eval.guards.samples: only sequential reads it; set method to sequential, or remove samples"
+        why = "only sequential reads it; set method to sequential, or remove samples"
+        yield from recipe.in_vain({"eval.guards.samples": why})
         return
     least, n = guards.samples or evaluation.samples, evaluation.samples_per_prompt
     if least < evaluation.samples:
@@ -85,11 +83,7 @@ def _sequential(recipe: Recipe) -> Iterator[str]:
 def of_evaluation(recipe: Recipe) -> Iterator[str]:
     """The impossible settings of the section ``eval``, as ``key: why; the edit``."""
     evaluation, stopping = recipe.eval, recipe.eval.early_stopping
-    if recipe.sampling.type == "text" and (key := next((k for k in ("steps", "solver") if getattr(evaluation, k)), "")):
-        yield f"eval.{key}: text has no denoising steps; remove it"
-    if evaluation.tuned_fraction < 1 and recipe.sampling.type == "text":
-        yield "eval.tuned_fraction: text has no denoising steps; remove it"
-    elif evaluation.tuned_fraction < 1 and recipe.model.lora is None:
+    if evaluation.tuned_fraction < 1 and recipe.model.lora is None and recipe.sampling.type != "text":
         yield (
             "eval.tuned_fraction: without an adapter there is no base model to take the last steps; set model.lora="
             "{rank: 32}, or remove eval.tuned_fraction"

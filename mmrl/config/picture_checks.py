@@ -72,11 +72,11 @@ def _window(recipe: Recipe) -> Iterator[str]:
             f"sampling.window: {recipe.algorithm.type} records no denoising actions, so there is nothing to window; "
             "remove sampling.window"
         )
-    for key, strategies in _MOVES.items():
-        if window.strategy not in strategies and getattr(window, key) != type(window).model_fields[key].default:
+    for key in window.changed(*_MOVES):
+        if window.strategy not in _MOVES[key]:
             yield (
                 f"sampling.window.{key}: the strategy {window.strategy} does not read it; remove it, or set "
-                f"sampling.window.strategy to {strategies[-1]}"
+                f"sampling.window.strategy to {_MOVES[key][-1]}"
             )
     last = steps - 1 if window.last is None else window.last
     if last > steps - 1:
@@ -209,10 +209,11 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
             f"sampling.same_initial_noise: {name} adds no noise between steps, so a group would be one picture many "
             "times; set it to false, or train.group_size to 1"
         )
-    if recipe.denoising.solver != "euler":
-        yield f"sampling.solver: {name} back-propagates through Euler's steps; set it to euler"
-    if recipe.train.updates_per_step != 1:
-        yield f"train.updates_per_step: {name} samples inside its one update; set it to 1"
+    needs = {
+        "sampling.solver": f"{name} back-propagates through Euler's steps; set it to euler",
+        "train.updates_per_step": f"{name} samples inside its one update; set it to 1",
+    }
+    yield from recipe.in_vain(needs)
 
 
 def _scored_steps(recipe: Recipe) -> Iterator[str]:
@@ -262,9 +263,8 @@ def _served(recipe: Recipe) -> Iterator[str]:
     ):
         if wrong:
             yield f"{key}: SGLang's pictures are sampled without it; {edit}, or {_ALONE}"
-    for key in ("reproducible", "rejection", *(f"importance{end}" for end in _WEIGHTS)):
-        if getattr(rollout, key) != type(rollout).model_fields[key].get_default(call_default_factory=True):
-            yield f"rollout.{key}: it is for sampled text; remove it"
+    for key in rollout.changed("reproducible", "rejection", *(f"importance{end}" for end in _WEIGHTS)):
+        yield f"rollout.{key}: it is for sampled text; remove it"
 
 
 _ALONE = "remove rollout, which samples in the training process"

@@ -67,19 +67,16 @@ def _placement(recipe: Recipe) -> Iterator[str]:
         )
     if placement.sleep and devices == 1 and recipe.algorithm.kind in ("pathwise", "offline"):
         yield f"placement.sleep: {recipe.algorithm.type} does not sample before it trains, so nothing sleeps; remove it"
-    if placement.split != "fixed" and not placement.apart:
-        yield (
-            f"placement.split: with {placement.type} every device also trains; remove it, or set placement.type to "
-            "disaggregated"
-        )
-    for key in ("trainers", "staleness"):
-        if getattr(placement, key) is not None and not placement.apart:
-            yield f"placement.{key}: only disaggregated devices train while others sample; remove it"
-    if placement.lend and not placement.apart:
-        yield (
-            f"placement.lend: with {placement.type} every device samples and trains, so none waits to be lent; remove "
-            "it, or set placement.type to disaggregated"
-        )
+    if not placement.apart:
+        kind, edit = placement.type, "remove it, or set placement.type to disaggregated"
+        of_trainers = "only disaggregated devices train while others sample; remove it"
+        of_apart = {
+            "placement.split": f"with {kind} every device also trains; {edit}",
+            "placement.trainers": of_trainers,
+            "placement.staleness": of_trainers,
+            "placement.lend": f"with {kind} every device samples and trains, so none waits to be lent; {edit}",
+        }
+        yield from recipe.in_vain(of_apart)
     if not placement.inside and not placement.follows:
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and not recipe.rollout.in_process:
@@ -256,13 +253,18 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
         )
 
 
+_OF_MEGATRON = (
+    *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel"),
+    "distributed_optimizer",
+)
+"""Keys of ``train`` that divide layers."""
+
+
 def _megatron(recipe: Recipe) -> Iterator[str]:
     train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.width
     if train.backend != "megatron":
-        keys = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel")
-        for key in (*keys, "distributed_optimizer"):
-            if getattr(train, key) > 1 or getattr(train, key) is True:
-                yield f"train.{key}: {train.backend} does not split layers; set train.backend=megatron, or remove it"
+        for key in train.changed(*_OF_MEGATRON):
+            yield f"train.{key}: {train.backend} does not split layers; set train.backend=megatron, or remove it"
         return
     devices = recipe.placement.training(recipe.devices_per_controller)
     fsdp = "set train.backend to fsdp"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -62,6 +62,22 @@ class Section(BaseModel):
     def open_keys(self) -> list[str]:
         """Those of ``left_to_plan`` that nothing has set."""
         return [key for key in self.left_to_plan if key not in self.model_fields_set]
+
+    def changed(self, *keys: str) -> list[str]:
+        """Those of the ``keys`` whose value is not the default."""
+        fields = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
+
+    def in_vain(self, reasons: Mapping[str, str]) -> Iterator[str]:
+        """``key: why; the edit`` for each key of ``reasons`` (``data.fps``) whose value is not the default; ``reasons``
+        has what stands behind the key."""
+        for key, why in reasons.items():
+            *path, name = key.split(".")
+            section = self
+            for part in path:
+                section = getattr(section, part)
+            if section.changed(name):
+                yield f"{key}: {why}"
 
     def contradictions(self) -> Iterator[str]:
         """What cannot work in this section alone, as ``key: why; the edit that fixes it``."""

@@ -53,10 +53,11 @@ def of_self_teaching(recipe: Recipe) -> Iterator[str]:
     kind, train, instead = recipe.algorithm.type, recipe.train, "set algorithm.type to grpo"
     if not recipe.algorithm.teaches_itself or recipe.sampling.type != "text":
         return
-    if recipe.environment is not None:
-        yield f"environment: {kind} puts a hint behind the one message that is answered; remove it, or {instead}"
-    if recipe.decoding.picture is not None:
-        yield f"sampling.picture: {kind} has no hints for pictures that are written as tokens; {instead}"
+    without = {
+        "environment": f"{kind} puts a hint behind the one message that is answered; remove it, or {instead}",
+        "sampling.picture": f"{kind} has no hints for pictures that are written as tokens; {instead}",
+    }
+    yield from recipe.in_vain(without)
     if train.backend != "replicated" or train.width > 1:
         key = "train.backend" if train.backend != "replicated" else "train.context_parallel"
         value = "replicated" if train.backend != "replicated" else "1"

@@ -9,7 +9,14 @@ from mmrl.config.schema import Recipe
 WRITERS = ("llm/emu3",)
 """The pipelines whose models write pictures."""
 _OF_TEXTS = ("repetition_penalty", "min_new_tokens", "stop", "system", "chat_template_kwargs")
-"""Keys of ``sampling`` that are for texts."""
+_WITHOUT = {
+    **{f"sampling.{key}": "it is for texts, and this model writes pictures; remove it" for key in _OF_TEXTS},
+    "environment": "a picture is one turn; remove environment, or sampling.picture",
+    "midway": "a part of a picture cannot be decoded; remove it",
+    "rollout.partial": "a picture is not cut and gone on with in a later step; remove it",
+    "model.quantize": "it was not checked on a model that decodes pictures; remove it",
+}
+"""Keys that pictures of tokens do not have, and why."""
 
 
 def of_written_pictures(recipe: Recipe) -> Iterator[str]:
@@ -39,10 +46,7 @@ def of_written_pictures(recipe: Recipe) -> Iterator[str]:
             "sampling.picture.negative_prompt: without guidance no negative prompt is used; set "
             "sampling.picture.guidance_scale (3, say), or remove sampling.picture.negative_prompt"
         )
-    sampling = type(recipe.decoding)
-    for key in _OF_TEXTS:
-        if getattr(recipe.decoding, key) != sampling.model_fields[key].get_default(call_default_factory=True):
-            yield f"sampling.{key}: it is for texts, and this model writes pictures; remove it"
+    yield from recipe.in_vain(_WITHOUT)
     yield from _elsewhere(recipe)
 
 
@@ -53,12 +57,6 @@ def _elsewhere(recipe: Recipe) -> Iterator[str]:
             f"rollout.engine: {recipe.rollout.engine_name} writes texts, and has no frame of picture tokens and no "
             "guidance; remove it, so that the training process samples"
         )
-    if recipe.environment is not None:
-        yield "environment: a picture is one turn; remove environment, or sampling.picture"
-    if recipe.midway is not None:
-        yield "midway: a part of a picture cannot be decoded; remove it"
-    if recipe.rollout.partial is not None:
-        yield "rollout.partial: a picture is not cut and gone on with in a later step; remove it"
     if recipe.algorithm.trains_on in ("pairs", "responses"):
         yield (
             f"algorithm.type: {recipe.algorithm.type} trains on given {recipe.algorithm.trains_on} of texts, and this "
@@ -70,5 +68,3 @@ def _elsewhere(recipe: Recipe) -> Iterator[str]:
             f"{key}: the model that decodes pictures is whole on every device; set train.backend to replicated, and "
             "train.context_parallel to 1"
         )
-    if recipe.model.quantize:
-        yield "model.quantize: it was not checked on a model that decodes pictures; remove it"
