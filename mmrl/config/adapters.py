@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.untrusted import parse_json, read_json
@@ -28,6 +28,8 @@ SETTINGS = "mmrl_lora"
 """The metadata of a file that we export for other programs: peft's settings. The scale is in the weights there."""
 _SETTINGS_OF_DIFFUSERS = "lora_adapter_metadata"
 _LARGEST_CONFIG, _LARGEST_FILE, _MOST_TENSORS = 4 * 2**20, 32 * 2**30, 200_000
+_NUMBERS = ("F64", "F32", "F16", "BF16", "I64", "I32")
+"""What an alpha may be stored as."""
 _ABOUT = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
@@ -188,7 +190,7 @@ def _of_peft(folder: Path) -> SavedAdapter:
     settings = _checked(said, folder, of_peft=True)
     names, _ = _header(folder / WEIGHTS)
     whole = [name for name in names if not _PAIR.search(name) and not _other(name)]
-    ranks = _ranks({name: entry for name, entry in names.items() if name not in whole}, folder / WEIGHTS)
+    ranks = _ranks({name: shape for name, shape in names.items() if name not in whole}, folder / WEIGHTS)
     targets = settings.target_modules or []
     most = max(ranks.values())
     return SavedAdapter(
@@ -210,7 +212,7 @@ def _of_file(file: Path) -> SavedAdapter:
             f"as {file.with_name(CONFIG)}, and give {WEIGHTS} in that folder"
         )
     ranks = _ranks(names, file)
-    alphas = [_number(file, entry) for name, entry in names.items() if name.endswith(".alpha")]
+    alphas = _alphas(file, names)
     if wrong := [a for a in alphas if not (math.isfinite(a) and a > 0)]:
         raise ValueError(f"path: {file} has an alpha of {wrong[0]}, with which it does nothing; {_NEW}")
     rank = max(ranks.values())
@@ -247,11 +249,11 @@ def _checked(said: JsonObject, place: Path, *, of_peft: bool) -> Settings:
     return settings
 
 
-def _ranks(names: Mapping[str, JsonObject], file: Path) -> dict[str, int]:
+def _ranks(names: Mapping[str, list[int]], file: Path) -> dict[str, int]:
     """The rank of each first matrix. Raises ``ValueError`` if a name or a shape is not of a plain LoRA."""
     ranks: dict[str, int] = {}
     sides: dict[str, set[bool]] = {}
-    for name, entry in names.items():
+    for name, shape in names.items():
         found, alpha = _PAIR.search(name), name.endswith(".alpha")
         if reason := _other(name) or (None if found or alpha else "no weight of a LoRA"):
             raise ValueError(
@@ -260,14 +262,12 @@ def _ranks(names: Mapping[str, JsonObject], file: Path) -> dict[str, int]:
             )
         if found is None:
             continue
-        shape = entry["shape"]
-        assert isinstance(shape, list)
         first = any(found.group(key) for key in _FIRST)
         if len(shape) < 2 or 0 in shape:
             raise ValueError(f"path: {file} has {name} of shape {shape}, which is no matrix; save the adapter again")
         sides.setdefault(name[: found.start()], set()).add(first)
         if first:
-            ranks[name] = int(str(shape[0]))
+            ranks[name] = shape[0]
     if lone := [name.rstrip("._") for name, both in sides.items() if len(both) < 2]:
         raise ValueError(f"path: {file}: {len(lone)} weights have no counterpart, such as that of {lone[0]}; save the "
                          "adapter again")  # fmt: skip
@@ -307,41 +307,27 @@ def _object(content: str | bytes | None, file: Path) -> JsonObject:
     return said
 
 
-def _header(file: Path) -> tuple[dict[str, JsonObject], dict[str, str]]:
-    """The tensors' names with dtype, shape and place, and the metadata. Raises ``ValueError``."""
-    from safetensors import SafetensorError, safe_open
-
+def _header(file: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """The shapes of the tensors by name, and the metadata. Raises ``ValueError``."""
     try:
         if file.stat().st_size > _LARGEST_FILE:
             raise ValueError(f"path: {file} has more than {_LARGEST_FILE // 2**30} GiB, which no LoRA has")
-        with safe_open(file, framework="numpy") as opened:  # it checks what is read below
+        with safe_open(file, framework="numpy") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata() or {}
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = opened.read(length)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"path: {file} cannot be read: {error}; copy the file again") from error
-    try:
-        entries: Any = parse_json(header, 20 * _MOST_TENSORS)
-    except ValueError as error:
-        raise ValueError(f"path: the header of {file} {error}; copy the file again") from error
-    entries.pop("__metadata__", None)
-    if len(entries) > _MOST_TENSORS:
-        raise ValueError(f"path: {file} has {len(entries)} tensors, which no LoRA has")
-    return entries, metadata
+    if len(shapes) > _MOST_TENSORS:
+        raise ValueError(f"path: {file} has {len(shapes)} tensors, which no LoRA has")
+    return shapes, metadata
 
 
-def _number(file: Path, entry: JsonObject) -> float:
-    """The one number of a tensor."""
-    dtype, offsets = entry["dtype"], entry["data_offsets"]
-    formats = {"F64": "<d", "F32": "<f", "F16": "<e", "BF16": "<f", "I64": "<q", "I32": "<i"}
-    assert isinstance(offsets, list)
-    begin, end = (int(str(at)) for at in offsets)
-    size = 2 if dtype == "BF16" else struct.calcsize(formats.get(str(dtype), "<d"))
-    if dtype not in formats or end - begin != size:
-        raise ValueError(f"path: {file} has an alpha that is not one number; save the adapter again")
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        opened.seek(8 + length + begin)
-        content = opened.read(size)
-    return float(struct.unpack(formats[str(dtype)], b"\0\0" + content if dtype == "BF16" else content)[0])
+def _alphas(file: Path, shapes: Mapping[str, list[int]]) -> list[float]:
+    """The number of each tensor ``NAME.alpha``. Imports torch, as numpy has no bfloat16."""
+    found = list[float]()
+    with safe_open(file, framework="pt") as opened:
+        for name in (name for name in shapes if name.endswith(".alpha")):
+            if math.prod(shapes[name]) != 1 or opened.get_slice(name).get_dtype() not in _NUMBERS:
+                raise ValueError(f"path: {file} has an alpha that is not one number; save the adapter again")
+            found.append(float(opened.get_tensor(name)))
+    return found

@@ -6,7 +6,7 @@ An algorithm's own settings are in the file of its objective; the defaults are t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -27,16 +27,6 @@ the batch again (GDPO, arXiv 2601.05242)."""
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 """How the losses of tokens become one number, by verl's names: over all tokens alike, or per response first."""
-
-
-@runtime_checkable
-class _TakesRewardsApart(Protocol):
-    advantage_aggregation: AdvantageAggregation
-
-
-@runtime_checkable
-class _DividesAdvantages(Protocol):
-    advantage_std: Spread
 
 
 class AlgorithmSettings(Section):
@@ -91,7 +81,7 @@ class AlgorithmSettings(Section):
     @property
     def aggregates(self) -> AdvantageAggregation:
         """``advantage_aggregation``, or the weighted sum of the rewards where the algorithm has no such key."""
-        return self.advantage_aggregation if isinstance(self, _TakesRewardsApart) else "sum"
+        return getattr(self, "advantage_aggregation", "sum")
 
     def loss_guidance(self, sampling: float) -> float:
         """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""
@@ -181,7 +171,7 @@ class TurnSettings(TokenSettings):
     @property
     def spread(self) -> Spread:
         """``advantage_std``, or no division where the algorithm has no such key."""
-        return self.advantage_std if isinstance(self, _DividesAdvantages) else "none"
+        return getattr(self, "advantage_std", "none")
 
     def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
         yield from super().conflicts(sampling)

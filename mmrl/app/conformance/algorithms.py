@@ -8,7 +8,7 @@ advantages stay inside every clip range of a shipped algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.objective import Loss, Objective, Scored, advantages_of
-from mmrl.app.conformance.running import CannotRun, Check, expect
+from mmrl.app.conformance.running import Check, expect
 from mmrl.config.algorithm_settings import AlgorithmSettings, with_length_limit
 from mmrl.config.algorithms import Algorithm, find_algorithm
 from mmrl.core.errors import UserError
+from mmrl.core.stored import faults
 
 ROWS, TOKENS, STEPS = 8, 5, 3
 GROUPS = torch.arange(ROWS) // 4
@@ -67,8 +68,7 @@ def opened(name: str, options: Mapping[str, object]) -> Case:
     try:
         return Case(found, found.settings.model_validate({"type": name, **options}))
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"--options: {name} cannot have these settings: {said}") from None
+        raise UserError(f"--options: {name} cannot have these settings: {faults(error)}") from None
 
 
 def loss_of(objective: Objective, batch: Batch, total: float | None = None) -> Loss:
@@ -84,14 +84,10 @@ def loss_of(objective: Objective, batch: Batch, total: float | None = None) -> L
 def gradients(objective: Objective, batch: Batch) -> dict[str, Tensor]:
     """The gradients of the loss, by the name of the tensor."""
     leaves = {name: batch.new[name].clone().requires_grad_() for name in batch.leaves}
-    value = loss_of(objective, _with(batch, leaves)).value
+    value = loss_of(objective, replace(batch, new={**batch.new, **leaves})).value
     expect(value.requires_grad, f"the loss has no graph to {', '.join(leaves)}; nothing would train")
     found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
-
-
-def _with(batch: Batch, new: Mapping[str, Tensor]) -> Batch:
-    return Batch({**batch.new, **new}, batch.old, batch.lengths, batch.leaves, batch.columns, batch.constants)
 
 
 def settings_survive(case: Case) -> str:
@@ -136,10 +132,7 @@ def it_asks_for_what_there_is(case: Case) -> str:
 
 
 def advantages_are_sound(case: Case) -> str:
-    objective = case.objective
-    if objective.kind not in ("policy_gradient", "forward_process"):
-        raise CannotRun(f"an objective of kind {objective.kind} has no advantages")
-    make = advantages_of(objective)
+    make = advantages_of(case.objective)
     rewards = REWARDS.clone()
     rewards[2] = float("nan")
     found = make(scored(rewards, case.settings))
@@ -174,10 +167,7 @@ def _of_groups(case: Case, make: Callable[[Scored], Advantages]) -> str:
 def fresh_ratio_is_one(case: Case) -> str:
     """On samples of the policy itself the loss's gradient is the policy gradient's: minus the advantage, times a
     positive weight that knows nothing of the advantage."""
-    objective = case.objective
-    if objective.kind != "policy_gradient":
-        raise CannotRun(f"an objective of kind {objective.kind} has no ratio")
-    batch = case.batch(fresh=True)
+    objective, batch = case.objective, case.batch(fresh=True)
     dev = loss_of(objective, batch).maxima.get("policy/ratio_max_dev")
     expect(dev is None or float(dev) < CLOSE, f"policy/ratio_max_dev is {dev} for the policy that drew the samples")
     scales = []
@@ -277,8 +267,6 @@ def slices_add_up(case: Case) -> str:
 
 def dropped_rows_are_left_out(case: Case) -> str:
     objective, batch = case.objective, case.batch()
-    if objective.kind == "pathwise":
-        raise CannotRun("an objective of kind pathwise gets no dropped rows")
     dropped = 2 if case.settings.whole is None else slice(0, 4)  # a pair is dropped as a whole
     batch.old["weights"][dropped] = 0.0
     before = float(loss_of(objective, batch).value.detach())

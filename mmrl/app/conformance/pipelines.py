@@ -15,6 +15,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import folders, names
+from mmrl.core.stored import faults
 
 contract = mmrl.load("pipelines", "diffusion/contract")
 STEPS = 4
@@ -78,8 +79,7 @@ def opened(name: str, options: Mapping[str, object], model: str | None) -> Recip
     try:
         return Recipe.model_validate(settings)
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"--options: a recipe cannot sample so: {said}") from None
+        raise UserError(f"--options: a recipe cannot sample so: {faults(error)}") from None
 
 
 def checks(recipe: Recipe) -> Iterator[Check]:
