@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
@@ -23,7 +22,7 @@ from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
 from mmrl.config.section import OWN_CLASS, seconds_of
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, value_at
 
 Annotation: TypeAlias = object
 """The annotation of a key: a type, a union, ``Annotated``, ``Literal``. Python has no narrower type for these; None
@@ -55,8 +54,9 @@ def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
 
 def implicit_booleans(recipe: Recipe, tree: Tree) -> Iterator[Finding]:
     """``true`` in place of a number, which pydantic would accept as 1."""
+    values = recipe.model_dump()
     for path in tree.sources:
-        written, taken = _at(tree.values, path), _at(recipe, path)
+        written, taken = value_at(tree.values, path), value_at(values, path)
         if isinstance(written, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
             yield Finding(tree.source(path), path, _expected(path, tree.values, written))
 
@@ -115,11 +115,11 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
     if issubclass(section, AlgorithmSettings) and (why := why_missing(section, _tag(section), key)):
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
-    peer = peer_message(".".join(map(str, path)), _at(values, path)) if others else ""
+    peer = peer_message(".".join(map(str, path)), value_at(values, path)) if others else ""
     if others and peer:
         peer += f"; type {', '.join(map(_tag, others))} have a key of this name"
     elif others:
-        type_ = for_samples(_at(values, (*path[:-1], "type")), values.get("sampling")) or _tag(section)
+        type_ = for_samples(value_at(values, (*path[:-1], "type")), values.get("sampling")) or _tag(section)
         owners = " and ".join(map(_tag, others))
         name = path[-2]
         return (
@@ -128,7 +128,7 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
         )
     ours = key in _all_keys() or key in {dotted.rpartition(".")[2] for dotted in _all_keys()}
     if not ours and not peer:
-        peer = peer_message(".".join(map(str, path)), _at(values, path))
+        peer = peer_message(".".join(map(str, path)), value_at(values, path))
     return f"unknown key{peer or _meant(key, path[:-1], siblings)}{listed}"
 
 
@@ -190,7 +190,7 @@ def _annotation(path: KeyPath, values: JsonObject) -> Annotation:
         if isinstance(part, int):
             annotation = _item(annotation, part)
             continue
-        section = _chosen(annotation, _at(values, path[:depth]))
+        section = _chosen(annotation, value_at(values, path[:depth]))
         if section is None or part not in section.model_fields:
             return None
         annotation = _of(section.model_fields[part])
@@ -198,13 +198,13 @@ def _annotation(path: KeyPath, values: JsonObject) -> Annotation:
 
 
 def _section(path: KeyPath, values: JsonObject) -> type[BaseModel] | None:
-    written = _at(values, path)
+    written = value_at(values, path)
     if path == ("algorithm",) and isinstance(written, dict):
         written = {**written, "type": for_samples(written.get("type"), values.get("sampling"))}
     return _chosen(_annotation(path, values), written)
 
 
-def _chosen(annotation: Annotation, written: Json | BaseModel) -> type[BaseModel] | None:
+def _chosen(annotation: Annotation, written: Json) -> type[BaseModel] | None:
     kinds = _sections(annotation)
     if len(kinds) > 1:
         tag = written.get("type") if isinstance(written, dict) else None
@@ -277,38 +277,16 @@ def _choices(annotation: Annotation) -> list[str]:
     return [str(choice) for part in _parts(annotation) if get_origin(part) is Literal for choice in get_args(part)]
 
 
-def _at(values: Json | BaseModel, path: KeyPath) -> Json | BaseModel:
-    """The value at ``path`` in plain values or in a recipe; None if there is none."""
-    for part in path:
-        if isinstance(values, BaseModel):
-            values = getattr(values, str(part), None)
-        elif isinstance(values, dict):
-            values = values.get(part) if isinstance(part, str) else None
-        elif isinstance(values, list | tuple) and isinstance(part, int) and part < len(values):
-            values = values[part]
-        else:
-            return None
-    return values
-
-
 # Describe in words what an annotation expects.
 
 
-@dataclass(frozen=True)
-class _Bounds:
-    """The constraints of ``Annotated``; None if not set."""
-
-    gt: float | None = None
-    ge: float | None = None
-    lt: float | None = None
-    le: float | None = None
-    min_length: int | None = None
-    max_length: int | None = None
-    pattern: str | None = None
-    duration: bool = False
+_Bounds: TypeAlias = Mapping[str, Any]
+"""The constraints of ``Annotated`` by their names, and ``duration``; those that are not set are absent."""
+_CONSTRAINTS = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
+_NONE: _Bounds = {}
 
 
-def _describe(annotation: Annotation, bounds: _Bounds = _Bounds()) -> str:
+def _describe(annotation: Annotation, bounds: _Bounds = _NONE) -> str:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return _describe(inner, _bounds(metadata, bounds))
@@ -323,15 +301,15 @@ def _describe(annotation: Annotation, bounds: _Bounds = _Bounds()) -> str:
 
 def _plain(annotation: Annotation, bounds: _Bounds) -> str:
     if annotation is int or annotation is float:
-        if bounds.duration:
+        if "duration" in bounds:
             return "a time like 90s, 10m or 1h 30m, or seconds"
         return _number("whole number" if annotation is int else "number", bounds)
     if annotation is ByteSize:
-        return f"an amount of memory like 2 GiB, {ByteSize(bounds.ge or 0).human_readable()} or more"
-    if annotation is str and bounds.pattern == OWN_CLASS:
+        return f"an amount of memory like 2 GiB, {ByteSize(bounds.get('ge', 0)).human_readable()} or more"
+    if annotation is str and bounds.get("pattern") == OWN_CLASS:
         return "a class of your own (path/to/file.py:Class)"
     if annotation is str:
-        return f"text that matches {bounds.pattern}" if bounds.pattern is not None else "text"
+        return f"text that matches {bounds['pattern']}" if "pattern" in bounds else "text"
     if annotation is bool:
         return "true or false"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -340,7 +318,7 @@ def _plain(annotation: Annotation, bounds: _Bounds) -> str:
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in args)}"
     if origin is list:
-        at_least = f"{bounds.min_length} or more, each " if bounds.min_length else ""
+        at_least = f"{bounds['min_length']} or more, each " if bounds.get("min_length") else ""
         return f"a list ({at_least}{_describe(args[0])})"
     if origin is tuple:
         return f"a list of {len(args)} ({_describe(args[0])} each)"
@@ -348,13 +326,13 @@ def _plain(annotation: Annotation, bounds: _Bounds) -> str:
 
 
 def _number(noun: str, bounds: _Bounds) -> str:
-    low, high = bounds.ge, bounds.le
-    if bounds.gt == 0:
+    low, high = bounds.get("ge"), bounds.get("le")
+    if bounds.get("gt") == 0:
         return f"a positive {noun}"
     if low is not None and high is not None:
         return f"a {noun} from {low} to {high}"
-    if low is not None and bounds.lt is not None:
-        return f"a {noun} from {low} to below {bounds.lt}"
+    if low is not None and "lt" in bounds:
+        return f"a {noun} from {low} to below {bounds['lt']}"
     return f"a {noun}" if low is None else f"a {noun} of {low} or more"
 
 
@@ -363,22 +341,21 @@ def _most(annotation: Annotation) -> float | None:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         bounds = _bounds(metadata)
-        most = bounds.le if bounds.le is not None else bounds.max_length
+        most = bounds.get("le", bounds.get("max_length"))
         return _most(inner) if most is None else most
     if get_origin(annotation) in (Union, types.UnionType):
         return next((most for part in get_args(annotation) if (most := _most(part)) is not None), None)
     return None
 
 
-def _bounds(metadata: Sequence[object], outer: _Bounds = _Bounds()) -> _Bounds:
+def _bounds(metadata: Sequence[object], outer: _Bounds = _NONE) -> _Bounds:
     """The constraints in ``metadata``; ``outer`` has the defaults."""
-    found = outer
+    found = dict(outer)
     for item in metadata:
         if isinstance(item, FieldInfo):
-            found = _bounds(item.metadata, found)
+            found = dict(_bounds(item.metadata, found))
             continue
-        names = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
-        found = replace(found, **{n: getattr(item, n) for n in names if getattr(item, n, None) is not None})
+        found |= {n: getattr(item, n) for n in _CONSTRAINTS if getattr(item, n, None) is not None}
         if getattr(item, "func", None) is seconds_of:
-            found = replace(found, duration=True)
+            found["duration"] = True
     return found

@@ -20,7 +20,7 @@ from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
 from mmrl.config.teacher import MOST_TEACHERS
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, value_at
 from mmrl.core.packages import places
 from mmrl.core.packages.table import PREFIX
 from mmrl.core.plugins.loading import Kind, folders
@@ -158,7 +158,7 @@ def located(root: Path, values: JsonObject) -> JsonObject:
     recipe looks a name up again."""
     found = deepcopy(dict(values))
     for kind, path, key in _named(values):
-        text, section = _text(values, (*path, key)), _value(found, path)
+        text, section = _text(values, (*path, key)), value_at(found, path)
         if not text or not isinstance(section, dict | list):
             continue
         if kind == "file":
@@ -169,10 +169,10 @@ def located(root: Path, values: JsonObject) -> JsonObject:
         elif kind != "class" or split_file(text)[1]:
             section[key] = resolve_drop_in(root, text)
     for path in _rewards(values):
-        reward = _value(found, path)
+        reward = value_at(found, path)
         if isinstance(reward, dict) and isinstance(options := reward.get("options"), Mapping):
             reward["options"] = resolve_options(root, options, declared_paths(_text(reward, ("name",))))
-    given = _value(found, _OF_ENVIRONMENT) if _revises(found) else None
+    given = value_at(found, _OF_ENVIRONMENT) if _revises(found) else None
     if isinstance(given, dict) and isinstance(options := given.get("options"), Mapping):
         given["options"] = resolve_options(root, options, declared_paths(_text(given, ("reward",))))
     return found
@@ -306,21 +306,10 @@ def _rewards(values: JsonObject) -> list[KeyPath]:
 
 
 def _items(values: JsonObject, path: KeyPath, most: int) -> list[KeyPath]:
-    listed = _value(values, path)
+    listed = value_at(values, path)
     return [(*path, i) for i in range(min(len(listed), most) if isinstance(listed, list) else 0)]
 
 
 def _text(values: Json, path: KeyPath) -> str:
-    found = _value(values, path)
+    found = value_at(values, path)
     return found if isinstance(found, str) else ""
-
-
-def _value(values: Json, path: KeyPath) -> Json:
-    for part in path:
-        if isinstance(values, Mapping):
-            values = values.get(part) if isinstance(part, str) else None
-        elif isinstance(values, list) and isinstance(part, int):
-            values = values[part]
-        else:
-            return None
-    return values

@@ -48,6 +48,18 @@ def as_object(value: Json) -> JsonObject:
     return value
 
 
+def value_at(values: Json, path: Sequence[str | int]) -> Json:
+    """What lies in ``values`` at ``path``, keys of mappings and places of lists; None where there is nothing."""
+    for part in path:
+        if isinstance(values, Mapping):
+            values = values.get(part) if isinstance(part, str) else None
+        elif isinstance(values, list | tuple) and isinstance(part, int) and part < len(values):
+            values = values[part]
+        else:
+            return None
+    return values
+
+
 def item(container: MutableJson, key: str | int) -> MutableJson:
     """``container[key]``. Raises ``KeyError`` or ``IndexError``, and ``TypeError`` where no such key can be in it."""
     match container, key:
