@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from mmrl.commands.arguments import ChangesArgument, OptionsOption, console, read_recipe, reward_options
+from mmrl.commands.arguments import (
+    ChangesArgument,
+    OptionsOption,
+    console,
+    read_recipe,
+    refuse_unknown,
+    reward_options,
+)
 from mmrl.core.errors import UserError
 from mmrl.core.plugins.loading import load
 
@@ -128,7 +135,8 @@ def build(
 ) -> None:
     """Write a data set as tar shards of PNG, JPEG and MP4 files."""
     arguments = reward_options(options)
-    _check_names(names)
+    for name in names:
+        refuse_unknown("datasets", name)
     from mmrl.data.build import build as run
 
     written = run(names, out, {"train": samples, "heldout": heldout}, shards, seed, arguments, overwrite=overwrite)
@@ -202,13 +210,3 @@ def _counts(index: ShardIndex) -> tuple[int, ...]:
         len(index.bad),
         sum(index.ignored.values()),
     )
-
-
-def _check_names(names: list[str]) -> None:
-    """Refuse an unknown name before a large library is imported."""
-    from mmrl.config.drop_ins import missing_drop_in
-
-    for name in names:
-        wrong = missing_drop_in("datasets", name, "looked in the current folder")
-        if wrong:
-            raise UserError(wrong)

@@ -104,7 +104,7 @@ def init(
         data = ask.text("--data", "Your data: a file, a folder, a data set of ours or a name on the hub")
     found = _data(data, file.absolute().parent, prompt_column, answer_column, ask)
     chosen = _model(model, modality, algorithm, found, ask)
-    algorithm = algorithm or _algorithm(chosen, ask)
+    algorithm = algorithm or ask.text("--algorithm", "Algorithm (docs/algorithms.md)", chosen.usual_algorithm)
     adapters = ask.yes("Train LoRA adapters, and not all weights?", default=True) if lora is None else lora
     where = device or ask.one_of("--device", "Computes on", get_args(Device), "auto")
     wanted, begun = _wanted(file, _Chosen(chosen, found, reward, algorithm, str(where), adapters, tool or []), ask)
@@ -168,10 +168,6 @@ def _model(name: str, modality: Modality | None, algorithm: str | None, data: Fi
         found = look(ask.one_of("--modality", f"{name} is not downloaded. What is it for?", get_args(Modality)))
     print(f"model: {found.says}; pipeline {found.pipeline}")
     return found
-
-
-def _algorithm(model: FirstModel, ask: _Asker) -> str:
-    return ask.text("--algorithm", "Algorithm (docs/algorithms.md)", model.usual_algorithm)
 
 
 def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path, str]]:

@@ -33,14 +33,13 @@ def ls(
             console().print(Columns([name for name, _ in _rows(shelf)], padding=(0, 2, 0, 1)), highlight=False)
         console().print(f"\nmmrl ls {'|'.join(_SHELVES)} says what each is", markup=False, highlight=False)
         return
-    for shelf in (what,):
-        table = Table(title=shelf, title_justify="left", title_style="bold", box=None, show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column()
-        table.caption, table.caption_justify = _CAPTIONS.get(shelf), "left"
-        for name, about in _rows(shelf):
-            table.add_row(name, about)
-        console().print(table)
+    table = Table(title=what, title_justify="left", title_style="bold", box=None, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.caption, table.caption_justify = _CAPTIONS.get(what), "left"
+    for name, about in _rows(what):
+        table.add_row(name, about)
+    console().print(table)
 
 
 def cp(

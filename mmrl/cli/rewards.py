@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmrl.commands.arguments import JsonOption, OptionsOption, console, json_alone, reward_options
+from mmrl.commands.arguments import JsonOption, OptionsOption, console, json_alone, refuse_unknown, reward_options
 from mmrl.core.errors import UserError
 
 RewardArgument = Annotated[
@@ -38,7 +38,7 @@ def score(
     if responses is not None and prompts is not None:
         raise UserError("--prompts is of pictures, and the records of --responses have prompts; remove --prompts")
     arguments = reward_options(options)
-    _check_reward(reward)
+    refuse_unknown("rewards", reward)
     _check_device(device)
     from mmrl.rewards import bench
 
@@ -76,7 +76,7 @@ def serve(
     arguments = reward_options(options)
     if python and requirements:
         raise UserError("--python names an environment and --requirements makes one; give one of them")
-    _check_reward(reward)
+    refuse_unknown("rewards", reward)
     _check_device(device)
     if python or requirements:
         from mmrl.rewards.subprocess_server import serve_elsewhere
@@ -86,15 +86,6 @@ def serve(
     from mmrl.rewards.serve import serve as run
 
     run(reward, host, port, token, arguments, device=device)
-
-
-def _check_reward(name: str) -> None:
-    """Refuse an unknown name before a large library is imported."""
-    from mmrl.config.drop_ins import missing_drop_in
-
-    wrong = missing_drop_in("rewards", name, "looked in the current folder")
-    if wrong:
-        raise UserError(wrong)
 
 
 def _check_device(device: str) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mmrl.config.loader import LoadedRecipe
+    from mmrl.core.plugins.loading import Kind
     from mmrl.planner.gpus import Gpu
     from mmrl.runtime.launchers import Launched
 
@@ -130,6 +131,14 @@ def use_threads_of(run: Path) -> None:
         raise UserError(f"{run} is no run directory: it has no resolved.json; name one that mmrl train made") from None
     threads = settings.get("threads")
     use_threads(threads if isinstance(threads, int) else None)
+
+
+def refuse_unknown(kind: Kind, name: str) -> None:
+    """Raise ``UserError`` where there is no drop-in ``name``, before a large library is imported."""
+    from mmrl.config.drop_ins import missing_drop_in
+
+    if wrong := missing_drop_in(kind, name, "looked in the current folder"):
+        raise UserError(wrong)
 
 
 def reward_options(texts: Sequence[str] | None) -> dict[str, MutableJson]:

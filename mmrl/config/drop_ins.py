@@ -67,10 +67,7 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
         return "" if hasattr(shelf(kind), attribute) else absent(kind, attribute)
     file_text, attribute = split_file(name)
     if file_text is not None:
-        file = Path(file_text)
-        if not os.path.isfile(file):
-            return f"there is no file {file_text!r} ({looked}); correct the path"
-        return _missing_attribute(file, attribute, attribute or DEFAULT[kind])
+        return _missing_in_file(file_text, attribute, attribute or DEFAULT[kind], looked)
     target, _, attribute = name.partition(":")
     module = _module_file(kind, target)
     if module is not None:
@@ -86,9 +83,13 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
 def missing_class(name: str, looked: str) -> str:
     """What is wrong with ``path/to/file.py:Class``; empty if the file has that name. ``looked`` as above."""
     file, _, attribute = name.rpartition(":")
+    return _missing_in_file(file, attribute, attribute, looked)
+
+
+def _missing_in_file(file: str, attribute: str, wanted: str, looked: str) -> str:
     if not os.path.isfile(file):
         return f"there is no file {file!r} ({looked}); correct the path"
-    return _missing_attribute(Path(file), attribute, attribute)
+    return _missing_attribute(Path(file), attribute, wanted)
 
 
 FORMATS = ("arrow", "csv", "hf", "hub", "huggingface", "json", "parquet", "save_to_disk", "tsv")

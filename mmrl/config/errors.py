@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mmrl.core.errors import UserError
+from mmrl.core.errors import did_you_mean as did_you_mean
 
 KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
@@ -58,12 +58,6 @@ def recipe_error(findings: Sequence[Finding]) -> RecipeError:
     """The findings as one error, sorted by file and line; the command line comes last."""
     unique = dict.fromkeys(sorted(findings, key=lambda finding: finding.source))
     return RecipeError([Problem(str(f.source), format_key(f.path), f.message) for f in unique])
-
-
-def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    """``; did you mean 'x'?`` or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def format_key(path: KeyPath) -> str:

@@ -1,7 +1,9 @@
 """Errors that a user can fix. The command line prints them without a traceback and exits with ``exit_code``."""
 
+import difflib
 import json
 import re
+from collections.abc import Sequence
 
 MAX_TEXT = 2000
 _ESCAPES = re.compile(
@@ -21,6 +23,12 @@ def plain(text: str, most: int = MAX_TEXT) -> str:
 def one_line(text: str) -> str:
     """``text`` so that it stays inside a comment of one line, whatever line breaks it holds."""
     return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]", lambda found: json.dumps(found[0])[1:-1], text)
+
+
+def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """``; did you mean 'x'?`` or nothing."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class UserError(Exception):

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import io
 import json
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -106,15 +107,10 @@ def _drop_torn_line(path: Path) -> None:
     try:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            end = file.seek(0, os.SEEK_END)
-            kept, step = end, 1 << 16
-            while kept > 0:
-                start = max(0, kept - step)
-                file.seek(start)
-                newline = file.read(kept - start).rfind(b"\n")
-                kept = start + newline + 1 if newline >= 0 else start
-                if newline >= 0:
-                    break
+            if not (end := file.seek(0, os.SEEK_END)):
+                return
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                kept = content.rfind(b"\n") + 1
             if kept < end:
                 file.truncate(kept)
     except FileNotFoundError:

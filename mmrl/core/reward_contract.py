@@ -14,7 +14,6 @@ holds a text about each sample, or ``None``, which the environment ``revise`` te
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
+from mmrl.core.errors import did_you_mean
 from mmrl.core.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -195,8 +195,7 @@ def before_loading() -> None:
 def _check_word(key: str, word: object, known: tuple[str, ...], why: str) -> None:
     """Raise ``ValueError`` unless ``word`` is one of ``known``."""
     if word not in known:
-        near = difflib.get_close_matches(str(word), known, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(str(word), known)
         raise ValueError(f"{key}: {word!r}: {why}{meant} (write {', '.join(map(repr, known))})")
 
 

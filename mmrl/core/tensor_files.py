@@ -6,11 +6,12 @@ shapes, sizes and places agree, and that shards of ``torch.distributed.checkpoin
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import IO, Annotated, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -63,11 +64,7 @@ def header(path: Path) -> dict[str, Stored]:
 
 def load(data: bytes, name: str) -> dict[str, Tensor]:
     """The tensors in the bytes of a safetensors file called ``name``. Raises ``BadFileError``."""
-
-    length = int.from_bytes(data[:8], "little")
-    if not 2 <= length <= min(_LARGEST_HEADER, len(data) - 8):
-        raise BadFileError(f"{name} is no safetensors file: its header would have {length:,} bytes")
-    _checked(parsed(data[8 : 8 + length], f"the header of {name}"), len(data) - 8 - length, name)
+    _header(io.BytesIO(data), len(data), name)
     try:
         return read(data)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -121,14 +118,17 @@ def _check_whole(name: str, chunks: list[tuple[list[int], list[int], Path]]) -> 
 def _read(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
     try:
         with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-                raise BadFileError(f"{path} is no safetensors file: its header would have {length:,} bytes")
-            text = file.read(length)
+            return _header(file, os.fstat(file.fileno()).st_size, path)
     except OSError as error:
         raise BadFileError(f"{path} cannot be read ({error.strerror or error})") from error
-    return _checked(parsed(text, f"the header of {path}", _MOST), size - 8 - length, path)
+
+
+def _header(file: IO[bytes], size: int, path: Path | str) -> tuple[dict[str, Stored], Mapping[str, str]]:
+    """The tensors and the metadata of a file of ``size`` bytes, read from its beginning."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+        raise BadFileError(f"{path} is no safetensors file: its header would have {length:,} bytes")
+    return _checked(parsed(file.read(length), f"the header of {path}", _MOST), size - 8 - length, path)
 
 
 def _checked(found: object, size: int, path: Path | str) -> tuple[dict[str, Stored], Mapping[str, str]]:

@@ -278,13 +278,13 @@ def _precisions(torch: Any, core: Any) -> list[_Setting]:
     found = [
         _Setting(
             "the precision of float32 products",
-            lambda: _older_precision(torch),
+            lambda: _older(torch.get_float32_matmul_precision),
             lambda old: None if old == _MIXED else torch.set_float32_matmul_precision(old),
             "highest",
         ),
         _Setting(
             "TF32 of cuDNN",
-            lambda: _older_tf32(core),
+            lambda: _older(core._get_cudnn_allow_tf32),
             lambda old: None if old == _MIXED else core._set_cudnn_allow_tf32(old),
             default=True,
         ),
@@ -304,16 +304,9 @@ def _precisions(torch: Any, core: Any) -> list[_Setting]:
     return found
 
 
-def _older_precision(torch: Any) -> str:
+def _older(get: Callable[[], Any]) -> Any:
     try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the newer settings say something else
-        return _MIXED
-
-
-def _older_tf32(core: Any) -> bool | str:
-    try:
-        return core._get_cudnn_allow_tf32()
+        return get()
     except RuntimeError:  # the newer settings say something else
         return _MIXED
 
@@ -334,8 +327,8 @@ def _of_thread(torch: Any) -> list[_Setting]:
     inference = torch.is_inference_mode_enabled, lambda old: _set_inference(core, old)
     found = [
         _Setting("the default device", lambda: _default_device(torch), torch.set_default_device, None),
-        _Setting("the modes of functions", core._len_torch_function_stack, lambda old: _pop(core, old), 0),
-        _Setting("the modes of operators", core._len_torch_dispatch_stack, lambda old: _pop_modes(core, old), 0),
+        _stack("the modes of functions", core._len_torch_function_stack, core._pop_torch_function_stack),
+        _stack("the modes of operators", core._len_torch_dispatch_stack, lambda: core._pop_torch_dispatch_stack(None)),
         _Setting("the hooks of saved tensors", lambda: _hooked(core), lambda old: _unhook(core, old), None),
         *_threads(torch),
         _Setting("inference mode", *inference, False),
@@ -396,14 +389,14 @@ def _default_device(torch: Any) -> Any:
     return None if held is None else held.device
 
 
-def _pop(core: Any, length: int) -> None:
-    while core._len_torch_function_stack() > length:
-        core._pop_torch_function_stack()
+def _stack(name: str, length: Callable[[], int], pop: Callable[[], object]) -> _Setting:
+    """What is entered and left again, by how much of it is entered."""
 
+    def leave(old: int) -> None:
+        while length() > old:
+            pop()
 
-def _pop_modes(core: Any, length: int) -> None:
-    while core._len_torch_dispatch_stack() > length:
-        core._pop_torch_dispatch_stack(None)
+    return _Setting(name, length, leave, 0)
 
 
 def _hooked(core: Any) -> object:

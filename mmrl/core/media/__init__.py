@@ -194,8 +194,6 @@ def probe_image(media: Media, limits: Limits = LIMITS, *, decode: bool = True) -
     try:
         with Image.open(watched(data), formats=IMAGE_FORMATS) as image:
             size = image.size
-    except BadMediaError:
-        raise
     except Exception as error:  # decoders raise anything
         raise BadMediaError(f"{describe(media)}: not a readable picture") from error
     if size[0] * size[1] > limits.pixels:

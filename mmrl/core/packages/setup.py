@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mmrl.core.checkpoint_manifest import sha256
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
@@ -34,7 +36,6 @@ from mmrl.core.untrusted import parse_json
 Say = Callable[[str], None]
 ENDING = ".part"
 WEIGHTS = "model.safetensors"
-_CHUNK = 1 << 22
 _MOST = 5_000_000
 """Values of a header: a tensor has some six."""
 
@@ -88,18 +89,8 @@ def _remove_leftovers(home: Path) -> None:
     """What interrupted set-ups left, whose processes are gone."""
     for folder in home.glob(f".*{ENDING}"):
         number = folder.name.removesuffix(ENDING).rpartition(".")[2]
-        if not (number.isdigit() and _runs(int(number))):
+        if not (number.isdigit() and psutil.pid_exists(int(number))):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _wheel(wheel: Wheel, aside: Path, given: Path | None, say: Say) -> Path:
@@ -238,11 +229,8 @@ def digest_of(file: Path) -> str:
             begin, end = entry["data_offsets"]
             found.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
             stream.seek(8 + length + begin)
-            left = end - begin
-            while left:
-                piece = stream.read(min(_CHUNK, left))
-                if not piece:
-                    raise ValueError(f"{file} ends within the tensor {name}")
-                found.update(piece)
-                left -= len(piece)
+            tensor = stream.read(end - begin)
+            if len(tensor) < end - begin:
+                raise ValueError(f"{file} ends within the tensor {name}")
+            found.update(tensor)
     return found.hexdigest()

@@ -6,7 +6,6 @@ Imports no torch: ``mmrl serve`` and ``mmrl score`` run rewards in environments 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import os
 import sysconfig
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from mmrl.core.errors import UserError, plain
+from mmrl.core.errors import UserError, did_you_mean, plain
 
 _PARSING = threading.Lock()
 """``inspect`` parses a file to find a class in it, and Python 3.11's parser fails when two threads do that at once
@@ -141,9 +140,8 @@ def option_problems(
     wrong = []
     for key in options:
         if key in reserved or (key not in known and not wide):
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            wrong.append(f"options.{key}: {name} has no such option{hint} (it has: {', '.join(known) or 'none'})")
+            has = f"(it has: {', '.join(known) or 'none'})"
+            wrong.append(f"options.{key}: {name} has no such option{did_you_mean(key, known)} {has}")
     for p in parameters:
         if p.name in known and p.default is p.empty and p.name not in options:
             wrong.append(f"options.{p.name}: {name} needs it; add options: {{{p.name}: ...}}")
