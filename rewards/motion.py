@@ -102,7 +102,7 @@ def _steady(sample: Sample) -> dict[str, float]:
     identity = seen * float(np.mean([_overlap(first, mask) for mask in found[1:]]))
     steps = np.diff([_centre(mask) for mask in found], axis=0)
     uneven = np.linalg.norm(steps - steps.mean(0), axis=1).mean() / (np.linalg.norm(steps, axis=1).mean() + 1)
-    smooth = seen * _clip(1 - float(uneven))
+    smooth = seen * shapes.clipped(1 - float(uneven))
     return {"score": identity * smooth, "identity": identity, "smooth": smooth}
 
 
@@ -126,7 +126,7 @@ def judge(frames: Sequence[Image.Image], meta: Mapping[str, Any], success_weight
     way = np.array(WAYS[meta["direction"]], float)
     gone = at[-1] - at[0] if len(at) > 1 else np.zeros(2)
     along, across = float(gone @ way), float(abs(gone @ way[::-1]))
-    direction = seen * _clip(along / FAR) * _clip(2 - across / max(along, 1e-6))
+    direction = seen * shapes.clipped(along / FAR) * shapes.clipped(2 - across / max(along, 1e-6))
     onward = bool((np.diff(at @ way) >= -BACK).all())
     success = float(seen == 1 and along >= FAR and across <= along / 2 and onward)
     return {
@@ -162,10 +162,6 @@ def outline(frame: Image.Image, rgb: Sequence[float], background: Sequence[float
 def _centre(mask: NDArray[np.bool_]) -> NDArray[Any]:
     y, x = np.nonzero(mask)
     return np.array([x.mean() + 0.5, y.mean() + 0.5])
-
-
-def _clip(value: float) -> float:
-    return min(max(value, 0.0), 1.0)
 
 
 def _checked(sample: Sample) -> Sequence[Image.Image]:

@@ -147,7 +147,7 @@ def judge(image: Image.Image, meta: Mapping[str, Any], success_weight: float = 0
     matched = scipy.optimize.linear_sum_assignment(colours + kinds, maximize=True)
     pairs = tuple(np.asarray(index, np.intp) for index in matched)
     parts = {
-        "count": max(0.0, 1 - abs(len(found) - len(wanted)) / len(wanted)) * _clip(1 - (stray - STRAY) / 40),
+        "count": max(0.0, 1 - abs(len(found) - len(wanted)) / len(wanted)) * clipped(1 - (stray - STRAY) / 40),
         "colour": float(colours[pairs].sum()) / most,
         "kind": float(kinds[pairs].sum()) / most,
     }
@@ -286,9 +286,9 @@ def _colour_grade(found: Found, name: str, palette: Mapping[str, Any]) -> float:
     """1 if the object has the colour ``name`` throughout; falls with impurity, distance and unevenness."""
     distance = float(np.linalg.norm(found.rgb - np.asarray(palette[name], np.float32)))
     return (
-        _clip(found.shares[name] / PURITY)
-        * _clip(2 - distance / COLOUR_DISTANCE)
-        * _clip(2 - found.unevenness / UNEVENNESS)
+        clipped(found.shares[name] / PURITY)
+        * clipped(2 - distance / COLOUR_DISTANCE)
+        * clipped(2 - found.unevenness / UNEVENNESS)
     )
 
 
@@ -296,7 +296,7 @@ def _kind_grade(found: Found, kind: str) -> float:
     """1 if ``kind`` overlaps enough and leads; 0 at a poor overlap or where another kind fits clearly better."""
     overlap = found.overlaps[kind]
     lead = overlap - max(value for other, value in found.overlaps.items() if other != kind)
-    return _clip((overlap - 0.6) / (OVERLAP[kind] - 0.6)) * _clip((lead + 0.1) / (LEAD + 0.1))
+    return clipped((overlap - 0.6) / (OVERLAP[kind] - 0.6)) * clipped((lead + 0.1) / (LEAD + 0.1))
 
 
 def _position_grade(meta: Mapping[str, Any], places: list[list[Found]], centre: tuple[float, float]) -> float:
@@ -309,9 +309,9 @@ def _position_grade(meta: Mapping[str, Any], places: list[list[Found]], centre: 
     dx, dy = float(x1 - x0), float(y1 - y0)
     along = {"left": dx, "right": -dx, "top": dy, "above": dy, "bottom": -dy, "below": -dy}[word]
     if "side" in meta:
-        return _clip(0.5 + along / (2 * SIDE_MARGIN))
+        return clipped(0.5 + along / (2 * SIDE_MARGIN))
     across = abs(dy) if word in ("left", "right") else abs(dx)
-    return _clip(along / APART) * _clip(2 - across / max(along, 1e-6))
+    return clipped(along / APART) * clipped(2 - across / max(along, 1e-6))
 
 
 def resampled(image: Image.Image) -> Array:
@@ -323,7 +323,8 @@ def resampled(image: Image.Image) -> Array:
     return np.asarray(image, np.float32)
 
 
-def _clip(value: float) -> float:
+def clipped(value: float) -> float:
+    """``value``, brought into [0, 1]."""
     return min(max(value, 0.0), 1.0)
 
 

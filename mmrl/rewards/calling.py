@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
@@ -63,7 +64,7 @@ class Caller:
         self._stream = OwnStream(wanted=reward.declaration.device and not reward.is_async)
         self._lane: _ThreadLane | _LoopLane | None = None
         self._swap = threading.Lock()
-        self._turn = threading.Lock()
+        self._turn = nullcontext() if reward.is_async else threading.Lock()
         self._workers = _Workers(CONCURRENT_BATCHES if reward.is_async else 1, "mmrl-reward-batch")
 
     def one(self, samples: Sequence[Sample], context: Context) -> Answer:
@@ -81,7 +82,8 @@ class Caller:
             try:
                 with self._stream.behind(mark, context.device, samples):
                     given = views(samples)  # an abandoned call may still change its own copy
-                    returned = self._attempt(given, context)
+                    with self._turn:
+                        returned = self._within_deadline(given, context)
                     answer = read_answer(returned, len(samples), self.reward.place, spans=bool(declared.spans))
                 return self._timed(answer, context, began)
             except BatchError as failure:
@@ -132,12 +134,6 @@ class Caller:
             if last.is_alive():
                 torch_state.give_up(last)
         self.reward.close()
-
-    def _attempt(self, samples: list[Sample], context: Context) -> object:
-        if self.reward.is_async:
-            return self._within_deadline(samples, context)
-        with self._turn:
-            return self._within_deadline(samples, context)
 
     def _within_deadline(self, samples: list[Sample], context: Context) -> object:
         meta = samples[0].prompt.meta if samples else {}  # now: the reward may empty its list

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from urllib.parse import urlsplit
 
 from mmrl.core.errors import UserError
@@ -267,13 +268,11 @@ class _Handler(HttpHandler):
         self._answer(status, _error(why))
         self.wfile.flush()
         until = time.monotonic() + _LINGER_S
-        try:
+        with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(_LINGER_S)
             while time.monotonic() < until and self.connection.recv(65536):
                 pass
-        except OSError:
-            pass
 
 
 def serve(
@@ -294,10 +293,8 @@ def serve(
         declared = server.reward.declaration
         line = f"{name} at {server.url} (reads {', '.join(declared.inputs)}; per {declared.per})"
         with contextlib.suppress(KeyboardInterrupt):
-            if ready is None:
-                print(line, flush=True)
-            else:
-                ready(line)
+            tell = ready or partial(print, flush=True)
+            tell(line)
             server.serve_forever(poll_interval=0.1)
 
 

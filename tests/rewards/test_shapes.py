@@ -124,7 +124,7 @@ def test_an_edit_that_was_done_as_asked_keeps_the_rest(change):
     done, kept = [], []
     for caption in captions:
         text, before, after = edits.pair(caption, change, rng)
-        media = (Media("image", data=data.png(data.draw(before))),)
+        media = (Media("image", data=png_bytes(data.draw(before))),)
         prompt = replace(caption, text=text, media=media, meta=caption.meta | {"edit": change})
         larger = [replace(shape, radius=1.3 * shape.radius) for shape in after]
         for shapes in (before, after, larger):

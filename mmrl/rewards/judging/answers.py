@@ -20,6 +20,7 @@ from mmrl.core.json_types import JsonObject
 from mmrl.rewards.judging.asking import Outcome
 from mmrl.rewards.judging.criteria import Criteria, parse_criteria
 from mmrl.rewards.judging.json_answer import (
+    UnreadableError,
     begins_as_object,
     check_schema,
     json_in,
@@ -55,10 +56,6 @@ _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20,
 _INVISIBLE = dict.fromkeys(
     [0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF]
 )
-
-
-class UnreadableError(ValueError):
-    """An answer of which no verdict can be read."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,9 @@ class Number:
     def read(self, text: str, items: int = 0) -> float:
         """Raises ``UnreadableError``."""
         text = plain(text)
-        try:
-            if begins_as_object(text):
-                return scaled(self._field(json_in(text)), self.min, self.max)
-            value, of = number_in(without_thoughts(text), self.labels)
-        except ValueError as error:
-            raise UnreadableError(str(error)) from None
+        if begins_as_object(text):
+            return scaled(self._field(json_in(text)), self.min, self.max)
+        value, of = number_in(without_thoughts(text), self.labels)
         if of is not None and of != self.max:
             raise UnreadableError(f"is out of {of:g}, not out of {self.max:g}")
         return scaled(value, self.min, self.max)
@@ -194,10 +188,7 @@ class ByCriterion:
 
     def read(self, text: str, items: int = 0) -> dict[str, float | str]:
         """Raises ``UnreadableError``."""
-        try:
-            return self.criteria.read(plain(text))
-        except ValueError as error:
-            raise UnreadableError(str(error)) from None
+        return self.criteria.read(plain(text))
 
 
 Kind: TypeAlias = Words | Number | Json | Ranking | WrongSteps | ByCriterion
@@ -238,10 +229,7 @@ def parse_kind(mode: str, answer: JsonObject | None) -> Kind:
 
 def checked(text: str, schema: JsonObject) -> JsonObject:
     """The JSON object in an answer, checked against ``schema``. Raises ``UnreadableError``."""
-    try:
-        value = json_in(text)
-    except ValueError as error:
-        raise UnreadableError(str(error)) from None
+    value = json_in(text)
     why = mismatch(value, schema)
     if why is not None:
         raise UnreadableError(f"does not follow the schema ({why})")
@@ -374,7 +362,7 @@ def plain(text: str) -> str:
 
 
 def number_in(text: str, labels: tuple[str, ...]) -> tuple[float, float | None]:
-    """The number of the last line and what it is out of (``7/10``), if said. Raises ``ValueError``."""
+    """The number of the last line and what it is out of (``7/10``), if said. Raises ``UnreadableError``."""
     verdict, label, other = _forms(labels)
     text = _IN_TAGS.sub(_untagged, text)
     passed = ""
@@ -390,14 +378,14 @@ def number_in(text: str, labels: tuple[str, ...]) -> tuple[float, float | None]:
             break
         outs = {_value(one) for one in [*of, *filter(None, named.groups() if named else ())]}
         if len(outs) > 1:
-            raise ValueError(f"is out of {' and of '.join(f'{out:g}' for out in sorted(outs))}")
+            raise UnreadableError(f"is out of {' and of '.join(f'{out:g}' for out in sorted(outs))}")
         return _value(number), outs.pop() if outs else None
     if passed:
         name = re.split("[:=]", passed)[0].strip()[:40]
-        raise ValueError(
+        raise UnreadableError(
             f"is no number (its last line is {name!r}; if that is the verdict, name it in options.answer.label)"
         )
-    raise ValueError("is no number")
+    raise UnreadableError("is no number")
 
 
 def _untagged(found: re.Match[str]) -> str:

@@ -29,10 +29,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.reward_contract import Context, Failed, Parts, Value
 from mmrl.core.trajectory import Sample
-from mmrl.rewards.judging.json_answer import json_in
+from mmrl.rewards.judging.json_answer import UnreadableError, json_in
 from mmrl.rewards.loading import Loaded, build, find, problems, refused
 from mmrl.rewards.returned import BatchError, read_answer
 
@@ -47,10 +48,6 @@ LONGEST = 2000
 _NAME = re.compile(r"[A-Za-z_]\w{0,39}")
 _TAKEN = ("score", "spans", "feedback", "right", "wrong")
 _KEYS = ("judge", "extract", "verify", "options", "essential", "weight")
-
-
-class MissingError(ValueError):
-    """An answer that a criterion cannot be read of."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +90,19 @@ class Criteria:
         return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
     def read(self, text: str) -> dict[str, float | str]:
-        """The value of each criterion: 0 or 1, or what was extracted. Raises ``ValueError``, a ``MissingError`` that
-        names a criterion."""
+        """The value of each criterion: 0 or 1, or what was extracted. Raises ``UnreadableError``."""
         found, out = json_in(text), dict[str, float | str]()
         for one in self.criteria:
             value = found.get(one.name)
             if one.name not in found:
-                raise MissingError(f"misses the criterion {one.name!r}")
+                raise UnreadableError(f"misses the criterion {one.name!r}")
             if one.judge is not None and isinstance(value, bool):
                 out[one.name] = float(value)
             elif one.judge is None and isinstance(value, str) and len(value) <= LONGEST:
                 out[one.name] = value.strip()
             else:
                 wanted = "true or false" if one.judge is not None else f"a text of at most {LONGEST} characters"
-                raise MissingError(f"says {str(value)[:60]!r} of the criterion {one.name!r}, which is {wanted}")
+                raise UnreadableError(f"says {str(value)[:60]!r} of the criterion {one.name!r}, which is {wanted}")
         return out
 
     def total(self, values: Mapping[str, float]) -> float:
@@ -229,27 +225,28 @@ class Verifiers:
         mode: Mode,
     ) -> tuple[Parts, list[str | None]]:
         """``score`` and each criterion by its name; and what does not hold of each sample. ``said``: see ``values``."""
-        scores: list[Value] = []
-        means: dict[str, list[float | None]] = {one.name: [] for one in self._criteria.criteria}
-        told: list[str | None] = []
-        for row, sample in enumerate(samples):
-            found, missed = list[dict[str, float]](), list[str]()
-            for outcome in (o for job, o in zip(jobs, outcomes, strict=True) if job.rows == (row,)):
-                if not isinstance(outcome.verdict, dict):
-                    missed.append(outcome.reason or "no verdict")
-                    continue
-                values = self.values(sample, outcome.verdict, said[row])
-                if isinstance(values, Failed):
-                    missed.append(values.reason)
-                else:
-                    found.append(values)
-            scores.append(mode.decided([self._criteria.total(values) for values in found], missed))
-            known = isinstance(scores[-1], float)
-            mean = {name: sum(v[name] for v in found) / len(found) for name in means} if known else {}
-            for name, of in means.items():
-                of.append(mean.get(name))
-            told.append((self._criteria.unmet(mean) or None) if known else None)
-        return {"score": scores, **means}, told
+        of = grouped((job.rows, outcome) for job, outcome in zip(jobs, outcomes, strict=True))
+        rows = [self._decided(one, said[row], of.get((row,), []), mode) for row, one in enumerate(samples)]
+        names = ("score", *(one.name for one in self._criteria.criteria))
+        return {name: [parts.get(name) for parts, _ in rows] for name in names}, [told for _, told in rows]
+
+    def _decided(
+        self, sample: Sample, said: str | None, outcomes: Sequence[Outcome], mode: Mode
+    ) -> tuple[dict[str, Value], str | None]:
+        """The parts of one sample, and what does not hold of it."""
+        found, missed = list[dict[str, float]](), list[str]()
+        for outcome in outcomes:
+            verdict, none = outcome.verdict, Failed(outcome.reason or "no verdict")
+            values = self.values(sample, verdict, said) if isinstance(verdict, dict) else none
+            if isinstance(values, Failed):
+                missed.append(values.reason)
+            else:
+                found.append(values)
+        score = mode.decided([self._criteria.total(values) for values in found], missed)
+        if not isinstance(score, float):
+            return {"score": score}, None
+        means = {one.name: sum(v[one.name] for v in found) / len(found) for one in self._criteria.criteria}
+        return {"score": score, **means}, self._criteria.unmet(means) or None
 
     def close(self) -> None:
         """Let the verifiers close what they hold."""

@@ -169,12 +169,9 @@ def fence_of(seed: int, texts: Sequence[str | None]) -> str:
     The same question has the same word, also in a run that is repeated or resumed; the author of a text cannot predict
     it.
     """
-    for attempt in itertools.count():
-        content = json.dumps([seed, attempt, *texts])
-        fence = hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
-        if not any(text and fence in text for text in texts):
-            return fence
-    raise AssertionError("itertools.count has no end")
+    contents = (json.dumps([seed, attempt, *texts]) for attempt in itertools.count())
+    fences = (hashlib.blake2b(content.encode(), digest_size=4).hexdigest() for content in contents)
+    return next(fence for fence in fences if not any(text and fence in text for text in texts))
 
 
 def _any(patterns: Iterable[str]) -> re.Pattern[str] | None:

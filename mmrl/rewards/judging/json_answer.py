@@ -40,6 +40,10 @@ _LONGEST = 200
 """Characters of a reason: it may quote the answer, which may be long."""
 
 
+class UnreadableError(ValueError):
+    """An answer of which no verdict can be read."""
+
+
 def check_schema(given: Json, where: str) -> JsonObject:
     """The schema ``given``. Raises ``UserError`` naming ``where`` for what is none, and for an unsupported keyword.
 
@@ -72,7 +76,7 @@ def mismatch(value: Json, schema: JsonObject) -> str | None:
 
 
 def json_in(text: str) -> JsonObject:
-    """The last outermost object of an answer, alone, after prose or a thought, or fenced. Raises ``ValueError``.
+    """The last outermost object of an answer, alone, after prose or a thought, or fenced. Raises ``UnreadableError``.
 
     An object that is no valid JSON, a brace that belongs to none, and a thought that never ends leave nothing to read:
     what stands inside a broken object may be quoted. An object that is quoted is text.
@@ -83,9 +87,9 @@ def json_in(text: str) -> JsonObject:
     try:
         if ends is None or not BEGINS.match(text):
             found = _objects(text)
-    except ValueError:
+    except UnreadableError:
         if ends is None and BEGINS.search(text):
-            raise ValueError(_NEVER_ENDS) from None
+            raise UnreadableError(_NEVER_ENDS) from None
         if ends is None or begins_as_object(text):
             raise
     if found is None and ends is not None:
@@ -103,11 +107,11 @@ def begins_as_object(text: str) -> bool:
 def without_thoughts(text: str) -> str:
     """``text`` after its last ``</think>``, which models that reason aloud put before their answer.
 
-    Raises ``ValueError`` where a thought begins, as the first thing of a line, and never ends.
+    Raises ``UnreadableError`` where a thought begins, as the first thing of a line, and never ends.
     """
     said = ENDS.split(text)[-1]
     if BEGINS.search(said):
-        raise ValueError(_NEVER_ENDS)
+        raise UnreadableError(_NEVER_ENDS)
     return said.strip()
 
 
@@ -180,12 +184,12 @@ def _end_of_thoughts(text: str, found: list[_Found]) -> int:
         for mark in ENDS.finditer(text, start, end):
             after = mark.end()
     if BEGINS.search(text, after):
-        raise ValueError(_NEVER_ENDS)
+        raise UnreadableError(_NEVER_ENDS)
     return after
 
 
 def _own(text: str, after: int, found: list[_Found]) -> JsonObject:
-    """The last of the objects behind ``after`` that the judge does not quote. Raises ``ValueError``.
+    """The last of the objects behind ``after`` that the judge does not quote. Raises ``UnreadableError``.
 
     Of several, the last has no words behind it, nor before it in its line where an earlier one stands alone: what a
     judge quotes behind its verdict may look like one.
@@ -198,11 +202,12 @@ def _own(text: str, after: int, found: list[_Found]) -> JsonObject:
         if not text[max(line, after) : start].lstrip().startswith(">") and not _is_quoted(before, behind):
             own.append((end, before, behind, value))
     if not own:
-        raise ValueError("holds no JSON object but in quotes or within a sentence" if found else "holds no JSON object")
+        where = " but in quotes or within a sentence" if found else ""
+        raise UnreadableError(f"holds no JSON object{where}")
     *earlier, (end, before, _, value) = own
     alone = any(not _WORD.search(left + right) for _, left, right, _ in earlier)
     if earlier and (_WORD.search(text, end) or (alone and _WORD.search(before))):
-        raise ValueError("holds several JSON objects, and words beside the last, so that it may be a quotation")
+        raise UnreadableError("holds several JSON objects, and words beside the last, so that it may be a quotation")
     return value
 
 
@@ -213,19 +218,19 @@ def _is_quoted(before: str, behind: str) -> bool:
 
 
 def _objects(text: str) -> list[_Found]:
-    """The outermost objects with their places. Raises ``ValueError`` where a brace outside them belongs to none."""
+    """The outermost objects with their places. Raises ``UnreadableError`` where a brace outside them has no partner."""
     found: list[_Found] = []
     at = 0
     while (brace := _BRACE.search(text, at)) is not None:
         if brace[0] == "}":
-            raise ValueError("has a } that closes no JSON object")
+            raise UnreadableError("has a } that closes no JSON object")
         try:
             value, at = _DECODER.raw_decode(text, brace.start())
         except RecursionError:
-            raise ValueError("holds an object that is nested too deeply") from None
+            raise UnreadableError("holds an object that is nested too deeply") from None
         except ValueError as error:
             why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise ValueError(f"holds an object that is no valid JSON ({why[:_LONGEST]})") from None
+            raise UnreadableError(f"holds an object that is no valid JSON ({why[:_LONGEST]})") from None
         found.append((brace.start(), at, value))
     return found
 

@@ -30,9 +30,9 @@ from mmrl.models.quantized import quantize as quantized
 from mmrl.models.quantized import refusals_of
 from mmrl.models.text.control_tokens import ControlTokens
 from mmrl.models.text.token_sampling import Draw
-from mmrl.rewards.judging.answers import Kind, UnreadableError, Words, read
+from mmrl.rewards.judging.answers import Kind, Words, read
 from mmrl.rewards.judging.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, seeded, unread
-from mmrl.rewards.judging.json_answer import ends_in_a_thought, is_thought_mark, with_thought_closed
+from mmrl.rewards.judging.json_answer import UnreadableError, ends_in_a_thought, is_thought_mark, with_thought_closed
 from mmrl.rewards.judging.protocol import kind_of
 from mmrl.rewards.sleeping import Sleeping
 

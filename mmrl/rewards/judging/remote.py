@@ -18,6 +18,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -31,8 +32,9 @@ from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError, certificates
 from mmrl.core.reward_contract import before_loading
 from mmrl.inference.server_process import png_url
-from mmrl.rewards.judging.answers import Kind, UnreadableError, Words, read, schema_of
+from mmrl.rewards.judging.answers import Kind, Words, read, schema_of
 from mmrl.rewards.judging.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, seeded, unread
+from mmrl.rewards.judging.json_answer import UnreadableError
 from mmrl.rewards.judging.replay import recorded_here
 from mmrl.rewards.judging.usage import request, used
 from mmrl.rewards.serve import is_loopback
@@ -449,10 +451,8 @@ def _retry_after(value: str | None) -> float:
     """Seconds from the header (RFC 9110, 10.2.3): a number or a date; 0 where there is none or it is neither."""
     if value is None:
         return 0.0
-    try:
+    with suppress(ValueError):
         return max(0.0, float(value)) if math.isfinite(float(value)) else 0.0
-    except ValueError:
-        pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, OverflowError):

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from PIL.Image import Image
@@ -80,18 +81,15 @@ def _verdicts(path: Path) -> tuple[dict[str, Outcome], list[int]]:
     """The verdicts in a file, and the numbers of the lines that are not to be trusted."""
     found: dict[str, Outcome] = {}
     damaged: list[int] = []
-    try:
-        with opened(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # not while another process is in the middle of a line
-            for number, line in enumerate(file, 1):
-                row = row_of(line)
-                key, verdict = ("", None) if row is None else (row.get("key"), _intact(row))
-                if row is None or verdict is None or not isinstance(key, str):
-                    damaged.append(number)
-                    continue
-                found[key] = Outcome(verdict, texts_of(row.get("raw")), cached=True)
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError), opened(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # not while another process is in the middle of a line
+        for number, line in enumerate(file, 1):
+            row = row_of(line)
+            key, verdict = ("", None) if row is None else (row.get("key"), _intact(row))
+            if row is None or verdict is None or not isinstance(key, str):
+                damaged.append(number)
+                continue
+            found[key] = Outcome(verdict, texts_of(row.get("raw")), cached=True)
     return found, damaged
 
 

@@ -76,14 +76,13 @@ class Pool:
         key = names[0].partition("/")[2]
         folder = self.into / f"{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        rows: list[Json] = []
         for name, sample in zip(names, samples, strict=True):
             if sample.image is not None:
                 sample.image.save(place_of(self.into, name).with_name(name.partition("/")[2] + ".png"))
-            rows.append({"name": name, "prompt": sample.prompt.conversation, "text": sample.text or ""})
+        known = [Shown(name, s.prompt.conversation, s.text or "") for name, s in zip(names, samples, strict=True)]
+        rows = [one._asdict() for one in known]
         write_atomic(folder / f"{key}.safetensors", save({f"{n:02d}": p.contiguous() for n, p in enumerate(parts)}))
         write_atomic(folder / f"{key}.json", json.dumps(rows, ensure_ascii=False))
-        known = [Shown(name, s.prompt.conversation, s.text or "") for name, s in zip(names, samples, strict=True)]
         self.batches[step, key] = Batch(known, list(parts))
 
     def before(self, step: int, batches: Sequence[str], voted: Collection[str], keep: int) -> Batch:
