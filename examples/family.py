@@ -32,9 +32,4 @@ class AuraFlowAdapter(Adapter):
         return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}
 
 
-def build(recipe, path, device):
-    return loading.build(AuraFlowAdapter, recipe, path, device)
-
-
-def describe(recipe, path, architecture):
-    return loading.describe(AuraFlowAdapter, recipe, path, architecture)
+build, describe = loading.entry_points(AuraFlowAdapter)

@@ -42,9 +42,4 @@ class PixArtSigmaAdapter(NoisePredictionAdapter):
         return super().call() | stock
 
 
-def build(recipe, path, device):
-    return loading.build(PixArtSigmaAdapter, recipe, path, device)
-
-
-def describe(recipe, path, architecture):
-    return loading.describe(PixArtSigmaAdapter, recipe, path, architecture)
+build, describe = loading.entry_points(PixArtSigmaAdapter)

@@ -1,7 +1,8 @@
 """List the pipelines, rewards and data sets of this installation by reading their text: nothing is imported or run.
 
-A module is recognised by the function that mmrl calls: a pipeline defines ``build(recipe, ...)``, a data set
-``prompts(split, ...)``, a reward is a function that takes ``context`` or a class whose ``score`` does.
+A module is recognised by the function that mmrl calls: a pipeline defines ``build(recipe, ...)``, or assigns
+``build``; a data set defines ``prompts(split, ...)``; a reward is a function that takes ``context`` or a class whose
+``score`` does.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def declared_paths(name: str) -> tuple[str, ...]:
 
 
 def _assigns(node: ast.Assign, name: str) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+    every = (one for target in node.targets for one in ast.walk(target))
+    return any(isinstance(one, ast.Name) and one.id == name for one in every)
 
 
 def split_file(text: str) -> tuple[str | None, str]:
@@ -223,10 +225,12 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
         yield from _environments(module, file, tree)
         return
     for node in tree.body:
+        if kind == "pipelines" and isinstance(node, ast.Assign) and _assigns(node, DEFAULT[kind]):
+            yield Entry(module, file, about_module)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         is_default = node.name == DEFAULT[kind]
-        if _takes(node, "context") if kind == "rewards" else is_default and _takes(node, _FIRST[kind]):
+        if _takes(node, "context") if kind == "rewards" else is_default and _begins_with(node, _FIRST[kind]):
             name = module if is_default else f"{module}:{node.name}"
             yield Entry(name, file, about_module if is_default else _first_line(node) or about_module)
 
@@ -252,6 +256,10 @@ def _takes(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, paramete
         methods = [m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef) and m.name == "score"]
         return any(_takes(method, parameter) for method in methods)
     return parameter in {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
+
+
+def _begins_with(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, parameter: str) -> bool:
+    return not isinstance(node, ast.ClassDef) and [one.arg for one in node.args.args[:1]] == [parameter]
 
 
 def _first_line(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Read, clip_reads
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 from .packed import PackedAdapter, own_sigmas, packed, unpacked
 
 
@@ -105,9 +102,4 @@ def _places(shape: tuple[int, ...], picture: int) -> Tensor:
     return torch.stack([torch.full_like(rows, picture), rows, columns], -1).flatten(0, 1)
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(FluxAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, FluxAdapter)
+build, describe = loading.entry_points(FluxAdapter)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.config.schema import Recipe
-
 from . import loading
 from .adapter import Read
-from .flow import FlowPipeline
 from .flux2_klein import Flux2KleinAdapter
 
 
@@ -46,9 +42,4 @@ class Flux2Adapter(Flux2KleinAdapter):
         return torch.full_like(timestep, self.sampling.guidance_scale)
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(Flux2Adapter, recipe, path, device)
-
-
-describe = partial(loading.describe, Flux2Adapter)
+build, describe = loading.entry_points(Flux2Adapter)

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
-
-from mmrl.config.schema import Recipe
-
 from . import loading
-from .flow import FlowPipeline
 from .flux2 import Flux2Adapter
 
 
@@ -22,9 +15,4 @@ class Flux2EditAdapter(Flux2Adapter):
     several = True
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(Flux2EditAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, Flux2EditAdapter)
+build, describe = loading.entry_points(Flux2EditAdapter)

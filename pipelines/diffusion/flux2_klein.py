@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Adapter, Read
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 from .packed import own_sigmas
 
 
@@ -147,9 +144,4 @@ def _places(rows: int, columns: int, tokens: int, picture: int = 0) -> Tensor:
     return torch.cartesian_prod(torch.tensor([picture]), *ranges)
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(Flux2KleinAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, Flux2KleinAdapter)
+build, describe = loading.entry_points(Flux2KleinAdapter)

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
-
-from mmrl.config.schema import Recipe
-
 from . import loading
-from .flow import FlowPipeline
 from .flux2_klein import Flux2KleinAdapter
 
 
@@ -20,9 +13,4 @@ class Flux2KleinEditAdapter(Flux2KleinAdapter):
     edits = True
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(Flux2KleinEditAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, Flux2KleinEditAdapter)
+build, describe = loading.entry_points(Flux2KleinEditAdapter)

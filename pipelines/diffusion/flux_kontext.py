@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
-
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 
 from . import loading
-from .flow import FlowPipeline
 from .flux import FluxAdapter
 
 
@@ -26,9 +20,4 @@ class FluxKontextAdapter(FluxAdapter):
         return super().call() | {"max_area": self.sampling.height * self.sampling.width, "_auto_resize": False}
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(FluxKontextAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, FluxKontextAdapter)
+build, describe = loading.entry_points(FluxKontextAdapter)

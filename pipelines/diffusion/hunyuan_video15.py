@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
@@ -17,14 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Adapter, Read
 from .fields import latent_channels, not_default, text_width
-from .flow import FlowPipeline
 
 _LENGTH = 1000
 """Tokens of text that the stock pipeline reads."""
@@ -150,9 +147,4 @@ def _check_guider(guider: Any) -> None:
         )
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(HunyuanVideo15Adapter, recipe, path, device)
-
-
-describe = partial(loading.describe, HunyuanVideo15Adapter)
+build, describe = loading.entry_points(HunyuanVideo15Adapter)

@@ -4,7 +4,6 @@ with, which the model is shown by channel and by an image encoder (SigLIP)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
@@ -12,11 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 
 from . import loading
-from .flow import FlowPipeline
 from .hunyuan_video15 import HunyuanVideo15Adapter
 from .pictures import scaled
 
@@ -71,9 +68,4 @@ class HunyuanVideo15I2VAdapter(HunyuanVideo15Adapter):
         )
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(HunyuanVideo15I2VAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, HunyuanVideo15I2VAdapter)
+build, describe = loading.entry_points(HunyuanVideo15I2VAdapter)

@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -62,6 +63,12 @@ _CLIPS = 64
 _SERVER = "SGLang's diffusion server"
 _FILE = "diffusion_pytorch_model.safetensors"
 _LACKS = "its safetensors files have other weights than the model"
+
+
+def entry_points(family: type[Adapter]) -> tuple[partial[FlowPipeline], partial[Description]]:
+    """The functions ``build(recipe, path, device)`` and ``describe(recipe, path, architecture)`` of the module of
+    ``family``."""
+    return partial(build, family), partial(describe, family)
 
 
 def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

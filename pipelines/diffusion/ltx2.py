@@ -13,7 +13,6 @@ streams (``modality_scale``) and its rescaling are not used, which the stock cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import diffusers  # its parts are loaded when they are first used
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 from mmrl.core.transfer import to_device
@@ -29,7 +27,6 @@ from mmrl.core.transfer import to_device
 from . import loading
 from .adapter import Adapter, Read
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 from .packed import shifted
 
 _NOT_USED = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
@@ -241,9 +238,4 @@ def _bins(pipe: diffusers.DiffusionPipeline) -> int:
     return pipe.audio_vae.config.mel_bins // pipe.audio_vae_mel_compression_ratio
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(LTX2Adapter, recipe, path, device)
-
-
-describe = partial(loading.describe, LTX2Adapter)
+build, describe = loading.entry_points(LTX2Adapter)

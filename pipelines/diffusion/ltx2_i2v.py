@@ -7,7 +7,6 @@ the picture with a time of their own: 0 of the first frame, that of the step of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import diffusers  # its parts are loaded when they are first used
 import numpy as np
@@ -16,13 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 from mmrl.core.media.decoding import needs
 
 from . import loading
-from .flow import FlowPipeline
 from .ltx2 import LTX2Adapter
 from .pictures import scaled
 
@@ -113,9 +110,4 @@ class LTX2I2VAdapter(LTX2Adapter):
         return torch.cat([held, picture], 1), sound
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(LTX2I2VAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, LTX2I2VAdapter)
+build, describe = loading.entry_points(LTX2I2VAdapter)

@@ -8,7 +8,6 @@ The latents of the first ``sampling.held_frames`` frames of the clip are held as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
@@ -17,11 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 
 from . import loading
-from .flow import FlowPipeline
 from .ltx2 import LTX2Adapter
 from .ltx2_i2v import LTX2I2VAdapter
 from .pictures import scaled
@@ -73,9 +70,4 @@ class LTX2V2VAdapter(LTX2I2VAdapter):
         return dict(zip(("latents", "audio_latents"), self._drawn(noise), strict=True))
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(LTX2V2VAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, LTX2V2VAdapter)
+build, describe = loading.entry_points(LTX2V2VAdapter)

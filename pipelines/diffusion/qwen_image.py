@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Read
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 from .packed import PackedAdapter, packed, unpacked
 
 
@@ -124,9 +121,4 @@ class QwenImageAdapter(PackedAdapter):
         }
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(QwenImageAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, QwenImageAdapter)
+build, describe = loading.entry_points(QwenImageAdapter)

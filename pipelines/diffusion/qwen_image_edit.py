@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmrl.config.sampling import Size
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 
 from . import loading
 from .adapter import Read
-from .flow import FlowPipeline
 from .qwen_image import QwenImageAdapter
 
 _SIDE = 1024
@@ -130,9 +127,4 @@ def _own_size(side: int, sampled: Size) -> Size:
     return size
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(QwenImageEditAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, QwenImageEditAdapter)
+build, describe = loading.entry_points(QwenImageEditAdapter)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.config.schema import Recipe
-
 from . import loading
-from .flow import FlowPipeline
 from .qwen_image_edit import QwenImageEditAdapter
 
 
@@ -44,9 +39,4 @@ class QwenImageEditPlusAdapter(QwenImageEditAdapter):
         return self.pipe.image_processor.resize(picture, height, width)
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(QwenImageEditPlusAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, QwenImageEditPlusAdapter)
+build, describe = loading.entry_points(QwenImageEditPlusAdapter)

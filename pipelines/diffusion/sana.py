@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
-import torch
 from torch import Tensor, nn
 
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Read
 from .euler import EulerAdapter
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 
 
 class SanaAdapter(EulerAdapter):
@@ -101,9 +97,4 @@ class SanaAdapter(EulerAdapter):
         return super().call() | {"max_sequence_length": length, "use_resolution_binning": False}
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(SanaAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, SanaAdapter)
+build, describe = loading.entry_points(SanaAdapter)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
 from torch import Tensor
 
-from mmrl.config.schema import Recipe
-
 from . import loading
-from .flow import FlowPipeline
 from .unet import UNetAdapter
 
 
@@ -28,9 +22,4 @@ class SDAdapter(UNetAdapter):
         return {"embeds": embeds[0].to(self.device)}
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(SDAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, SDAdapter)
+build, describe = loading.entry_points(SDAdapter)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
-import torch
 from torch import Tensor, nn
 
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Adapter, Read, clip_reads
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 from .packed import shift_of
 
 
@@ -104,9 +100,4 @@ class SD3Adapter(Adapter):
         return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(SD3Adapter, recipe, path, device)
-
-
-describe = partial(loading.describe, SD3Adapter)
+build, describe = loading.entry_points(SD3Adapter)

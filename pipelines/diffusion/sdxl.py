@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor
 
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Conditions
-from .flow import FlowPipeline
 from .unet import UNetAdapter
 
 
@@ -74,9 +71,4 @@ class SDXLAdapter(UNetAdapter):
         return {"encoder_hidden_states": features["embeds"], "added_cond_kwargs": added}
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(SDXLAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, SDXLAdapter)
+build, describe = loading.entry_points(SDXLAdapter)

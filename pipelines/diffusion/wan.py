@@ -7,7 +7,6 @@ gives the same up to rounding (2e-7).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 
@@ -23,7 +21,6 @@ from . import loading
 from .adapter import Read
 from .euler import EulerAdapter
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 
 
 class WanAdapter(EulerAdapter):
@@ -121,9 +118,4 @@ class WanAdapter(EulerAdapter):
         }
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(WanAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, WanAdapter)
+build, describe = loading.entry_points(WanAdapter)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 
 import diffusers  # its parts are loaded when they are first used
 import torch
@@ -20,7 +19,6 @@ from mmrl.models.description import Resting
 
 from . import loading
 from .experts import Experts, resting
-from .flow import FlowPipeline
 from .wan import WanAdapter
 
 
@@ -87,9 +85,4 @@ class Wan22A14BAdapter(WanAdapter):
         return super().call() | ({} if second is None else {"guidance_scale_2": second})
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(Wan22A14BAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, Wan22A14BAdapter)
+build, describe = loading.entry_points(Wan22A14BAdapter)

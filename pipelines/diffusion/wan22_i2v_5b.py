@@ -8,7 +8,6 @@ of its own (``expand_timesteps``): 0 of the first frame, that of the step of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import diffusers  # its parts are loaded when they are first used
 import torch
@@ -16,11 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 
 from . import loading
-from .flow import FlowPipeline
 from .pictures import scaled
 from .wan import WanAdapter
 from .wan_i2v import clean_without_ftfy
@@ -80,9 +77,4 @@ class Wan22I2V5BAdapter(WanAdapter):
         return torch.cat([torch.zeros_like(noise[:, :, :1]), noise], 2)
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(Wan22I2V5BAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, Wan22I2V5BAdapter)
+build, describe = loading.entry_points(Wan22I2V5BAdapter)

@@ -3,14 +3,7 @@ channel."""
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
-
-from mmrl.config.schema import Recipe
-
 from . import loading
-from .flow import FlowPipeline
 from .wan22_a14b import Wan22A14BAdapter
 from .wan_i2v import WanI2VAdapter
 
@@ -22,9 +15,4 @@ class Wan22I2VA14BAdapter(Wan22A14BAdapter, WanI2VAdapter):
     of_one = "diffusion/wan_i2v"
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(Wan22I2VA14BAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, Wan22I2VA14BAdapter)
+build, describe = loading.entry_points(Wan22I2VA14BAdapter)

@@ -7,7 +7,6 @@ gray, joined by channel. Checkpoints with an image encoder (CLIP) show it the pi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
@@ -16,12 +15,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 
 from . import loading
-from .flow import FlowPipeline
 from .pictures import scaled
 from .wan import WanAdapter
 
@@ -107,9 +104,4 @@ def clean_without_ftfy() -> None:
     pipeline_wan_i2v.basic_clean = pipeline_wan_video2video.basic_clean = pipeline_wan.basic_clean
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(WanI2VAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, WanI2VAdapter)
+build, describe = loading.entry_points(WanI2VAdapter)

@@ -7,7 +7,6 @@ The checkpoint is one of text-to-video. The latents of the clip are noised to th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import diffusers  # its parts are loaded when they are first used
 import torch
@@ -15,11 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 
 from . import loading
-from .flow import FlowPipeline
 from .pictures import scaled
 from .wan import WanAdapter
 from .wan_i2v import clean_without_ftfy
@@ -59,9 +56,4 @@ class WanV2VAdapter(WanAdapter):
         return of_clip | {"strength": self.sampling.strength}
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(WanV2VAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, WanV2VAdapter)
+build, describe = loading.entry_points(WanV2VAdapter)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Adapter, Read
 from .fields import latent_channels, text_width
-from .flow import FlowPipeline
 from .packed import shifted
 
 
@@ -93,9 +90,4 @@ class ZImageAdapter(Adapter):
         return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
-    """See ``loading.build``."""
-    return loading.build(ZImageAdapter, recipe, path, device)
-
-
-describe = partial(loading.describe, ZImageAdapter)
+build, describe = loading.entry_points(ZImageAdapter)
