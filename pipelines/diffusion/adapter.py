@@ -65,6 +65,11 @@ class Read(NamedTuple):
     most: int
 
 
+def by_channel(values: Sequence[float] | Tensor, like: Tensor) -> Tensor:
+    """A number for each channel, to compute with latents ``like`` ``[B, C, ...]``."""
+    return torch.as_tensor(values).view(-1, *[1] * (like.ndim - 2)).to(like)
+
+
 def clip_reads(text: str, tokenizer: Any) -> Read:
     """What a CLIP encoder reads of ``text``."""
     return Read(len(tokenizer(text, verbose=False).input_ids), tokenizer.model_max_length)
@@ -149,36 +154,35 @@ class Adapter(ABC):
             nn.ModuleList([pipe.vae, *(getattr(pipe, name) for name in self.sounds)]) if self.sounds else pipe.vae
         )
         self._check_scheduler()
-        if sampling.guidance_scale_2 is not None and not self.also_trains:
-            raise UserError(
-                f"sampling.guidance_scale_2: {self.family} has one model that predicts, and it has "
-                "sampling.guidance_scale; remove guidance_scale_2"
-            )
-        if sampling.condition_size is not None and self.condition is None:
-            has = "a prompt's picture has the size that is sampled" if self.edits else "it is shown no pictures"
-            raise UserError(f"sampling.condition_size: {self.family}: {has}; remove condition_size")
-        if sampling.pictures is not None and not self.several:
-            has = "a prompt carries one picture" if self.edits else "it is shown no pictures"
-            raise UserError(f"sampling.pictures: {self.family}: {has}; remove pictures")
-        if (sampling.strength is not None) != self.starts:
-            edit = "it starts from noise alone; remove strength"
-            if self.starts:
-                edit = "say how far the clip of a prompt is noised; diffusers' default is 0.8"
-            raise UserError(f"sampling.strength: {self.family}: {edit}")
-        if (sampling.held_frames is not None) != (self.clips and not self.starts):
-            edit = "no frames of a prompt's clip stay; remove held_frames"
-            if self.clips:
-                edit = edit if self.starts else "say how many frames of the clip of a prompt stay"
-            raise UserError(f"sampling.held_frames: {self.family}: {edit}")
-        for key in ("audio_guidance_scale", "frame_rate"):
-            if getattr(sampling, key) is not None and not self.sounds:
-                raise UserError(f"sampling.{key}: {self.family} makes no sound; remove {key}")
-        if sampling.image_crf is not None and not self.compresses:
-            raise UserError(f"sampling.image_crf: {self.family} compresses no pictures; remove image_crf")
+        self._check_settings(sampling)
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
         self._at: dict[Size, Self] = {}
+
+    def _check_settings(self, sampling: Sampling) -> None:
+        """Raises ``UserError`` for a setting that the family has no use for, or that it needs and is not there."""
+        holds_clip = self.clips and not self.starts
+        for key, takes, why in (
+            ("guidance_scale_2", self.also_trains, " has one model that predicts, and it has sampling.guidance_scale"),
+            ("condition_size", self.condition, ": a prompt's picture has the size that is sampled"),
+            ("pictures", self.several, ": a prompt carries one picture"),
+            ("strength", self.starts, ": it starts from noise alone"),
+            ("held_frames", holds_clip, ": no frames of a prompt's clip stay"),
+            ("audio_guidance_scale", self.sounds, " makes no sound"),
+            ("frame_rate", self.sounds, " makes no sound"),
+            ("image_crf", self.compresses, " compresses no pictures"),
+        ):
+            if getattr(sampling, key) is not None and not takes:
+                shown = key not in ("condition_size", "pictures") or self.edits
+                raise UserError(
+                    f"sampling.{key}: {self.family}{why if shown else ': it is shown no pictures'}; remove {key}"
+                )
+        if self.starts and sampling.strength is None:
+            edit = "say how far the clip of a prompt is noised; diffusers' default is 0.8"
+            raise UserError(f"sampling.strength: {self.family}: {edit}")
+        if holds_clip and sampling.held_frames is None:
+            raise UserError(f"sampling.held_frames: {self.family}: say how many frames of the clip of a prompt stay")
 
     def at(self, size: Size) -> Self:
         """This adapter with ``size`` for the height and width of ``sampling``, over the same components."""
@@ -359,8 +363,8 @@ class Adapter(ABC):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Pictures ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [-1, 1], of clean latents."""
-        scale, shift = self._scaled()
-        return self.pipe.vae.decode(latents / scale + shift, return_dict=False)[0]
+        made = self.pipe.vae.decode(self._as_vae_has(latents), return_dict=False)[0]
+        return made if self.makes == "image" else made.transpose(1, 2)
 
     def modalities(self, states: Tensor) -> dict[str, Tensor]:
         """States ``[B, ...]`` of a clip with sound, divided into ``video`` and ``audio``."""
@@ -375,15 +379,25 @@ class Adapter(ABC):
         raise NotImplementedError
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Clean latents of pictures ``[B, 3, H, W]`` in [-1, 1], the inverse of ``decode``: the mode of the VAE's
-        distribution."""
-        scale, shift = self._scaled()
-        return (self.pipe.vae.encode(pixels).latent_dist.mode() - shift) * scale
+        """Clean latents of pictures ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [-1, 1], the inverse of
+        ``decode``: the mode of the VAE's distribution."""
+        given = pixels if self.makes == "image" else pixels.transpose(1, 2)
+        return self._as_model_sees(self.pipe.vae.encode(given).latent_dist.mode())
 
-    def _scaled(self) -> tuple[float, float]:
-        """The factor and the shift between the VAE's latents and those that the model sees, by ``statistics``."""
+    def _as_vae_has(self, latents: Tensor) -> Tensor:
+        """The VAE's latents, of those that the model sees, by ``statistics``."""
         config = self.pipe.vae.config
-        return config.scaling_factor, config.shift_factor if "shift_factor" in self.statistics else 0.0
+        if "latents_mean" in self.statistics:
+            return latents * by_channel(config.latents_std, latents) + by_channel(config.latents_mean, latents)
+        return latents / config.scaling_factor + (config.shift_factor if "shift_factor" in self.statistics else 0.0)
+
+    def _as_model_sees(self, latents: Tensor) -> Tensor:
+        """The inverse of ``_as_vae_has``."""
+        config = self.pipe.vae.config
+        if "latents_mean" in self.statistics:
+            return (latents - by_channel(config.latents_mean, latents)) / by_channel(config.latents_std, latents)
+        shift = config.shift_factor if "shift_factor" in self.statistics else 0.0
+        return (latents - shift) * config.scaling_factor
 
     def shown(self, output: Shown) -> Tensor:
         """Pictures or clips in the output of the stock pipeline."""

@@ -117,14 +117,6 @@ class HunyuanVideo15Adapter(Adapter):
         none = torch.zeros(len(x), 1, self.pipe.vision_states_dim, device=self.device)
         return x.new_zeros(len(x), x.shape[1] + 1, *x.shape[2:]), none
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Clips ``[B, F, 3, H, W]`` in [-1, 1]."""
-        return super().decode(latents).transpose(1, 2)
-
-    def encode_image(self, pixels: Tensor) -> Tensor:
-        """Clean latents of clips ``[B, F, 3, H, W]`` in [-1, 1], the inverse of ``decode``."""
-        return super().encode_image(pixels.transpose(1, 2))
-
     def call(self) -> dict[str, Json]:
         return {"num_frames": self.sampling.frames or 1}
 

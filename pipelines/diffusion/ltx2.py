@@ -25,7 +25,7 @@ from mmrl.core.json_types import Json
 from mmrl.core.transfer import to_device
 
 from . import loading
-from .adapter import Adapter, Read
+from .adapter import Adapter, Read, by_channel
 from .fields import latent_channels, text_width
 from .packed import shifted
 
@@ -195,7 +195,7 @@ class LTX2Adapter(Adapter):
         """Clips ``[B, F, 3, H, W]`` in [-1, 1]."""
         vae, size = self.pipe.vae, self._own
         picture = self.parts(latents)[0].transpose(1, 2).unflatten(2, size[:3])
-        mean, std = (one.view(1, -1, 1, 1, 1).to(picture) for one in (vae.latents_mean, vae.latents_std))
+        mean, std = (by_channel(one, picture) for one in (vae.latents_mean, vae.latents_std))
         time = picture.new_zeros(len(picture)) if vae.config.timestep_conditioning else None
         return vae.decode(picture * std / vae.config.scaling_factor + mean, time, return_dict=False)[0].transpose(1, 2)
 

@@ -20,6 +20,7 @@ from mmrl.core.json_types import Json
 from mmrl.core.media.decoding import needs
 
 from . import loading
+from .adapter import by_channel
 from .ltx2 import LTX2Adapter
 from .pictures import scaled
 
@@ -73,7 +74,7 @@ class LTX2I2VAdapter(LTX2Adapter):
         """``[N, C]`` of frames ``[3, F, H, W]``. They are not scaled by ``scaling_factor``, as in the stock call."""
         vae = self.pipe.vae
         found = vae.encode(clip.unsqueeze(0).to(self.device)).latent_dist.mode()
-        mean, std = (one.view(1, -1, 1, 1, 1).to(found) for one in (vae.latents_mean, vae.latents_std))
+        mean, std = (by_channel(one, found) for one in (vae.latents_mean, vae.latents_std))
         return ((found - mean) / std)[0].flatten(1).T.float()
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:

@@ -103,15 +103,10 @@ class QwenImageAdapter(PackedAdapter):
         return unpacked(v[:, : tokens[0].shape[1]], tuple(x.shape[1:]))
 
     def decode(self, latents: Tensor) -> Tensor:
-        config = self.pipe.vae.config
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(latents) for v in (config.latents_mean, config.latents_std))
-        return self.pipe.vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
+        return super().decode(latents.unsqueeze(2))[:, :, 0]  # its VAE is of clips
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        config = self.pipe.vae.config
-        latents = self.pipe.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(latents) for v in (config.latents_mean, config.latents_std))
-        return (latents - mean) / std
+        return super().encode_image(pixels.unsqueeze(2))[:, :, 0]
 
     def call(self) -> dict[str, Json]:
         return {

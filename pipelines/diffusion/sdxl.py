@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.core.json_types import Json
 
 from . import loading
-from .adapter import Conditions
+from .adapter import Conditions, by_channel
 from .unet import UNetAdapter
 
 
@@ -48,13 +48,11 @@ class SDXLAdapter(UNetAdapter):
         found = {"embeds": embeds[0], "pooled": pooled[0], "sizes": told}
         return {name: value.to(self.device) for name, value in found.items()}
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def _as_vae_has(self, latents: Tensor) -> Tensor:
         mean, std = self._normal(latents)
-        scale = self.pipe.vae.config.scaling_factor
-        return self.pipe.vae.decode(latents * std / scale + mean, return_dict=False)[0]
+        return latents * std / self.pipe.vae.config.scaling_factor + mean
 
-    def encode_image(self, pixels: Tensor) -> Tensor:
-        latents = self.pipe.vae.encode(pixels).latent_dist.mode()
+    def _as_model_sees(self, latents: Tensor) -> Tensor:
         mean, std = self._normal(latents)
         return (latents - mean) * self.pipe.vae.config.scaling_factor / std
 
@@ -63,8 +61,7 @@ class SDXLAdapter(UNetAdapter):
         config = self.pipe.vae.config
         if config.latents_mean is None or config.latents_std is None:
             return 0.0, 1.0
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(like) for v in (config.latents_mean, config.latents_std))
-        return mean, std
+        return by_channel(config.latents_mean, like), by_channel(config.latents_std, like)
 
     def conditions(self, features: dict[str, Tensor]) -> Conditions:
         added = {"text_embeds": features["pooled"], "time_ids": features["sizes"]}

@@ -47,6 +47,7 @@ class WanAdapter(EulerAdapter):
     def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         self.check_index(pipe)
         super().__init__(pipe, sampling, device)
+        clean_without_ftfy()
 
     @classmethod
     def check_index(cls, pipe: diffusers.DiffusionPipeline) -> None:
@@ -94,28 +95,19 @@ class WanAdapter(EulerAdapter):
         embeds = features["embeds"]
         return model(x.to(embeds.dtype), timestep, embeds, return_dict=False)[0]
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Clips ``[B, F, 3, H, W]`` in [-1, 1]."""
-        mean, std = self._normal(latents)
-        return self.pipe.vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2)
-
-    def encode_image(self, pixels: Tensor) -> Tensor:
-        """Clean latents of clips ``[B, F, 3, H, W]`` in [-1, 1], the inverse of ``decode``."""
-        latents = self.pipe.vae.encode(pixels.transpose(1, 2)).latent_dist.mode()
-        mean, std = self._normal(latents)
-        return (latents - mean) / std
-
-    def _normal(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        config = self.pipe.vae.config
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(like) for v in (config.latents_mean, config.latents_std))
-        return mean, std
-
     def call(self) -> dict[str, Json]:
         return {
             "num_frames": self.sampling.frames or 1,
             "guidance_scale": self.sampling.guidance_scale,
             "max_sequence_length": self.sampling.max_sequence_length,
         }
+
+
+def clean_without_ftfy() -> None:
+    """Let diffusers clean prompts without ftfy where that is not installed, as ``WanPipeline`` does."""
+    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_video2video
+
+    pipeline_wan_i2v.basic_clean = pipeline_wan_video2video.basic_clean = pipeline_wan.basic_clean
 
 
 build, describe = loading.entry_points(WanAdapter)

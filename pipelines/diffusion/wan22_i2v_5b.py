@@ -14,13 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from mmrl.config.sampling import Sampling
 from mmrl.core.errors import UserError
 
 from . import loading
 from .pictures import scaled
 from .wan import WanAdapter
-from .wan_i2v import clean_without_ftfy
 
 
 class Wan22I2V5BAdapter(WanAdapter):
@@ -32,10 +30,6 @@ class Wan22I2V5BAdapter(WanAdapter):
     edits = True
     holds = True
     unused = ("transformer_2", "image_encoder", "image_processor")
-
-    def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
-        super().__init__(pipe, sampling, device)
-        clean_without_ftfy()
 
     @classmethod
     def check_index(cls, pipe: diffusers.DiffusionPipeline) -> None:

@@ -38,7 +38,6 @@ class WanI2VAdapter(WanAdapter):
 
     def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         super().__init__(pipe, sampling, device)
-        clean_without_ftfy()
         if pipe.image_encoder is not None and sampling.max_sequence_length != _LENGTH:
             raise UserError(
                 f"sampling.max_sequence_length: {self.family} with an image encoder reads texts as {_LENGTH} tokens, "
@@ -95,13 +94,6 @@ class WanI2VAdapter(WanAdapter):
         given = torch.cat([x, known, source], 1).to(embeds.dtype)
         seen = {"encoder_hidden_states_image": features["seen"]} if "seen" in features else {}
         return model(given, timestep, embeds, return_dict=False, **seen)[0]
-
-
-def clean_without_ftfy() -> None:
-    """Let diffusers clean prompts without ftfy where that is not installed, as its other Wan pipelines do."""
-    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_video2video
-
-    pipeline_wan_i2v.basic_clean = pipeline_wan_video2video.basic_clean = pipeline_wan.basic_clean
 
 
 build, describe = loading.entry_points(WanI2VAdapter)

@@ -13,13 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.config.sampling import Sampling
 from mmrl.core.json_types import Json
 
 from . import loading
 from .pictures import scaled
 from .wan import WanAdapter
-from .wan_i2v import clean_without_ftfy
 
 
 class WanV2VAdapter(WanAdapter):
@@ -34,10 +32,6 @@ class WanV2VAdapter(WanAdapter):
     takes_noise = False
     unused = ()
     index = {"boundary_ratio": (None,), "expand_timesteps": (None, False)}  # noqa: RUF012
-
-    def __init__(self, pipe: diffusers.DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
-        super().__init__(pipe, sampling, device)
-        clean_without_ftfy()
 
     @classmethod
     def check_index(cls, pipe: diffusers.DiffusionPipeline) -> None:
