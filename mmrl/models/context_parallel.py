@@ -12,7 +12,6 @@ that sees it is the forward of the decoder inside: every rank reads all pictures
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -176,17 +175,6 @@ def _block(query: Tensor, key: Tensor, value: Tensor, scale: float | None, own: 
     return torch.stack(found, 2).flatten(1, 2)
 
 
-@contextmanager
-def imagined(module: Any, size: int) -> Generator[None]:
-    """Inside, ``module`` computes what the first of ``size`` ranks would; of others that are not there."""
-    cut = Cut(module, Imagined(size)) if size > 1 else None
-    try:
-        yield
-    finally:
-        if cut is not None:
-            cut.turn(on=False)
-
-
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +248,10 @@ class Cut:
         _config(self._module)._attn_implementation = _NAME if on else self._attention
         self.rows.kept = None
 
+    def close(self) -> None:
+        """Cut no rows any more."""
+        self.turn(on=False)
+
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **_: Any) -> Any:
         """Logits ``[B, m, V]`` behind those of the columns ``logits_to_keep`` that this rank has."""
         rows, own = self.rows.cut(input_ids, attention_mask, logits_to_keep)
@@ -331,18 +323,19 @@ class _Whole(torch.autograd.Function):
         return grad.gather(1, index) * there, None, None, None, None
 
 
-def _base(module: Any) -> Any:
+def plain(module: Any) -> Any:
+    """The model without its adapters."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def _config(module: Any) -> Any:
     """The one that the layers of its decoder read, with LoRA or not."""
-    return _base(module).config.get_text_config()
+    return plain(module).config.get_text_config()
 
 
 def decoder_that_sees(module: Any) -> Any:
     """The decoder inside a model that sees; None where ``module`` is one itself."""
-    base = _base(module)
+    base = plain(module)
     if base.config.model_type not in SEEING:
         return None
     inside = base.model
@@ -394,7 +387,7 @@ class InContext(Around):
 
 def refusals(module: Any, size: int) -> Iterator[str]:
     """Why the rows of ``module`` cannot be cut for ``size`` ranks, with the edit that mends it."""
-    base, config = _base(module), _config(module)
+    base, config = plain(module), _config(module)
     if size == 1:
         return
     rope = getattr(config, "rope_parameters", None) or {}

@@ -83,7 +83,8 @@ class Policy:
         self._state = OptimizerState(self.optimizer) if away and self.performance.offload_optimizer else None
         self._away = frozenset({"reference"} if away and self.performance.offload_reference else ())
         """Copies that live on the host."""
-        self._visiting = Visiting()
+        self._visiting: dict[str, dict[str, Tensor]] = {}
+        """Of those, what is on the device until it is ``put_away``. Its values do not change, so nothing goes back."""
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.updates = 0
         self.spent = 0.0
@@ -119,7 +120,9 @@ class Policy:
         else:
             copy = self.copies[name]
             if name in self._away:
-                copy = self._visiting.there(name, copy, self.trainable)
+                if name not in self._visiting:
+                    self._visiting[name] = {k: to_device(t, self.trainable[k].device) for k, t in copy.items()}
+                copy = self._visiting[name]
             before, self.active = self.active, name
             self.weights.swap(copy)
             try:
@@ -130,7 +133,7 @@ class Policy:
 
     def put_away(self) -> None:
         """Have nothing on the device that lives on the host: no slice needs it before the next update."""
-        self._visiting.put_away()
+        self._visiting.clear()
 
     @contextmanager
     def unsharded(self, name: str) -> Generator[None]:
@@ -397,20 +400,3 @@ class OptimizerState:
             for name, t in list(state.items()):
                 if isinstance(t, Tensor) and name not in ("step", "qmap1", "qmap2"):
                     yield p, name, t
-
-
-class Visiting:
-    """Final class: copies of weights that live on the host. ``there`` brings one to the device, where it stays until
-    ``put_away``; its values do not change, so nothing goes back."""
-
-    def __init__(self) -> None:
-        self._here: dict[str, dict[str, Tensor]] = {}
-
-    def there(self, name: str, copy: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The copy ``name`` where ``mine`` are."""
-        if name not in self._here:
-            self._here[name] = {k: to_device(t, mine[k].device) for k, t in copy.items()}
-        return self._here[name]
-
-    def put_away(self) -> None:
-        self._here.clear()

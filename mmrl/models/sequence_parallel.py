@@ -18,8 +18,9 @@ that the ranks do not divide is an error that names the edit.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mmrl.core.errors import UserError
-from mmrl.models.context_parallel import Group, Imagined, Ranks
+from mmrl.models.context_parallel import Group, Imagined, Ranks, plain
 from mmrl.models.weights import Around, Weights
 
 CHECKED = (
@@ -62,14 +63,14 @@ class InSequence(Around):
 
 
 class Cut:
-    """Final class: until it is ended, a forward of the denoiser ``module`` is of this rank's tokens, and of all ranks
+    """Final class: until it is closed, a forward of the denoiser ``module`` is of this rank's tokens, and of all ranks
     that share a sample together. With ranks that are ``Imagined`` its attention is of this rank's tokens and all heads,
     which keeps as many bytes."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.ranks, self.tokens = ranks, 0
         """``tokens``: of a sample, in the last forward."""
-        base = _base(module)
+        base = plain(module)
         self._handles = [handle for path, how in _plan(base).items() for handle in self._hooks(base, path, how)]
         layers = [] if isinstance(ranks, Imagined) else [*_attention(base)]
         self._handles += [norm.register_forward_hook(_halved) for layer in layers for norm in _norms(layer)]
@@ -78,7 +79,7 @@ class Cut:
         for processor in self._processors:
             processor._parallel_config = config
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Compute all tokens again."""
         for handle in self._handles:
             handle.remove()
@@ -88,40 +89,37 @@ class Cut:
     def _hooks(self, base: nn.Module, path: str, how: Any) -> Iterator[Any]:
         for module in _at(base, path.split(".") if path else []):
             if not isinstance(how, Mapping):
-                yield module.register_forward_hook(self._gathering(how))
+                yield module.register_forward_hook(partial(self._gathered, how))
                 continue
             inputs = {name: one for name, one in how.items() if not one.split_output}
             outputs = {name: one for name, one in how.items() if one.split_output}
             if inputs:
-                yield module.register_forward_pre_hook(self._cutting(module, inputs), with_kwargs=True)
+                cut = partial(self._cut_inputs, inputs, inspect.signature(type(module).forward))
+                yield module.register_forward_pre_hook(cut, with_kwargs=True)
             if outputs:
-                yield module.register_forward_hook(self._cutting_outputs(outputs))
+                yield module.register_forward_hook(partial(self._cut_outputs, outputs))
 
-    def _cutting(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        signature = inspect.signature(type(module).forward)
+    def _cut_inputs(
+        self,
+        inputs: Mapping[str, Any],
+        signature: inspect.Signature,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = signature.bind(module, *args, **kwargs)
+        for name, how in inputs.items():
+            if (value := bound.arguments.get(name)) is not None:
+                bound.arguments[name] = self._part(value, how, name)
+        return bound.args[1:], bound.kwargs
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            bound = signature.bind(module, *args, **kwargs)
-            for name, how in inputs.items():
-                if (value := bound.arguments.get(name)) is not None:
-                    bound.arguments[name] = self._part(value, how, name)
-            return bound.args[1:], bound.kwargs
+    def _cut_outputs(self, outputs: Mapping[int, Any], _: nn.Module, args: Any, out: Any) -> Any:
+        return tuple(self._part(one, outputs[n], n) if n in outputs else one for n, one in enumerate(out))
 
-        return hook
-
-    def _cutting_outputs(self, outputs: Mapping[int, Any]) -> Any:
-        def hook(_: nn.Module, args: Any, out: Any) -> Any:
-            return tuple(self._part(one, outputs[n], n) if n in outputs else one for n, one in enumerate(out))
-
-        return hook
-
-    def _gathering(self, how: Any) -> Any:
-        def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
-            whole: Tensor = _Whole.apply(out, how.gather_dim, self.ranks)  # type: ignore[assignment]
-            self.tokens = whole.shape[how.gather_dim]
-            return whole
-
-        return hook
+    def _gathered(self, how: Any, _: nn.Module, args: Any, out: Tensor) -> Tensor:
+        whole: Tensor = _Whole.apply(out, how.gather_dim, self.ranks)  # type: ignore[assignment]
+        self.tokens = whole.shape[how.gather_dim]
+        return whole
 
     def _part(self, whole: Tensor, how: Any, name: str | int) -> Tensor:
         """This rank's part of the tokens of ``whole``. Raises ``UserError``."""
@@ -170,10 +168,6 @@ def _config(ranks: Group) -> Any:
     return ParallelConfig(context_parallel_config=config)
 
 
-def _base(module: Any) -> Any:
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
-
-
 def _plan(base: nn.Module) -> Mapping[str, Any]:
     return getattr(base, "_cp_plan", None) or {}
 
@@ -207,23 +201,11 @@ def _halved(_: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
 
 
-@contextmanager
-def imagined(module: nn.Module, size: int) -> Generator[Cut | None]:
-    """Inside, ``module`` computes what the first of ``size`` ranks would; of others that are not there. None for
-    one."""
-    cut = Cut(module, Imagined(size)) if size > 1 else None
-    try:
-        yield cut
-    finally:
-        if cut is not None:
-            cut.end()
-
-
 def refusals(module: nn.Module, size: int) -> Iterator[str]:
     """Why ``size`` ranks cannot share the samples of ``module``, with the edit that mends it."""
     if size == 1:
         return
-    base = _base(module)
+    base = plain(module)
     name = next(c.__name__ for c in type(base).__mro__ if not c.__name__.startswith("FSDP"))  # FSDP2 derives a class
     if name in WRONG or not _plan(base) or name not in CHECKED:
         why = "diffusers has no context-parallel plan for it" if not _plan(base) else "its plan was not compared"

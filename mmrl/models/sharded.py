@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmrl.core import sharded_loading
-from mmrl.models.weights import exchange, gradients, outermost
+from mmrl.models.weights import ByItself, exchange, gradients, outermost
 
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of glibc's malloc.h."""
@@ -29,7 +29,7 @@ LARGE = 1 << 20
 """Bytes from which a tensor on the CPU has a block of its own. Smaller ones lie in the heap: a block costs time."""
 
 
-class Sharded:
+class Sharded(ByItself):
     """Final class; see ``mmrl.models.weights.Weights``. Changes ``module`` in place; frozen weights are sharded too.
 
     ``group``: the ranks that divide the weights; all must construct it together, from equal weights or from their own
@@ -39,8 +39,6 @@ class Sharded:
     """
 
     in_shards = lockstep = True
-    width = 1
-    stages = None
 
     def __init__(
         self,
@@ -97,12 +95,6 @@ class Sharded:
 
     def swap(self, copy: dict[str, Tensor]) -> None:
         exchange(self.mine, copy, unsharded=self._unsharded)
-
-    def changed(self) -> None:
-        pass
-
-    def updated(self) -> None:
-        pass
 
     @outermost
     def unsharded(self) -> Generator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.trajectory import Slot
 from mmrl.data.mixture import source_of
 from mmrl.models.lora import PREFIX, lora_layers, read_weights
-
-if TYPE_CHECKING:  # slow to import
-    from peft.tuners.lora import LoraLayer
+from mmrl.models.text.base_model import peft_model
 
 _OWN = ".default.weight"
 """How the names of the student's adapter end, where a file has ``.weight``."""
@@ -107,7 +105,7 @@ def _fitted(policy: nn.Module, saved: SavedAdapter) -> dict[str, Tensor]:
     state = read_weights(policy, saved)[1]
     given = {name.removesuffix(".weight") + _OWN: tensor for name, tensor in state.items()}
     own = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    scales = {f"{PREFIX}{name}": layer.scaling["default"] for name, layer in _layers(policy)}
+    scales = {f"{PREFIX}{name}": layer.scaling["default"] for name, layer in lora_layers(peft_model(policy))}
     if lacking := sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in given.keys() - own.keys()}):
         raise ValueError(
             f"it adapts {len(lacking)} modules that the student does not, such as {lacking[0]}; add "
@@ -132,10 +130,3 @@ def _scale(saved: SavedAdapter, rank: int) -> float:
     """What the output of a layer's adapter of this ``rank`` is multiplied by, as peft has it."""
     assert saved.settings is not None
     return saved.settings.lora_alpha / (math.sqrt(rank) if saved.settings.use_rslora else rank)
-
-
-def _layers(policy: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    from peft import PeftModel  # slow to import
-
-    assert isinstance(policy, PeftModel)
-    return lora_layers(policy)

@@ -142,12 +142,23 @@ class Weights(Protocol):
         ...
 
 
-class Replicated:
+class ByItself:
+    """The layouts in which each rank computes its slices alone, with the weights that the optimizer steps on."""
+
+    width = 1
+    stages = None
+
+    def changed(self) -> None:
+        """Nothing: the model computes with them."""
+
+    def updated(self) -> None:
+        """Nothing: no other rank steps on the same."""
+
+
+class Replicated(ByItself):
     """Final class: each rank has all weights. ``sum_over`` sums ``[n]`` over all ranks; None for one rank."""
 
     in_shards = lockstep = False
-    width = 1
-    stages = None
 
     def __init__(self, module: nn.Module, sum_over: Callable[[Tensor], Tensor] | None = None) -> None:
         self.mine: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -173,12 +184,6 @@ class Replicated:
     def swap(self, copy: dict[str, Tensor]) -> None:
         for k, p in self.mine.items():
             p.data, copy[k] = copy[k], p.data
-
-    def changed(self) -> None:
-        pass
-
-    def updated(self) -> None:
-        pass
 
     def unsharded(self) -> AbstractContextManager[None]:
         return nullcontext()

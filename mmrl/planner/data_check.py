@@ -279,7 +279,7 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
         skip = None if pipeline.recipe.overlong == "cut" else "skip"
         used, features = pipeline.fitter.encode(prompt, pipeline.limit, skip)
         record.rendered, record.tokens = pipeline.conditioner.render(used), len(features["input_ids"])
-        record.spelled = pipeline.conditioner.spelled(used)
+        record.spelled = pipeline.conditioner.texts.found(used)
         record.frames = [len(clip.indices) for clip in pipeline.conditioner.media(used)[1]]
         if pipeline.pairs is not None:
             given = pipeline.pairs.encoded(used, record.tokens)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Hashable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -166,10 +166,10 @@ def _uncut(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"context_parallel": 1})})
 
 
-def _part(pipeline: Pipeline, recipe: Recipe) -> AbstractContextManager[sequence.Cut | None]:
+def _part(pipeline: Pipeline, recipe: Recipe) -> AbstractContextManager[context.Cut | sequence.Cut | None]:
     """Inside, the policy computes what one of the devices does that share a row."""
-    of = context if pipeline.makes == "text" else sequence
-    return of.imagined(pipeline.policy, recipe.train.context_parallel)
+    of, size = context if pipeline.makes == "text" else sequence, recipe.train.context_parallel
+    return closing(of.Cut(pipeline.policy, context.Imagined(size))) if size > 1 else nullcontext()
 
 
 def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:
@@ -364,7 +364,13 @@ def _slice(
             none = {name: torch.zeros(n) for name in objective.prepares}
             old |= objective.of_batch(none, torch.ones(n), alone)
         policy.backward(objective.loss(new, old, float(n)).value)
-    return _Slice(live.peak, calls, live.work, spent[0].forward if spent else Work(), cut.tokens if cut else 0)
+    return _Slice(
+        live.peak,
+        calls,
+        live.work,
+        spent[0].forward if spent else Work(),
+        cut.tokens if isinstance(cut, sequence.Cut) else 0,
+    )
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Chat(chat.Chat[Processor]):
     no_pictures = ""
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
-        (text, reader), (images, clips) = self._spelled.read(prompt), self.media(prompt)
+        (text, reader), (images, clips) = self.texts.read(prompt), self.media(prompt)
         given = self._special(text)
         if clips:
             given["videos"] = [[np.stack([np.asarray(frame) for frame in clip.frames]) for clip in clips]]  # per text
@@ -70,29 +70,29 @@ class Chat(chat.Chat[Processor]):
             ) from error
         out = {name: value[0] if name in PER_TOKEN else value for name, value in made.items()}
         del out["attention_mask"]  # one prompt has no padding
-        return self._spelled.joined(out)
+        return self.texts.joined(out)
 
     def told(self, role: Role, contents: Contents) -> Told:
         if self.no_pictures or not (pictures := pictures_of(contents)):
             return super().told(role, contents)
         text = self.behind(role, contents)
-        ids = self.read(text)
+        ids = self.texts.ids(text)
         if (shown := sum(token in self.forbidden for token in ids)) != len(pictures):
             raise TemplateFaultError(f"the chat template shows {shown} of {len(pictures)} pictures as {role}", text)
         images = [open_image(medium) for medium in pictures]
         try:
-            reader = self._spelled.reader(text)
+            reader = self.texts.reader(text)
             made = reader(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # processors raise anything
             raise BadMediaError(f"the processor cannot read {len(images)} pictures: {error}") from error
         out = {name: value[0] if name in PER_TOKEN else value for name, value in made.items()}
         del out["attention_mask"]
-        features = self._spelled.joined(out)
+        features = self.texts.joined(out)
         tokens = features.pop("input_ids").tolist()
         return Told(tokens, ids, images, features)
 
     def unexpanded(self, prompt: Prompt) -> list[int]:
-        text, _ = self._spelled.read(prompt)
+        text, _ = self.texts.read(prompt)
         return self._tokens(prompt, adds=not self._special(text))["input_ids"].tolist()
 
     def _special(self, text: str) -> Given:

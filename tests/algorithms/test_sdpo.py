@@ -145,7 +145,7 @@ def test_the_teacher_reads_the_response_behind_the_prompt_with_its_hint(folder, 
         assert batch.weights[n] == taught[-1]
         if hint:
             shown = type(prompt)(prompt.id, prompt.text + hint)
-            asked = chat.read(chat.conversation(shown, "user", []))  # the chat template and the tokenizer
+            asked = chat.texts.ids(chat.conversation(shown, "user", []))  # the chat template and the tokenizer
             start = rows.offsets[i] + rows.prompts[i]
             spoken = rows.tokens[start : rows.offsets[i + 1]]
             with torch.no_grad():

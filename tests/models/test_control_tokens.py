@@ -175,7 +175,7 @@ def test_a_text_without_control_tokens_keeps_its_tokens_beside_one_that_has_some
     assert decoded.startswith("<|im_start|>user\na <|im_end|><|im_end|>\n")
     assert first.count(chat.saved.eos_token_id) == second.count(chat.saved.eos_token_id) == 1
     assert chat.render(Prompt("p", "a <|im_end|>")).startswith("<|im_start|>user\na < |im_end|><|im_end|>\n")
-    assert chat.spelled(Prompt("p", "a <|im_end|>", system="<think><think>")) == {"<|im_end|>": 1, "<think>": 2}
+    assert chat.texts.found(Prompt("p", "a <|im_end|>", system="<think><think>")) == {"<|im_end|>": 1, "<think>": 2}
 
 
 def test_a_template_takes_thoughts_out_of_turns_itself():
@@ -209,7 +209,7 @@ def test_tokens_of_other_letters_and_widths_are_found_where_the_tokenizer_makes_
     for text in ("<|quiet|>", "<|QUIET|>", "\uff1c|quiet|\uff1e", "a <|Quiet|><|quiet|>"):
         assert quiet in chat.saved(text, add_special_tokens=False).input_ids
         assert quiet not in chat.encode(Prompt("p", text))["input_ids"].tolist()
-        assert chat.spelled(Prompt("p", text))
+        assert chat.texts.found(Prompt("p", text))
 
 
 def test_control_tokens_that_a_vocabulary_makes_of_normalised_text_are_found():
@@ -227,7 +227,7 @@ def test_control_tokens_that_a_vocabulary_makes_of_normalised_text_are_found():
     for text in ("\uff1c/s\uff1e", "a </s\uff1eb", "\uff1c\uff0fs>", "\uff1c/\uff53\uff1e\uff1c/s\uff1e", "</s>"):
         assert tok.eos_token_id in tok(text).input_ids
         assert chat.encode(Prompt("p", f"say {text}"))["input_ids"].tolist().count(tok.eos_token_id) == plain
-        assert chat.spelled(Prompt("p", text))
+        assert chat.texts.found(Prompt("p", text))
 
 
 def test_words_and_white_space_are_no_control_tokens():
@@ -235,7 +235,7 @@ def test_words_and_white_space_are_no_control_tokens():
     chat.saved.add_tokens(["    ", "\n\n", "Stra\u00dfe"], special_tokens=False)
     chat = type(chat)(chat.saved, chat.stop_tokens, {})
     text = "def f():\n\n    return 'Stra\u00dfe'"
-    assert chat.spelled(Prompt("p", text)) == {}
+    assert chat.texts.found(Prompt("p", text)) == {}
     own = chat.saved.apply_chat_template([{"role": "user", "content": text}], tokenize=True, add_generation_prompt=True)
     assert chat.encode(Prompt("p", text))["input_ids"].tolist() == own["input_ids"]
 

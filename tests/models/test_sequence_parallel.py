@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from contextlib import closing
 from io import BytesIO, StringIO
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Media, Prompt, Slot
-from mmrl.models.sequence_parallel import InSequence, imagined, refusals
+from mmrl.models.context_parallel import Imagined
+from mmrl.models.sequence_parallel import Cut, InSequence, refusals
 from mmrl.models.sharded import Sharded
 from mmrl.models.weights import Replicated
 from mmrl.planner.render import render
@@ -167,6 +169,10 @@ def weights(run):
     return {name: t for file in files for name, t in load_file(file).items() if not name.startswith("optimizer")}
 
 
+def imagined(module, size):
+    return closing(Cut(module, Imagined(size)))
+
+
 def cut():
     """A tiny denoiser and what it is called with: three frames of two tokens."""
     import diffusers
@@ -185,9 +191,15 @@ def test_a_number_of_tokens_that_ranks_do_not_divide_is_refused_with_the_edit():
     with imagined(module, 2) as ranks:
         assert module(**given, return_dict=False)[0].shape == whole.shape
         assert ranks.tokens == 6
-    with imagined(module, 4), pytest.raises(UserError, match=r"4 devices do not divide 6 tokens .*; set .* to 2$"):
+    with (
+        imagined(module, 4),
+        pytest.raises(UserError, match=r"4 devices do not divide 6 tokens .*; set .* to 2$"),
+    ):
         module(**given)
-    with imagined(module, 5), pytest.raises(UserError, match=r"do not divide 6 .*; remove train.context_parallel$"):
+    with (
+        imagined(module, 5),
+        pytest.raises(UserError, match=r"do not divide 6 .*; remove train.context_parallel$"),
+    ):
         module(**given)
     assert torch.equal(module(**given, return_dict=False)[0], whole)
     config = {

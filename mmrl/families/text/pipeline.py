@@ -56,7 +56,6 @@ from mmrl.models.text.features import PER_TOKEN, as_weights, features_of, joined
 from mmrl.models.text.given import GivenTexts, Pairs, Responses
 from mmrl.models.text.likelihood import Vocabulary, entropy, head_log_probs, token_log_probs
 from mmrl.models.text.overlong import Fitter, Limit, limit_of
-from mmrl.models.text.packing import Packing
 from mmrl.models.text.shared_pictures import Shared
 from mmrl.models.text.stop_strings import stops_of
 from mmrl.models.text.thoughts import left_open
@@ -606,7 +605,8 @@ class LanguagePipeline:
             found = self._of_tokens(rows.sequences, temperature, with_entropy=with_entropy, every_token=every_token)
             return {name: rows.rejoined(values) for name, values in found.items()}
         if self.packing is not None and any(rows.responses):
-            return self._of_lines(self.packing, rows, temperature, with_entropy, every_token)
+            out = self._said(rows, temperature, whole=with_entropy)[1]
+            return {name: packing.padded(rows, values) for name, values in out.items()}
         logits = self._logits(rows, every_token=every_token)
         tokens = rows.padded("tokens") if every_token else self._drawn_tokens(rows)
         out = {"log_probs": self.token_log_probs(logits, tokens, temperature)}
@@ -615,21 +615,14 @@ class LanguagePipeline:
             out["entropy"] = found if self._cut is None else self._cut.whole(found)
         return out
 
-    def _of_lines(
-        self, way: Packing, rows: TextRows, temperature: float, with_entropy: bool, every_token: bool
-    ) -> dict[str, Tensor]:
-        made, layer = way.of(rows, self.conditioner.pad_token), packing.plain_head(self.policy)
-        if layer is not None and not with_entropy and not self.conditioner.forbidden:
-            with self._autocast(), made.head(self.policy, apart=True):
-                states = self.policy(**made.inputs, use_cache=False).logits[0]
-                return {"log_probs": made.padded(head_log_probs(states, layer.weight, made.tokens, temperature))}
-        with self._autocast(), made.head(self.policy):
-            logits = self.policy(**made.inputs, use_cache=False).logits
-        logits = logits if every_token else without(logits, self.conditioner.forbidden, None)
-        out = {"log_probs": made.padded(token_log_probs(logits, made.tokens.unsqueeze(0), temperature)[0])}
-        if with_entropy:
-            out["entropy"] = made.padded(entropy(logits, temperature)[0])
-        return out
+    def _said(self, rows: TextRows, temperature: float, *, whole: bool) -> tuple[_Said, dict[str, Tensor]]:
+        """What the policy says, and the ``log_probs`` of the tokens; with its ``whole`` logits their ``entropy`` too,
+        ``[K]``."""
+        own = self._outputs(self.policy, rows, whole=whole)
+        tokens = self._drawn_tokens(rows).flatten()[packing.behind(rows)]
+        out = {"log_probs": self._of_outputs(own, tokens, temperature)}
+        out |= {"entropy": entropy(own.states, temperature)} if whole else {}
+        return _Said(rows, own, tokens, out["log_probs"], temperature, whole), out
 
     def _taught(self, rows: TextRows, temperature: float, weights: Weights, needs: frozenset[str]) -> dict[str, Tensor]:
         """``_of_tokens``, and by the same forward what is needed of ``teacher_kl``, the divergence from all teachers of
@@ -638,12 +631,7 @@ class LanguagePipeline:
         if rows.sequences is not rows:
             found = self._taught(rows.sequences, temperature, weights, needs)
             return {name: rows.rejoined(values) for name, values in found.items()}
-        whole = "entropy" in needs
-        own = self._outputs(self.policy, rows, whole=whole)
-        tokens = self._drawn_tokens(rows).flatten()[packing.behind(rows)]
-        out = {"log_probs": self._of_outputs(own, tokens, temperature)}
-        out |= {"entropy": entropy(own.states, temperature)} if whole else {}
-        said = _Said(rows, own, tokens, out["log_probs"], temperature, whole)
+        said, out = self._said(rows, temperature, whole="entropy" in needs)
         if "teacher_kl" in needs:
             out |= self._of_teachers(said, weights)
         if "self_divergence" in needs:
@@ -741,11 +729,7 @@ class LanguagePipeline:
                 with made.head(model):
                     states = model(**made.inputs, use_cache=False).logits[0]
             else:
-                inputs = self._read(rows, shown)
-                end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
-                kept = torch.arange(end - rows.width, end, device=self.device)
-                found = model(**inputs, logits_to_keep=kept, use_cache=False).logits
-                states = found.flatten(0, 1)[packing.behind(rows)]
+                states = self._before_tokens(model, rows, shown).flatten(0, 1)[packing.behind(rows)]
         if layer is not None:
             return Outputs(states, layer.weight)
         return Outputs(without(states, self.conditioner.forbidden, None))
@@ -808,14 +792,20 @@ class LanguagePipeline:
 
     def _logits(self, rows: TextRows, *, every_token: bool = False) -> Tensor:
         """Logits ``[B, T, V]`` of each response token, this rank's part. ``every_token``: of forbidden ones too."""
-        inputs = self._read(rows)
         with self._autocast():
-            end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
-            kept = torch.arange(end - rows.width, end, device=self.device)
-            logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits
+            logits = self._before_tokens(self.policy, rows)
         if self.frame is not None:
             return self.frame.logits(logits)
         return logits if every_token else without(logits, self.conditioner.forbidden, self._vocabulary)
+
+    def _before_tokens(
+        self, model: nn.Module, rows: TextRows, shown: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> Tensor:
+        """The logits of ``model`` before each token behind the prompts, ``[B, T, V]``; ``shown``: see ``_outputs``."""
+        inputs = self._read(rows, shown)
+        end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
+        kept = torch.arange(end - rows.width, end, device=self.device)
+        return model(**inputs, logits_to_keep=kept, use_cache=False).logits
 
     def _autocast(self) -> torch.autocast:
         """With all weights, which are float32. An adapter multiplies in the dtype of what it is given without it."""

@@ -87,9 +87,9 @@ def _end_of_text(conditioner: Conditioner) -> int:
 
 def _lost(full: str, kept: int, answer: JsonObject) -> str:
     """What of ``answer`` is not in ``full`` behind its first ``kept`` characters, but for white space; else empty."""
-    shown, before = _squeezed(full), len(_squeezed(full[:kept]))
+    shown, before = squeezed(full), len(squeezed(full[:kept]))
     for said in (content_of(answer), *(str(answer[key]) for key in REASONING if key in answer)):
-        wanted = _squeezed(said)
+        wanted = squeezed(said)
         at = shown.rfind(wanted)
         if at < 0 or at + len(wanted) < before:
             return said
@@ -101,5 +101,6 @@ def shared(one: Sequence[object], other: Sequence[object]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _squeezed(text: str) -> str:
+def squeezed(text: str) -> str:
+    """``text`` without white space."""
     return "".join(text.split())

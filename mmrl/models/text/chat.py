@@ -55,7 +55,7 @@ class Chat(Generic[Saved]):
         self.tokenizer = tokenizer_of(saved)
         self.pad_token: int = stop[0] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         self._messages = messages_with_media if self.tokenizer is not saved else messages_of
-        self._spelled = Spelled(saved, self._rendered, shown=shown)
+        self.texts = Spelled(saved, self._rendered, shown=shown)
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         """``input_ids`` ``[P]`` and what else the model takes, on the CPU. Raises ``UserError`` for a bad prompt."""
@@ -77,20 +77,16 @@ class Chat(Generic[Saved]):
 
     def _tokens(self, prompt: Prompt, *, adds: bool) -> dict[str, Tensor]:
         """``adds``: the special tokens that the tokenizer begins a text with."""
-        text, reader = self._spelled.read(prompt)
+        text, reader = self.texts.read(prompt)
         ids = tokenizer_of(reader)(text, add_special_tokens=adds).input_ids
-        return self._spelled.joined({"input_ids": torch.tensor(ids)})
+        return self.texts.joined({"input_ids": torch.tensor(ids)})
 
     def render(self, prompt: Prompt, *, answer: JsonObject | None = None, asks: bool = True) -> str:
         """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins; with an
         ``answer``, the message of the assistant, the conversation that ends with it. Not ``asks``: without what the
         template writes before an answer. Control tokens that the prompt's own text spells have a space in them.
         Raises ``BadPromptError``."""
-        return self._spelled.text(prompt, partial(self._rendered, answer=answer, asks=asks))
-
-    def spelled(self, prompt: Prompt) -> dict[str, int]:
-        """The control tokens that the prompt's own text spells, and how often: they are read as text."""
-        return self._spelled.found(prompt)
+        return self.texts.text(prompt, partial(self._rendered, answer=answer, asks=asks))
 
     def _rendered(
         self, prompt: Prompt, answer: JsonObject | None = None, behind: Messages = (), *, asks: bool = True
@@ -102,25 +98,17 @@ class Chat(Generic[Saved]):
         self, prompt: Prompt, role: Role, turns: Sequence[tuple[str, Contents]], *, asks: bool = True
     ) -> str:
         """The text of ``prompt`` and of ``turns`` behind it: what the assistant wrote in each, and what it was told
-        then. ``read`` makes its tokens. Raises ``BadPromptError`` as ``render``."""
+        then. ``texts.ids`` makes its tokens. Raises ``BadPromptError`` as ``render``."""
         said = [({"role": "assistant", "content": self._content([text])}, *self._told(role, of)) for text, of in turns]
         behind = [message for turn in said for message in turn]
-        return self._spelled.seamed(prompt, partial(self._rendered, behind=behind, asks=asks))
-
-    def read(self, text: str) -> list[int]:
-        """The tokens of a text of ``conversation`` or ``behind``, with a placeholder for each medium."""
-        return self._spelled.ids(text)
-
-    def plain(self, text: str) -> str:
-        """``text`` as a part of such a text: what it spells of control tokens stays text."""
-        return self._spelled.plain(text)
+        return self.texts.seamed(prompt, partial(self._rendered, behind=behind, asks=asks))
 
     def told(self, role: Role, contents: Contents) -> Told:
         """What is behind an answer: what ends it, a message for each of ``contents``, and what begins the next answer.
         Raises ``TemplateFaultError`` where the chat template does not show such messages, and ``BadMediaError``."""
         if self.no_pictures and pictures_of(contents):
             raise BadMediaError(f"a picture was shown, and {self.no_pictures}")
-        ids = self.read(self.behind(role, contents))
+        ids = self.texts.ids(self.behind(role, contents))
         return Told(ids, ids)
 
     def behind(self, role: Role, contents: Contents, *, asks: bool = True) -> str:
@@ -133,7 +121,7 @@ class Chat(Generic[Saved]):
     def _content(self, parts: Sequence[str | Media], *, told: bool = False) -> Json:
         """The content of a message, as this chat has them: a text, or a list of parts. ``told``: what it spells of
         control tokens stays text."""
-        shown = [self.plain(part) if told and isinstance(part, str) else part for part in parts]
+        shown = [self.texts.plain(part) if told and isinstance(part, str) else part for part in parts]
         if self.tokenizer is self.saved:
             return "".join(map(str, shown))
         return [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in shown]

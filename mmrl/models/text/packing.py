@@ -8,7 +8,7 @@ each alone (``performance.attention: flash_attention_2``). verl calls it ``use_r
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -117,7 +117,7 @@ class Packing:
         inputs = {"input_ids": ids.view(-1, width), "position_ids": to_device(positions, device)}
         spans = zip(rows.offsets, rows.prompts, rows.offsets[1:], strict=False)
         behind = torch.cat([torch.arange(at + asked, end) for at, asked, end in spans])  # no mask: a device would wait
-        return Lines(inputs, to_device(places[behind] - 1, device), rows.tokens[to_device(behind, device)], rows)
+        return Lines(inputs, to_device(places[behind] - 1, device))
 
 
 def _positions(lengths: list[int], width: int) -> Tensor:
@@ -128,29 +128,21 @@ def _positions(lengths: list[int], width: int) -> Tensor:
 @dataclass(frozen=True)
 class Lines:
     """Rows in lines. ``inputs``: ``input_ids`` and ``position_ids``, ``[lines, width]``. ``before`` ``[K]``: of each
-    token behind a prompt, the place of the token before it in the flattened lines; ``tokens`` ``[K]``: that token."""
+    token behind a prompt, the place of the token before it in the flattened lines."""
 
     inputs: dict[str, Tensor]
     before: Tensor
-    tokens: Tensor
-    rows: TextRows
 
     @contextmanager
-    def head(self, policy: nn.Module, *, apart: bool = False) -> Generator[None]:
-        """``policy`` computes logits ``[1, K, V]``, those of ``tokens`` alone: no others are ever made. ``apart``: in
-        place of them the hidden states ``[1, K, H]`` that its output layer would get."""
+    def head(self, policy: nn.Module) -> Generator[None]:
+        """``policy`` computes logits ``[1, K, V]``, those before the ``K`` tokens alone: no others are ever made."""
         layer = base_model(policy).get_output_embeddings()
         assert layer is not None
         chosen = layer.register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[self.before].unsqueeze(0),))
         try:
-            with headless(policy) if apart else nullcontext():
-                yield
+            yield
         finally:
             chosen.remove()
-
-    def padded(self, values: Tensor) -> Tensor:
-        """``padded`` of its rows."""
-        return padded(self.rows, values)
 
 
 def _same(states: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mmrl.core.errors import BadPromptError
 from mmrl.core.trajectory import Prompt
-from mmrl.models.text.answered import shared
+from mmrl.models.text.answered import shared, squeezed
 from mmrl.models.text.chat import Conditioner
 from mmrl.models.text.template_probe import TemplateFaultError
 from mmrl.models.text.thoughts import BEGINS, ENDS
@@ -93,9 +93,9 @@ class Teller:
         for n, (turn, one) in enumerate(zip(past, marked, strict=True)):
             shown = self._before(full, at, one, base)
             lost, more, wrote = 0, list[int](), list(turn.tokens)
-            if _squeezed(shown) != _squeezed(asked + one.head):
+            if squeezed(shown) != squeezed(asked + one.head):
                 mark, thought = one.thought
-                lost, more = self._changed(asked, shown.replace(mark, chat.plain(thought)) if mark else shown)
+                lost, more = self._changed(asked, shown.replace(mark, chat.texts.plain(thought)) if mark else shown)
                 wrote = self._rest(wrote, one.rest)
             if told is None:
                 gone = lost
@@ -121,7 +121,7 @@ class Teller:
 
     def _changed(self, asked: str, shown: str) -> tuple[int, list[int]]:
         """How many of the last tokens of ``asked`` are gone in ``shown``, and the tokens in their place."""
-        before, after = self.chat.read(asked), self.chat.read(shown)
+        before, after = self.chat.texts.ids(asked), self.chat.texts.ids(shown)
         same = shared(before, after)
         return len(before) - same, after[same:]
 
@@ -138,7 +138,7 @@ class Teller:
             return chat.decode(wrote[first:n]).strip()
 
         at = bisect_right(range(n + 1), -len(rest), key=lambda first: -len(text(first))) - 1
-        kept = wrote[at:n] if at >= 0 and text(at) == rest else chat.read(chat.plain(rest))
+        kept = wrote[at:n] if at >= 0 and text(at) == rest else chat.texts.ids(chat.texts.plain(rest))
         return [*kept, *wrote[n:]]
 
 
@@ -163,7 +163,3 @@ def _asked(text: Callable[..., str]) -> tuple[str, str]:
     """``text`` up to where the next answer begins, and without what the template writes before an answer."""
     asked, bare = text(asks=True), text(asks=False)
     return asked, asked[: shared(asked, bare)]  # some write an end in its place
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
