@@ -27,7 +27,7 @@ from mmrl.core.media import Media
 from mmrl.core.trajectory import Prompt
 from mmrl.models.description import Resting
 
-from .fields import check_flow
+from .fields import Width, check_flow
 from .pictures import clip_of, first_frames, fitted, frames, scaled, sources_of
 
 Conditions = dict[str, Tensor | dict[str, Tensor]]
@@ -261,7 +261,7 @@ class Adapter(ABC):
         return scale
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
         """Fields of the configuration of ``trains`` that other components decide: the name, the value, the value that
         fits, and what it must fit."""
         yield from ()

@@ -71,9 +71,8 @@ def _as_text(config: JsonObject) -> str:
 
 
 def _weights(module: nn.Module) -> Iterator[str]:
-    for tensors in (module.named_parameters(), module.named_buffers()):
-        for name, tensor in tensors:
-            yield digest_of(name, {"": tensor})
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield digest_of(name, {"": tensor})
 
 
 def _files(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -87,15 +87,15 @@ class Denoiser(Predictor):
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
     ) -> DenoisingRows:
-        rows = self._rows(slots, ids, actions, seed, evaluate=evaluate)
-        state, first = self._started(rows, version)
-        self._denoise(rows, state, first, rows.steps)
-        return self._made(rows, state, rows.schedule.end * state.x)
+        return self._sampled(self._rows(slots, ids, actions, seed, evaluate=evaluate), version)
 
     @torch.no_grad()
     def draft(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, steps: int) -> DenoisingRows:
-        rows = self._rows(slots, ids, [], seed, draft=steps)
-        state, first = self._started(rows, None)
+        return self._sampled(self._rows(slots, ids, [], seed, draft=steps), None)
+
+    def _sampled(self, rows: _Rows, version: tuple[int, str] | None) -> DenoisingRows:
+        """All steps."""
+        state, first = self._started(rows, version)
         self._denoise(rows, state, first, rows.steps)
         return self._made(rows, state, rows.schedule.end * state.x)
 
@@ -125,7 +125,7 @@ class Denoiser(Predictor):
         assert begun.paused is not None
         rows = self._rows(begun.slots, begun.ids, actions, seed)
         latents, velocity, *before = begun.paused.unbind(1)
-        state = _State(latents, self._noiseless(rows))
+        state = _State(latents, NoiselessSteps(rows.c, rows.solver))
         state.velocity, state.noiseless.before = velocity, before[0] if before else None
         state.finite = [torch.ones(len(begun), dtype=torch.bool, device=state.x.device)] * at  # ``begin`` checked them
         if begun.states is not None and begun.log_probs is not None:
@@ -153,7 +153,7 @@ class Denoiser(Predictor):
 
     def _started(self, rows: _Rows, version: tuple[int, str] | None) -> tuple[_State, int]:
         """The initial noise, or the latents after the steps that the samples of a group share; and the next step."""
-        noiseless = self._noiseless(rows)
+        noiseless = NoiselessSteps(rows.c, rows.solver)
         noise = self.initial(rows.ids, rows.seed, rows.schedule, rows.shape)
         state = _State(self.adapter.started(noise, rows.features, rows.schedule.start), noiseless)
         shared = self.prefix.steps(rows.ids, rows.actions, version)
@@ -192,9 +192,6 @@ class Denoiser(Predictor):
             state.states.append(state.x)
             state.log_probs.append(sde.log_prob(self.counted(state.x), self.counted(mean), rows.c, i))
         nan_check.check_steps(state.finite, rows.ids)
-
-    def _noiseless(self, rows: _Rows) -> NoiselessSteps:
-        return NoiselessSteps(rows.c, rows.solver)
 
     def _velocity(self, rows: _Rows, x: Tensor, i: int, features: Features) -> Tensor:
         with nullcontext() if i < rows.tuned else self.policy.disable_adapter():  # type: ignore[operator]

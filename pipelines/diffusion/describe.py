@@ -70,13 +70,9 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
         made[family.tokenizer_of(name)] = TokenShapes(own)
     for name in ("scheduler", *([family.guider] if family.guider else [])):
         made[name] = getattr(diffusers, configs[name]["_class_name"]).from_config(configs[name])
-    given = {name: value for name, value in configs.get(_INDEX, {}).items() if name in _settings(kind) - made.keys()}
+    stored = inspect.signature(kind.__init__).parameters.keys() - made.keys()  # arguments that are no components
+    given = {name: value for name, value in configs.get(_INDEX, {}).items() if name in stored}
     return kind(**made, **(given | family.options))
-
-
-def _settings(kind: type[DiffusionPipeline]) -> set[str]:
-    """The arguments of a pipeline's class; those that are no components are stored in ``model_index.json``."""
-    return {*inspect.signature(kind.__init__).parameters}
 
 
 def _lengths(encoders: Iterable[PreTrainedModel | None]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import diffusers  # its parts are loaded when they are first used
 
 from mmrl.core.errors import UserError
+from mmrl.core.json_types import Json
 
 HOW_IT_STEPS = frozenset(
     (
@@ -48,6 +49,27 @@ def latent_channels(pipe: diffusers.DiffusionPipeline) -> int:
 def text_width(encoder: Any) -> int:
     """The width of a text encoder's states."""
     return encoder.config.get_text_config().hidden_size
+
+
+Width = tuple[str, Json, Json, str]
+"""A field of the model that predicts, its value, the value that fits, and what it must fit."""
+
+
+def vae_widths(
+    pipe: diffusers.DiffusionPipeline, model: str, *names: str, times: int = 1, may_lack: bool = False
+) -> Iterator[Width]:
+    """The fields ``names`` of the component ``model`` that are ``times`` the channels of latents; ``may_lack``: or
+    null, where diffusers fills them in."""
+    config, channels = getattr(pipe, model).config, latent_channels(pipe)
+    for name in names:
+        value = config[name] or times * channels if may_lack else config[name]
+        yield name, value, times * channels, f"a VAE of {channels} latent channels"
+
+
+def encoder_width(pipe: diffusers.DiffusionPipeline, name: str, encoder: Any, what: str = "text encoder") -> Width:
+    """The field ``name`` of the transformer that is the width of an ``encoder``."""
+    width = text_width(encoder)
+    return name, pipe.transformer.config[name], width, f"a {what} of width {width}"
 
 
 # -- schedulers ------------------------------------------------------------------------------------------------------

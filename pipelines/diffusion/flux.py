@@ -14,7 +14,7 @@ from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Read, clip_reads
-from .fields import latent_channels, text_width
+from .fields import Width, encoder_width, vae_widths
 from .packed import PackedAdapter, own_sigmas, packed, unpacked
 
 
@@ -45,15 +45,10 @@ class FluxAdapter(PackedAdapter):
     )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
-        config, channels = pipe.transformer.config, 4 * latent_channels(pipe)
-        for name in ("in_channels", "out_channels"):
-            yield name, config[name] or channels, channels, f"a VAE of {channels // 4} latent channels"
-        for name, width in (
-            ("joint_attention_dim", text_width(pipe.text_encoder_2)),
-            ("pooled_projection_dim", text_width(pipe.text_encoder)),
-        ):
-            yield name, config[name], width, f"a text encoder of width {width}"
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
+        yield from vae_widths(pipe, cls.trains, "in_channels", "out_channels", times=4, may_lack=True)
+        yield encoder_width(pipe, "joint_attention_dim", pipe.text_encoder_2)
+        yield encoder_width(pipe, "pooled_projection_dim", pipe.text_encoder)
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         most = self.sampling.max_sequence_length

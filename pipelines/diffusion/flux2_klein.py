@@ -15,7 +15,7 @@ from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Adapter, Read
-from .fields import latent_channels, text_width
+from .fields import Width, text_width, vae_widths
 from .packed import own_sigmas
 
 
@@ -47,12 +47,10 @@ class Flux2KleinAdapter(Adapter):
     )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
-        config, channels = pipe.transformer.config, 4 * latent_channels(pipe)
-        for name in ("in_channels", "out_channels"):
-            yield name, config[name] or channels, channels, f"a VAE of {channels // 4} latent channels"
-        width = 3 * text_width(pipe.text_encoder)
-        yield "joint_attention_dim", config["joint_attention_dim"], width, f"three states of width {width // 3}"
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
+        yield from vae_widths(pipe, cls.trains, "in_channels", "out_channels", times=4, may_lack=True)
+        name, width = "joint_attention_dim", text_width(pipe.text_encoder)
+        yield name, pipe.transformer.config[name], 3 * width, f"three states of width {width}"
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         tokenizer = tokenizers["text_encoder"]

@@ -21,7 +21,7 @@ from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Adapter, Read
-from .fields import latent_channels, not_default, text_width
+from .fields import Width, encoder_width, latent_channels, not_default
 
 _LENGTH = 1000
 """Tokens of text that the stock pipeline reads."""
@@ -64,14 +64,13 @@ class HunyuanVideo15Adapter(Adapter):
         pipe.vae.use_slicing = True  # diffusers' mask of its attention is of one clip
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
         config, channels = pipe.transformer.config, latent_channels(pipe)
         of_vae = f"a VAE of {channels} latent channels"
         yield "in_channels", config["in_channels"], 2 * channels + 1, of_vae
         yield "out_channels", config["out_channels"] or config["in_channels"], channels, of_vae
-        for name, encoder in (("text_embed_dim", pipe.text_encoder), ("text_embed_2_dim", pipe.text_encoder_2)):
-            width = text_width(encoder)
-            yield name, config[name], width, f"a text encoder of width {width}"
+        yield encoder_width(pipe, "text_embed_dim", pipe.text_encoder)
+        yield encoder_width(pipe, "text_embed_2_dim", pipe.text_encoder_2)
         yield "patch_size_t", config["patch_size_t"], 1, "frames that are apart"
 
     def weights_without_gradient(self) -> dict[str, str]:

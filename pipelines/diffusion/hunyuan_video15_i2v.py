@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.core.json_types import Json
-
 from . import loading
+from .fields import Width
 from .hunyuan_video15 import HunyuanVideo15Adapter
 from .pictures import scaled
 
@@ -33,7 +32,7 @@ class HunyuanVideo15I2VAdapter(HunyuanVideo15Adapter):
     shows = "feature_extractor"
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
         yield from super().widths(pipe)
         config: Any = pipe.transformer.config
         width: int = pipe.image_encoder.config.hidden_size

@@ -26,7 +26,7 @@ from mmrl.core.transfer import to_device
 
 from . import loading
 from .adapter import Adapter, Read, by_channel
-from .fields import latent_channels, text_width
+from .fields import Width, encoder_width, latent_channels
 from .packed import shifted
 
 _NOT_USED = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
@@ -89,16 +89,15 @@ class LTX2Adapter(Adapter):
             )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
         config, channels = pipe.transformer.config, latent_channels(pipe)
         sound = pipe.audio_vae.config.latent_channels * _bins(pipe)
         for stream, needed in (("", channels), ("audio_", sound)):
             what = "sound" if stream else "latent"
             for name in (f"{stream}in_channels", f"{stream}out_channels"):
                 yield name, config[name] or needed, needed, f"a VAE of {needed} {what} channels"
-        width = text_width(pipe.text_encoder)
         if config["use_prompt_embeddings"]:
-            yield "caption_channels", config["caption_channels"], width, f"a text encoder of width {width}"
+            yield encoder_width(pipe, "caption_channels", pipe.text_encoder)
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         ids = tokenizers["text_encoder"](text.strip(), verbose=False).input_ids

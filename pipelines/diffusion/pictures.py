@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from PIL import Image, ImageOps
@@ -15,14 +16,21 @@ from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.media import BadMediaError, Media, open_clip, open_image, probe_clip, read_bytes
 from mmrl.core.trajectory import Prompt
 
+T = TypeVar("T")
+
+
+def _read(prompt: Prompt, what: str, read: Callable[[], T]) -> T:
+    """What ``read`` reads of the picture or clip of ``prompt``. Raises ``BadPromptError`` where it cannot."""
+    try:
+        return read()
+    except BadMediaError as error:
+        raise BadPromptError(prompt.id, f"{error}; mend the {what} or take the prompt out") from error
+
 
 def fitted(prompt: Prompt, medium: Media, size: Size) -> Image.Image:
     """A picture of ``prompt``, RGB, scaled until it fills ``size`` and cut at its centre. Raises ``BadPromptError``
     where it cannot be read."""
-    try:
-        image = open_image(medium)
-    except BadMediaError as error:
-        raise BadPromptError(prompt.id, f"{error}; mend the picture or take the prompt out") from error
+    image = _read(prompt, "picture", partial(open_image, medium))
     return ImageOps.fit(image, (size.width, size.height), Image.Resampling.BICUBIC)
 
 
@@ -38,10 +46,7 @@ def frames(prompt: Prompt, medium: Media, size: Size, count: int) -> list[Image.
     """
     if medium.kind == "image":
         return [fitted(prompt, medium, size)] * count
-    try:
-        shown = open_clip(medium, count=count).frames
-    except BadMediaError as error:
-        raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
+    shown = _read(prompt, "clip", partial(open_clip, medium, count=count)).frames
     if len(shown) != count:
         raise BadPromptError(prompt.id, _short(len(shown), count))
     return _fitted(shown, size)
@@ -51,10 +56,7 @@ def first_frames(prompt: Prompt, medium: Media, size: Size, count: int) -> list[
     """``frames``, those that a clip begins with."""
     if medium.kind == "image":
         return [fitted(prompt, medium, size)] * count
-    try:
-        return _fitted(open_clip(medium, frames=range(count)).frames, size)
-    except BadMediaError as error:
-        raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
+    return _fitted(_read(prompt, "clip", partial(open_clip, medium, frames=range(count))).frames, size)
 
 
 def _fitted(shown: Sequence[Image.Image], size: Size) -> list[Image.Image]:
@@ -110,10 +112,7 @@ def clip_of(prompt: Prompt, size: Size, sampling: Sampling) -> Media:
         )
     if (medium := prompt.media[0]).kind == "image":
         return medium
-    try:
-        found = probe_clip(medium, decode=False)
-    except BadMediaError as error:
-        raise BadPromptError(prompt.id, f"{error}; mend the clip or take the prompt out") from error
+    found = _read(prompt, "clip", partial(probe_clip, medium, decode=False))
     count = sampling.held_frames or sampling.frames or 1
     if found.frames < count:
         does = "stay (sampling.held_frames)" if sampling.held_frames else _TRAIN
@@ -150,7 +149,7 @@ def digest(prompt: Prompt) -> str:
     return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def _content(medium: Media) -> str:
     try:
         return hashlib.blake2b(read_bytes(medium), digest_size=16).hexdigest()

@@ -124,22 +124,18 @@ class Renoising:
         self.guidance = self.reference_guidance = asked if adapter.combines else 1.0
         if isinstance(algorithm, ForwardSettings):
             beside = algorithm.guidance_of_reference(recipe.denoising.guidance_scale)
-            self.reference_guidance = self.guidance if beside == asked else self._of_reference(beside)
+            if beside != asked and beside > 1 and not adapter.combines:
+                raise UserError(
+                    f"algorithm.reference_guidance: this {adapter.family} makes one prediction and combines no two, so "
+                    "that the reference has no guidance of its own; set algorithm.reference_guidance to loss"
+                )
+            self.reference_guidance = self.guidance if beside == asked else beside
         every = list(range(self.steps - 1))
         self.levels = every
         self._parts: int | None = None
         if isinstance(algorithm, ForwardSettings):
             self.levels = algorithm.levels(self.steps)
             self._parts = (algorithm.noise_levels or self.entries) if algorithm.stratified else None
-
-    def _of_reference(self, scale: float) -> float:
-        """``scale``, where the model combines two predictions."""
-        if scale > 1 and not self.adapter.combines:
-            raise UserError(
-                f"algorithm.reference_guidance: this {self.adapter.family} makes one prediction and combines no two, "
-                "so that the reference has no guidance of its own; set algorithm.reference_guidance to loss"
-            )
-        return scale
 
     @property
     def entries(self) -> int:

@@ -13,7 +13,7 @@ from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Read
-from .fields import latent_channels, text_width
+from .fields import Width, encoder_width, vae_widths
 from .packed import PackedAdapter, packed, unpacked
 
 
@@ -51,13 +51,10 @@ class QwenImageAdapter(PackedAdapter):
     )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
-        config, channels = pipe.transformer.config, latent_channels(pipe)
-        of_vae = f"a VAE of {channels} latent channels"
-        yield "in_channels", config["in_channels"], 4 * channels, of_vae
-        yield "out_channels", config["out_channels"], channels, of_vae
-        width = text_width(pipe.text_encoder)
-        yield "joint_attention_dim", config["joint_attention_dim"], width, f"a text encoder of width {width}"
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
+        yield from vae_widths(pipe, cls.trains, "in_channels", times=4)
+        yield from vae_widths(pipe, cls.trains, "out_channels")
+        yield encoder_width(pipe, "joint_attention_dim", pipe.text_encoder)
 
     def weights_without_gradient(self) -> dict[str, str]:
         last = f"transformer_blocks.{self.model.config['num_layers'] - 1}"  # type: ignore[index]
@@ -70,15 +67,19 @@ class QwenImageAdapter(PackedAdapter):
         return [Read(len(ids) - begins, self.sampling.max_sequence_length)]
 
     def encode(self, text: str) -> dict[str, Tensor]:
-        encoder, most = self.text_encoders[0], self.sampling.max_sequence_length
-        begins = self.pipe.prompt_template_encode_start_idx  # what comes before is the template's
+        length = self.pipe.prompt_template_encode_start_idx + self.sampling.max_sequence_length
         prompt = self.pipe.prompt_template_encode.format(text)
         tokens = self.pipe.tokenizer(
-            [prompt], max_length=most + begins, padding="max_length", truncation=True, return_tensors="pt"
+            [prompt], max_length=length, padding="max_length", truncation=True, return_tensors="pt"
         )
-        ids, mask = tokens.input_ids.to(encoder.device), tokens.attention_mask.to(encoder.device)
-        states = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
-        mask = mask[0, begins:]
+        return self._features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+
+    def _features(self, **read: Tensor) -> dict[str, Tensor]:
+        """The last states of what the text encoder ``read``, without those of the template's beginning."""
+        encoder, begins = self.text_encoders[0], self.pipe.prompt_template_encode_start_idx
+        given = {name: tensor.to(encoder.device) for name, tensor in read.items()}
+        states = encoder(**given, output_hidden_states=True).hidden_states[-1]
+        mask = given["attention_mask"][0, begins:]
         embeds = states[0, begins:] * mask.unsqueeze(1).to(states.dtype)
         return {"embeds": embeds.to(self.device), "mask": mask.to(self.device)}
 

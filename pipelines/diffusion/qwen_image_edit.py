@@ -80,17 +80,12 @@ class QwenImageEditAdapter(QwenImageAdapter):
         raise TypeError("a prompt of an editor is encoded beside its picture (encode_seen)")
 
     def encode_seen(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        encoder: Any = self.text_encoders[0]
         begins = self.pipe.prompt_template_encode_start_idx
         length = begins + self.sampling.max_sequence_length + sum(self._tokens(*one.size) for one in pictures)
         shown = self._shown(text, pictures)
-        ids, mask = (shown.pop(name)[:, :length] for name in ("input_ids", "attention_mask"))
-        ids, mask = (pad(one, (0, length - one.shape[1])).to(encoder.device) for one in (ids, mask))
-        seen = {name: tensor.to(encoder.device) for name, tensor in shown.items()}
-        states = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **seen).hidden_states[-1]
-        mask = mask[0, begins:]
-        embeds = states[0, begins:] * mask.unsqueeze(1).to(states.dtype)
-        return {"embeds": embeds.to(self.device), "mask": mask.to(self.device)}
+        for name in ("input_ids", "attention_mask"):
+            shown[name] = pad(shown[name], (0, length - shown[name].shape[1]))  # or cut
+        return self._features(**shown)
 
     def _shown(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """What the text encoder is given, as the stock pipeline gives it. In a plan it is text of the same length."""

@@ -14,7 +14,7 @@ from mmrl.core.json_types import Json
 from . import loading
 from .adapter import Read
 from .euler import EulerAdapter
-from .fields import latent_channels, text_width
+from .fields import Width, encoder_width, vae_widths
 
 
 class SanaAdapter(EulerAdapter):
@@ -36,14 +36,12 @@ class SanaAdapter(EulerAdapter):
     )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
-        config, channels = pipe.transformer.config, latent_channels(pipe)
-        for name in ("in_channels", "out_channels"):
-            yield name, config[name] or channels, channels, f"a VAE of {channels} latent channels"
-        width = text_width(pipe.text_encoder)
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
+        config = pipe.transformer.config
+        yield from vae_widths(pipe, cls.trains, "in_channels", "out_channels", may_lack=True)
         inner = config["num_attention_heads"] * config["attention_head_dim"]
         yield "cross_attention_dim", config["cross_attention_dim"], inner, f"attention of width {inner}"
-        yield "caption_channels", config["caption_channels"], width, f"a text encoder of width {width}"
+        yield encoder_width(pipe, "caption_channels", pipe.text_encoder)
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         tokenizer, before = tokenizers["text_encoder"], "\n".join(self._instruction)

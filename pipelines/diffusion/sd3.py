@@ -13,7 +13,7 @@ from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Adapter, Read, clip_reads
-from .fields import latent_channels, text_width
+from .fields import Width, encoder_width, vae_widths
 from .packed import shift_of
 
 
@@ -39,15 +39,13 @@ class SD3Adapter(Adapter):
     )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
-        config, channels = pipe.transformer.config, latent_channels(pipe)
-        for name in ("in_channels", "out_channels"):
-            yield name, config[name], channels, f"a VAE of {channels} latent channels"
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
+        yield from vae_widths(pipe, cls.trains, "in_channels", "out_channels")
         pooled = sum(one.config.projection_dim for one in (pipe.text_encoder, pipe.text_encoder_2))
-        yield "pooled_projection_dim", config["pooled_projection_dim"], pooled, f"pooled texts of width {pooled}"
+        name = "pooled_projection_dim"
+        yield name, pipe.transformer.config[name], pooled, f"pooled texts of width {pooled}"
         if pipe.text_encoder_3 is not None:
-            width = text_width(pipe.text_encoder_3)
-            yield "joint_attention_dim", config["joint_attention_dim"], width, f"a T5 of width {width}"
+            yield encoder_width(pipe, "joint_attention_dim", pipe.text_encoder_3, "T5")
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         most = self.sampling.max_sequence_length

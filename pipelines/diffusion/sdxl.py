@@ -8,10 +8,9 @@ import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor
 
-from mmrl.core.json_types import Json
-
 from . import loading
 from .adapter import Conditions, by_channel
+from .fields import Width
 from .unet import UNetAdapter
 
 
@@ -27,7 +26,7 @@ class SDXLAdapter(UNetAdapter):
     options = {"add_watermarker": False}  # noqa: RUF012
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
         yield from super().widths(pipe)
         config, pooled = pipe.unet.config, pipe.text_encoder_2.config.projection_dim
         name, told = "projection_class_embeddings_input_dim", config["addition_time_embed_dim"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmrl.core.json_types import Json
 
 from .adapter import Conditions, Read, clip_reads
-from .fields import latent_channels, text_width
+from .fields import Width, text_width, vae_widths
 from .noise_prediction import NoisePredictionAdapter
 
 
@@ -32,10 +32,9 @@ class UNetAdapter(NoisePredictionAdapter, ABC):
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's choice
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
-        config, channels = pipe.unet.config, latent_channels(pipe)
-        for name in ("in_channels", "out_channels"):
-            yield name, config[name], channels, f"a VAE of {channels} latent channels"
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
+        config = pipe.unet.config
+        yield from vae_widths(pipe, cls.trains, "in_channels", "out_channels")
         text = sum(text_width(one) for one in (getattr(pipe, name) for name in cls.encoders) if one is not None)
         name = "encoder_hid_dim" if config["encoder_hid_dim"] is not None else "cross_attention_dim"
         widths = config[name] if isinstance(config[name], list | tuple) else [config[name]]

@@ -20,7 +20,7 @@ from mmrl.core.json_types import Json
 from . import loading
 from .adapter import Read
 from .euler import EulerAdapter
-from .fields import latent_channels, text_width
+from .fields import Width, encoder_width, latent_channels, vae_widths
 
 
 class WanAdapter(EulerAdapter):
@@ -59,12 +59,11 @@ class WanAdapter(EulerAdapter):
             )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
         config, channels = pipe.transformer.config, latent_channels(pipe)
-        for name, needed in (("in_channels", channels + cls.added(pipe)), ("out_channels", channels)):
-            yield name, config[name], needed, f"a VAE of {channels} latent channels"
-        width = text_width(pipe.text_encoder)
-        yield "text_dim", config["text_dim"], width, f"a text encoder of width {width}"
+        yield "in_channels", config["in_channels"], channels + cls.added(pipe), f"a VAE of {channels} latent channels"
+        yield from vae_widths(pipe, cls.trains, "out_channels")
+        yield encoder_width(pipe, "text_dim", pipe.text_encoder)
         yield "patch_size", config["patch_size"][0], 1, "frames that are apart"
 
     @classmethod

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json
 
 from . import loading
+from .fields import Width
 from .pictures import scaled
 from .wan import WanAdapter
 
@@ -55,7 +55,7 @@ class WanI2VAdapter(WanAdapter):
                 )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
         yield from super().widths(pipe)
         config: Any = pipe.transformer.config
         sees: Any = pipe.image_encoder

@@ -13,7 +13,7 @@ from mmrl.core.json_types import Json
 
 from . import loading
 from .adapter import Adapter, Read
-from .fields import latent_channels, text_width
+from .fields import Width, encoder_width, vae_widths
 from .packed import shifted
 
 
@@ -38,11 +38,10 @@ class ZImageAdapter(Adapter):
     )
 
     @classmethod
-    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[tuple[str, Json, Json, str]]:
-        config, channels = pipe.transformer.config, latent_channels(pipe)
-        yield "in_channels", config["in_channels"], channels, f"a VAE of {channels} latent channels"
-        width = text_width(pipe.text_encoder)
-        yield "cap_feat_dim", config["cap_feat_dim"], width, f"a text encoder of width {width}"
+    def widths(cls, pipe: diffusers.DiffusionPipeline) -> Iterator[Width]:
+        config = pipe.transformer.config
+        yield from vae_widths(pipe, cls.trains, "in_channels")
+        yield encoder_width(pipe, "cap_feat_dim", pipe.text_encoder)
         yield "all_patch_size", 2 in config["all_patch_size"], True, "patches of 2 x 2"
         yield "all_f_patch_size", 1 in config["all_f_patch_size"], True, "one frame"
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-import torch
+from functools import partial
+from typing import TYPE_CHECKING
 
 from mmrl.config.schema import Model, Recipe
 from mmrl.core.errors import UserError
@@ -14,8 +12,6 @@ from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.episodes.showing import tools_shown
 from mmrl.families.text.assembly import Load, build_writer, describe_writer
-from mmrl.families.text.pipeline import LanguagePipeline
-from mmrl.models.description import Description
 from mmrl.models.text.chat import Chat
 from mmrl.models.text.conditioner import Tokenizer
 from mmrl.models.text.loading import stop_tokens
@@ -27,49 +23,30 @@ OTHERWISE = "Set pipeline: vlm/chat for a model that sees pictures."
 TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
-    """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat."""
-    return build_writer(_parts, recipe, path, device, sees=False)
-
-
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """The pipeline that ``build`` would make, on the meta device. Raises ``UserError`` as ``build`` does."""
-    return describe_writer(_parts, recipe, path, architecture)
-
-
 def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat[Tokenizer], PreTrainedModel]:
     """The conditioner, and the model as ``load`` makes it."""
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = load_tokenizer(AutoTokenizer, path, recipe.model)
+    tokenizer = load_tokenizer(path, recipe.model)
     model = load(AutoModelForCausalLM, recipe, path, TESTED, OTHERWISE)
     return Chat(tokenizer, stop_tokens(model, tokenizer), *tools_shown(tokenizer, recipe)), model
 
 
-class AutoTokenizerClass(Protocol):
-    """transformers' ``AutoTokenizer``."""
-
-    @classmethod
-    def from_pretrained(cls, path: str, /) -> ChatTokenizer: ...
+build = partial(build_writer, _parts, sees=False)
+describe = partial(describe_writer, _parts)
 
 
-class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that may have a chat template."""
-
-    chat_template: str | dict[str, str] | None
-
-
-def load_tokenizer(auto: type[AutoTokenizerClass], path: str, settings: Model | None = None) -> Tokenizer:
+def load_tokenizer(path: str, settings: Model | None = None) -> Tokenizer:
     """The tokenizer at ``path``, with the chat template of ``settings``. Raises ``UserError`` if there is no tokenizer
     or no usable chat template, and if ``settings`` limit pictures."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     for key in ("min_pixels", "max_pixels"):
         if settings is not None and getattr(settings, key) is not None:
             raise UserError(f"model.{key}: this pipeline reads no pictures; remove it, or set a pipeline of vlm/")
     with refused(lambda reason: f"model.path: {path} has no tokenizer that can be used: {reason}"):
-        tokenizer = auto.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
         try_tokenizer(tokenizer)
         with suppress(OSError):  # there is no config.json, which the model's own loading says
             check_tokens(tokenizer, AutoConfig.from_pretrained(path))

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from mmrl.config.data import Data
 from mmrl.config.schema import Model, Recipe
 from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.installing import install
@@ -27,14 +25,12 @@ from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt
 from mmrl.episodes.showing import tools_shown
 from mmrl.families.text.assembly import Load, build_writer, describe_writer
-from mmrl.families.text.pipeline import LanguagePipeline
-from mmrl.models.description import Description
 from mmrl.models.text import chat
 from mmrl.models.text.clip_frames import limit_frames, shown_frames
 from mmrl.models.text.conditioner import Given, Processor
 from mmrl.models.text.features import PER_TOKEN
 from mmrl.models.text.loading import stop_tokens
-from mmrl.models.text.own_pixels import own_pixels, resized
+from mmrl.models.text.own_pixels import PixelProcessor, own_pixels, resized
 from mmrl.models.text.template_probe import TemplateFaultError
 from mmrl.models.text.told import Contents, Role, Told, pictures_of
 
@@ -133,19 +129,9 @@ class Chat(chat.Chat[Processor]):
         return open_clip(media, frames=frames)
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
-    """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see or chat."""
-    return build_writer(_parts, recipe, path, device, sees=True)
-
-
-def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """The pipeline that ``build`` would make, on the meta device. Raises ``UserError`` as ``build`` does."""
-    return describe_writer(_parts, recipe, path, architecture)
-
-
 def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel]:
     """The conditioner, and the model as ``load`` makes it."""
-    processor = load_processor(path, recipe.model, recipe.data)
+    processor = load_processor(path, recipe)
     from transformers import AutoModelForImageTextToText
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
@@ -155,6 +141,10 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel
     if model.config.model_type not in TESTED:
         made.no_pictures = untested(model.config.model_type)
     return made, model
+
+
+build = partial(build_writer, _parts, sees=True)
+describe = partial(describe_writer, _parts)
 
 
 def untested(kind: str) -> str:
@@ -171,9 +161,9 @@ def placeholders(config: PretrainedConfig) -> list[int]:
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def load_processor(path: str, settings: Model | None = None, data: Data | None = None) -> Processor:
-    """The processor at ``path``, with the chat template and the limits of pixels of ``settings``, and the frames that
-    ``data`` shows of clips. Raises ``UserError`` if it cannot see or chat, or if torchvision is missing."""
+def load_processor(path: str, recipe: Recipe | None = None) -> Processor:
+    """The processor at ``path``, with the chat template, the limits of pixels and the frames of clips of ``recipe``.
+    Raises ``UserError`` if it cannot see or chat, or if torchvision is missing."""
     allow_cpu_only()
     try:
         import torchvision  # type: ignore[import-not-found]  # noqa: F401  transformers reports its absence much later, in other words
@@ -190,12 +180,11 @@ def load_processor(path: str, settings: Model | None = None, data: Data | None =
             config = AutoConfig.from_pretrained(path)
             check_tokens(processor.tokenizer, config)
             _check_patches(processor.image_processor, config)
-    if settings is not None:
-        _limit_pixels(processor.image_processor, settings)
-    if data is not None:
-        limit_frames(getattr(processor, "video_processor", None), data.fps, data.max_frames)
-    if settings is not None and settings.chat_template is not None:
-        processor.chat_template = settings.chat_template
+    if recipe is not None:
+        _limit_pixels(processor.image_processor, recipe.model)
+        limit_frames(getattr(processor, "video_processor", None), recipe.data.fps, recipe.data.max_frames)
+        if recipe.model.chat_template is not None:
+            processor.chat_template = recipe.model.chat_template
     if not processor.chat_template:
         raise UserError(
             f"model.path: the processor of {path} has no chat template, so the format of its prompts is unknown. "
@@ -220,22 +209,7 @@ def _check_patches(images: object, config: PretrainedConfig) -> None:
             )
 
 
-class PixelLimits(Protocol):
-    """transformers' ``SizeDict`` of an image processor that limits the number of pixels."""
-
-    shortest_edge: int
-    longest_edge: int
-
-    def __init__(self, *, shortest_edge: int, longest_edge: int) -> None: ...
-
-
-class ImageProcessor(Protocol):
-    """An image processor of transformers."""
-
-    size: PixelLimits
-
-
-def _limit_pixels(images: ImageProcessor, settings: Model) -> None:
+def _limit_pixels(images: PixelProcessor, settings: Model) -> None:
     """Give the image processor the limits of ``settings``. Raises ``UserError`` if it has none."""
     if settings.min_pixels is None and settings.max_pixels is None:
         return

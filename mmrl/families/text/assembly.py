@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mmrl.config.evaluation_checks import label_of
-from mmrl.config.schema import Lora, Model, Recipe
+from mmrl.config.schema import Lora, Recipe
 from mmrl.core import sharded_loading
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
@@ -22,7 +22,7 @@ from mmrl.core.library_loading import refused
 from mmrl.families.text.engine_sampling import open_engine
 from mmrl.families.text.meta_model import describe, empty_model, empty_scorer
 from mmrl.families.text.pipeline import LanguagePipeline
-from mmrl.families.text.scoring import open_policy
+from mmrl.families.text.scoring import open_policy, refuse_others
 from mmrl.inference import own_class, sampling_options
 from mmrl.models.description import Description
 from mmrl.models.text.chat import Conditioner, check_template
@@ -37,8 +37,8 @@ Load: TypeAlias = "Callable[[type[AutoModel], Recipe, str, tuple[str, ...], str]
 """``load_model`` or ``empty_model``."""
 Parts: TypeAlias = "Callable[[Recipe, str, Load], tuple[Conditioner, PreTrainedModel]]"
 """The conditioner of the model at a path, and the model as the given function loads it."""
-OfScorer = Callable[[str, JsonObject, Model], Conditioner]
-"""The conditioner of the model at a path, with the variables of the chat template and the recipe's ``model``."""
+OfScorer = Callable[[str, JsonObject, Recipe], Conditioner]
+"""The conditioner of the model at a path, with the variables of the chat template."""
 
 
 def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> LanguagePipeline:
@@ -117,17 +117,20 @@ def check_teachers(recipe: Recipe, path: str) -> None:
             )
 
 
-def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
-    """A pipeline whose model scores, to train on pairs. Raises ``UserError`` where the model at ``path`` cannot."""
-    chat = of(path, recipe.decoding.chat_template_kwargs, recipe.model)
+def build_scorer(of: OfScorer, writer: str, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
+    """A pipeline whose model scores, to train on pairs; ``writer``: the pipeline of such a model that writes. Raises
+    ``UserError`` where the model at ``path`` cannot, and where the recipe trains no scores."""
+    refuse_others(recipe, writer)
+    chat = of(path, recipe.decoding.chat_template_kwargs, recipe)
     check_template(chat, recipe)
     return LanguagePipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
 
 
-def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path | None) -> Description:
+def describe_scorer(of: OfScorer, writer: str, recipe: Recipe, path: str, architecture: Path | None) -> Description:
     """The pipeline that ``build_scorer`` would make, on the meta device. Raises ``UserError`` as it does."""
+    refuse_others(recipe, writer)
     with files_of(path, architecture) as files:
-        chat = of(files.path, recipe.decoding.chat_template_kwargs, recipe.model)
+        chat = of(files.path, recipe.decoding.chat_template_kwargs, recipe)
         if not files.recorded:
             check_template(chat, recipe)
         policy = empty_scorer(files.path, chat.pad_token, recipe)

@@ -20,6 +20,8 @@ class Size(Protocol):
     shortest_edge: int
     longest_edge: int
 
+    def __init__(self, *, shortest_edge: int, longest_edge: int) -> None: ...
+
 
 class PixelProcessor(Protocol):
     """A processor of pictures or clips of transformers."""
