@@ -6,8 +6,9 @@ after it woke; until then it may lack memory that it needs to sample. ``unfailin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -124,6 +125,29 @@ class NoEngine:
         """There is nothing to end."""
 
 
+class Given:
+    """Counts what an engine got: ``updates`` of its weights, their bytes and seconds; ``requests``, and the ``calls``
+    that they came in."""
+
+    def __init__(self) -> None:
+        self.updates, self.update_bytes, self.update_seconds = 0, 0, 0.0
+        self.calls = self.requests = 0
+
+    def asked(self, requests: int) -> None:
+        """Count a call."""
+        self.calls, self.requests = self.calls + 1, self.requests + requests
+
+    def counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """``weights``, whose bytes are counted as they pass."""
+        for name, tensor in weights:
+            self.update_bytes += tensor.nbytes
+            yield name, tensor
+
+    def row(self) -> dict[str, float]:
+        """Metrics ``perf/engine_<name>``, counted since the start of the run."""
+        return {f"perf/engine_{name}": value for name, value in vars(self).items()} if self.updates else {}
+
+
 def metrics_of(engine: RolloutEngine) -> dict[str, float]:
     """What ``engine`` reports, as ``engine/<name>``; nothing where it has no ``metrics``. Raises ``UserError``."""
     if not isinstance(engine, ReportsMetrics):
@@ -148,20 +172,25 @@ def unfailing(engine: RolloutEngine, give: Callable[[], None], ask: Callable[[],
 
     Raises ``LostServerError`` where it is lost over and over, ``UserError`` where it does not start.
     """
+    return asked_again(ask, partial(_again, engine, give)) if isinstance(engine, LazyEngine) else ask()
+
+
+def asked_again(ask: Callable[[], T], renew: Callable[[], None]) -> T:
+    """What ``ask`` returns. Where it loses a server, ``renew`` comes before it asks again. Raises ``LostServerError``
+    where it loses one over and over."""
     for lost in range(RESTARTS + 1):
         try:
             if lost:
-                _again(engine, give)
+                tell("the rollout engine is started again, and asked again for what it had not answered")
+                renew()
             return ask()
         except LostServerError:
-            if lost == RESTARTS or not isinstance(engine, LazyEngine):
+            if lost == RESTARTS:
                 raise
     raise AssertionError
 
 
-def _again(engine: RolloutEngine, give: Callable[[], None]) -> None:
-    assert isinstance(engine, LazyEngine)
-    tell("the rollout engine is started again, and asked again for what it had not answered")
+def _again(engine: LazyEngine, give: Callable[[], None]) -> None:
     with starting():
         engine.close()
         engine.ready()  # with the weights that it first had

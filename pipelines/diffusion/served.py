@@ -12,18 +12,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.picture_checks import SERVED
 from mmrl.config.schema import Recipe
-from mmrl.core.errors import LostServerError, UserError
+from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
-from mmrl.core.notices import starting, tell
+from mmrl.core.notices import starting
 from mmrl.core.randomness import seed_of
 from mmrl.core.trajectory import DenoisingRows, SampleId, Slot
-from mmrl.inference.lazy_engine import RESTARTS
+from mmrl.inference.lazy_engine import Given, asked_again
 from mmrl.inference.picture_server import Drawn, PictureServer, python_of
 from mmrl.inference.server_process import Timeouts
 from mmrl.inference.weight_files import Sending
@@ -35,7 +36,6 @@ from .packed import PackedAdapter, unpacked
 
 _KINDS = {"flow": "sde", "cps": "cps"}
 _SEEDS = 2**31
-_COUNTED = ("updates", "update_bytes", "update_seconds", "calls", "requests")
 _SAME = 1e-4
 """How far noise levels of the server and of the checkpoint's schedule may be apart."""
 
@@ -48,7 +48,7 @@ class Served:
         self.policy: Policy | None = None
         self._server: PictureServer | None = None
         self._synced: tuple[int, str] | None = None
-        self._made = {f"perf/engine_{name}": 0.0 for name in _COUNTED}
+        self._given = Given()
         self._gaps: dict[str, float] = {}
 
     def sample(
@@ -59,7 +59,8 @@ class Served:
         pipeline = self.pipeline
         schedule, shape = pipeline.sizes.adapted(slots).schedule(), pipeline.sizes.shape(slots)
         named = zip(slots, ids, strict=True)
-        found, fresh = self._answers([self._body(slot, name, actions, seed) for slot, name in named])
+        bodies = [self._body(slot, name, actions, seed) for slot, name in named]
+        found, fresh = asked_again(partial(self._answers, bodies), self.close)
         for one in found:
             if len(one.sigmas) != len(schedule.sigmas) or (one.sigmas - schedule.sigmas.cpu()).abs().max() > _SAME:
                 raise UserError(
@@ -77,7 +78,7 @@ class Served:
 
     def updates(self) -> dict[str, float]:
         """See ``mmrl.models.protocol.DenoisingPipeline.updates``."""
-        return self._made | self._gaps if self._synced else {}
+        return self._given.row() | self._gaps if self._synced else {}
 
     def close(self) -> None:
         if self._server is not None:
@@ -117,43 +118,29 @@ class Served:
 
     def _answers(self, bodies: list[dict[str, Json]]) -> tuple[list[Drawn], bool]:
         """What the server answers under the policy's present weights, and whether it had none of them before: then the
-        first answer has velocities. A server that is lost is started again."""
-        for lost in range(RESTARTS + 1):
-            try:
-                fresh = self._give()
-                if fresh:
-                    bodies[0]["rollout_debug_mode"] = True
-                assert self._server is not None
-                made = self._server.ask(bodies)
-                self._made["perf/engine_calls"] += 1
-                self._made["perf/engine_requests"] += len(bodies)
-                return made, fresh
-            except LostServerError:
-                self.close()
-                if lost == RESTARTS:
-                    raise
-                tell("the rollout engine is started again, and asked again for what it had not answered")
-        raise AssertionError
+        first answer has velocities."""
+        server, fresh = self._give()
+        if fresh:
+            bodies[0]["rollout_debug_mode"] = True
+        made = server.ask(bodies)
+        self._given.asked(len(bodies))
+        return made, fresh
 
-    def _give(self) -> bool:
-        """Have a server with the policy's present weights; returns whether it did not have them before."""
+    def _give(self) -> tuple[PictureServer, bool]:
+        """A server with the policy's present weights, and whether it did not have them before."""
         assert self.policy is not None, "sync comes first"
         if self._server is None:
             with starting():
                 self._server = self._start()
         if self._synced == self.policy.tag:
-            return False
+            return self._server, False
         module, began = self.pipeline.policy, time.perf_counter()
-        self._server.update(self._counted(trained_weights(module)), 4 * sum(p.numel() for p in module.parameters()))
+        weights = self._given.counted(trained_weights(module))
+        self._server.update(weights, 4 * sum(p.numel() for p in module.parameters()))
         self._synced = self.policy.tag
-        self._made["perf/engine_updates"] += 1
-        self._made["perf/engine_update_seconds"] += time.perf_counter() - began
-        return True
-
-    def _counted(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self._made["perf/engine_update_bytes"] += tensor.nbytes
-            yield name, tensor
+        self._given.updates += 1
+        self._given.update_seconds += time.perf_counter() - began
+        return self._server, True
 
     def _start(self) -> PictureServer:
         rollout, options = self.recipe.rollout, dict(self.recipe.rollout.options)

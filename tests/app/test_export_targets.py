@@ -21,7 +21,7 @@ from mmrl.app.build import build  # noqa: E402
 from mmrl.app.export import new_directory  # noqa: E402
 from mmrl.config.loader import load_recipe  # noqa: E402
 from mmrl.core.errors import UserError  # noqa: E402
-from mmrl.families.text.engine_sampling import Given, streamed  # noqa: E402
+from mmrl.families.text.engine_sampling import GivenWeights, streamed  # noqa: E402
 from mmrl.inference.engine_weights import write_adapter  # noqa: E402
 from tests.support import tiny  # noqa: E402
 from tests.support.saved_lora import FAMILIES, folders_in, model_of, recipe, velocity  # noqa: E402
@@ -113,7 +113,7 @@ class Engine:
 def by_engine(run, base, folder):
     """Logits of an engine that was sent the policy's weights: a plain LoRA with one scale."""
     engine = Engine(folder)
-    Given().push(engine, run.policy)
+    GivenWeights().push(engine, run.policy)
     model = AutoModelForCausalLM.from_pretrained(base)
     if engine.state is not None:
         assert not model.load_state_dict(engine.state, strict=False).unexpected_keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from secrets import randbits
@@ -22,7 +22,7 @@ from mmrl.core.randomness import seed_of
 from mmrl.core.rollout_engine import Completion, Request, RolloutEngine, Settings
 from mmrl.core.trajectory import Prompt, SampleId, TextRows
 from mmrl.inference import own_class, server_devices
-from mmrl.inference.lazy_engine import LazyEngine, NoEngine
+from mmrl.inference.lazy_engine import Given, LazyEngine, NoEngine
 from mmrl.inference.server_process import Timeouts
 from mmrl.inference.weight_files import Sending, transport_for
 from mmrl.models.lora import PREFIX, lora_layers, modules_of
@@ -159,13 +159,8 @@ def engine_class(name: str) -> Callable[..., RolloutEngine]:
     return getattr(import_module(module), made)
 
 
-class Given:
-    """Final class. Counts what an engine got: ``updates`` of its weights, their bytes and seconds; ``requests``, and
-    the ``calls`` that they came in."""
-
-    def __init__(self) -> None:
-        self.updates, self.update_bytes, self.update_seconds = 0, 0, 0.0
-        self.calls = self.requests = 0
+class GivenWeights(Given):
+    """Final class. Sends weights to an engine, and counts what it got."""
 
     def push(self, engine: RolloutEngine, policy: Policy) -> None:
         """Send the policy's present weights to the engine: only the adapter if one trains, else all weights.
@@ -174,7 +169,7 @@ class Given:
         """
         start = time.perf_counter()
         if not has_adapter(policy.module):
-            engine.update(self._counted(streamed(policy)))
+            engine.update(self.counted(streamed(policy)))
         else:
             from peft import LoraConfig
             from peft.utils import get_peft_model_state_dict
@@ -189,7 +184,7 @@ class Given:
                 rank = alpha = self._scaled(module, tensors)
             targets = config.target_modules or ()
             named = sorted({m.rpartition(".")[2] for m in modules_of(tensors)} if isinstance(targets, str) else targets)
-            engine.update_lora(dict(self._counted(tensors.items())), rank, float(alpha), named)
+            engine.update_lora(dict(self.counted(tensors.items())), rank, float(alpha), named)
         self.updates += 1
         self.update_seconds += time.perf_counter() - start
 
@@ -204,10 +199,6 @@ class Given:
                     ranks.append(layer.r["default"])
         return max(ranks)
 
-    def asked(self, requests: int) -> None:
-        """Count a call."""
-        self.calls, self.requests = self.calls + 1, self.requests + requests
-
     def again(self, engine: RolloutEngine, policy: Policy) -> None:
         """``push`` to an engine that was started again, from this rank only. Raises ``UserError`` if weights are
         sharded."""
@@ -217,15 +208,6 @@ class Given:
                 "together can send them again; continue from the last checkpoint with --resume"
             )
         self.push(engine, policy)
-
-    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self.update_bytes += tensor.nbytes
-            yield name, tensor
-
-    def row(self) -> dict[str, float]:
-        """Metrics ``perf/engine_<name>``, counted since the start of the run."""
-        return {f"perf/engine_{name}": value for name, value in vars(self).items()} if self.updates else {}
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
     if files.recorded:
         _take_the_limit(pipeline)
     policy = pipeline.policy
-    setattr(policy, GENERATE, _two_forwards(policy))
+    setattr(policy, GENERATE, partial(_two_forwards, policy))
     for router in (module for module in policy.modules() if type(module).__name__ in _ROUTERS):
         router.forward = partial(_evenly, router, router.forward)
     phases = frozenset(get_args(Phase))
@@ -127,7 +127,7 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         pipeline,
         components,
         files.source,
-        _longest_of(pipeline),
+        partial(_longest, pipeline),
         beside,
         cache_numbers=cached(base_model(policy).config),
         by_rows=getattr(base_model(policy).config, "quantization_config", None) is None,
@@ -181,36 +181,33 @@ def _heads(config: PretrainedConfig) -> int:
     return 2 * (getattr(config, "num_key_value_heads", None) or queries) * width
 
 
-def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Longest]:
-    def longest(prompts: Sequence[Prompt]) -> Longest:
-        """The usable prompt with the most tokens, and a note about those that are too long."""
-        overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
-        took = list[float]()
-        error = pipeline.recipe.overlong == "error"
-        for prompt in _by_length(pipeline, prompts):
-            if len(good) == LOOKED_AT and not (error and prompt.media):  # its tokens are unknown until it is encoded
-                break
-            began = time.process_time()
-            try:
-                good.append((prompt, _tokens(pipeline, prompt)))
-                took.append(time.process_time() - began)
-            except OverlongError as found:
-                overlong.append(found)
-            except BadPromptError as found:
-                why.append(str(found))
-        if error and overlong:
-            raise UserError(
-                f"data: {_named(overlong, len(prompts))}; shorten them or take them out of the data, raise the limit, "
-                f"or set data.overlong to {'skip or cut' if good else 'cut'}"
-            )
-        if not good:
-            first = [*map(str, overlong[:1]), *why[:1]][0]
-            raise UserError(f"data: none of {len(prompts)} prompts can be used; {first}")
-        notes = [f"{_named(overlong, len(prompts))}: they are left out (data.overlong)"] if overlong else []
-        notes += _of_clips(pipeline, [prompt for prompt, _ in good])
-        return Longest(*max(good, key=lambda found: found[1]), notes, median(took))
-
-    return longest
+def _longest(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> Longest:
+    """The usable prompt with the most tokens, and a note about those that are too long."""
+    overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
+    took = list[float]()
+    error = pipeline.recipe.overlong == "error"
+    for prompt in _by_length(pipeline, prompts):
+        if len(good) == LOOKED_AT and not (error and prompt.media):  # its tokens are unknown until it is encoded
+            break
+        began = time.process_time()
+        try:
+            good.append((prompt, _tokens(pipeline, prompt)))
+            took.append(time.process_time() - began)
+        except OverlongError as found:
+            overlong.append(found)
+        except BadPromptError as found:
+            why.append(str(found))
+    if error and overlong:
+        raise UserError(
+            f"data: {_named(overlong, len(prompts))}; shorten them or take them out of the data, raise the limit, "
+            f"or set data.overlong to {'skip or cut' if good else 'cut'}"
+        )
+    if not good:
+        first = [*map(str, overlong[:1]), *why[:1]][0]
+        raise UserError(f"data: none of {len(prompts)} prompts can be used; {first}")
+    notes = [f"{_named(overlong, len(prompts))}: they are left out (data.overlong)"] if overlong else []
+    notes += _of_clips(pipeline, [prompt for prompt, _ in good])
+    return Longest(*max(good, key=lambda found: found[1]), notes, median(took))
 
 
 def _of_clips(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[str]:
@@ -284,52 +281,49 @@ class _Processors(Protocol):
     def __call__(self, input_ids: Tensor, scores: Tensor, /) -> Tensor: ...
 
 
-def _two_forwards(policy: nn.Module) -> Callable[..., Tensor]:
-    """A replacement of ``generate``. All responses but one have the maximal length: rows of equal length would need no
-    attention mask, and less memory."""
-
-    def generate(
-        *,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_processor: _Processors,
-        max_new_tokens: int,
-        eos_token_id: list[int],
-        pad_token_id: int,
-        do_sample: bool,
-        stopping_criteria: object = None,
-        **given: Tensor | bool,
-    ) -> Tensor:
-        draw = logits_processor[0]
-        ends, padding = eos_token_id, pad_token_id
-        assert not do_sample
-        rows = len(input_ids)
-        attention_mask[0, 0] = rows == 1  # as if this prompt were shorter
-        out = policy(input_ids=input_ids, attention_mask=attention_mask, **given, use_cache=True, logits_to_keep=1)
-        scores = logits_processor(input_ids, out.logits[:, -1].to(copy=True, dtype=torch.float32))
-        caches = {name: out[name] for name in _CACHES if out.get(name) is not None}
-        del out
-        if max_new_tokens > 1:
-            for cache in caches.values():
-                _grow(cache, max_new_tokens - 2)
-            draw.log_probs *= max_new_tokens - 1
-            whole = pad(attention_mask, (0, max_new_tokens - 1), value=1)
-            if caches:
-                places = whole.sum(1, keepdim=True) - 1
-                last = policy(
-                    input_ids=input_ids[:, -1:], attention_mask=whole, position_ids=places, use_cache=True, **caches
-                )
-            else:  # it keeps nothing, and reads the whole row for each token
-                last = policy(input_ids=pad(input_ids, (0, max_new_tokens - 1)), attention_mask=whole)
-            logits_processor(input_ids, last.logits[:, -1].to(copy=True, dtype=torch.float32))
-        del scores  # transformers keeps the scores of a token until those of the next are computed
-        token = next(n for n in range(len(ends) + 2) if n not in {*ends, padding})
-        drawn = torch.full((rows, max_new_tokens), token)
-        if rows > 1 and max_new_tokens > 1:
-            drawn[0, -2] = ends[0]
-        return torch.cat([input_ids, drawn], 1)
-
-    return generate
+def _two_forwards(
+    policy: nn.Module,
+    *,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    logits_processor: _Processors,
+    max_new_tokens: int,
+    eos_token_id: list[int],
+    pad_token_id: int,
+    do_sample: bool,
+    stopping_criteria: object = None,
+    **given: Tensor | bool,
+) -> Tensor:
+    """A replacement of ``policy.generate``. All responses but one have the maximal length: rows of equal length would
+    need no attention mask, and less memory."""
+    draw = logits_processor[0]
+    ends, padding = eos_token_id, pad_token_id
+    assert not do_sample
+    rows = len(input_ids)
+    attention_mask[0, 0] = rows == 1  # as if this prompt were shorter
+    out = policy(input_ids=input_ids, attention_mask=attention_mask, **given, use_cache=True, logits_to_keep=1)
+    scores = logits_processor(input_ids, out.logits[:, -1].to(copy=True, dtype=torch.float32))
+    caches = {name: out[name] for name in _CACHES if out.get(name) is not None}
+    del out
+    if max_new_tokens > 1:
+        for cache in caches.values():
+            _grow(cache, max_new_tokens - 2)
+        draw.log_probs *= max_new_tokens - 1
+        whole = pad(attention_mask, (0, max_new_tokens - 1), value=1)
+        if caches:
+            places = whole.sum(1, keepdim=True) - 1
+            last = policy(
+                input_ids=input_ids[:, -1:], attention_mask=whole, position_ids=places, use_cache=True, **caches
+            )
+        else:  # it keeps nothing, and reads the whole row for each token
+            last = policy(input_ids=pad(input_ids, (0, max_new_tokens - 1)), attention_mask=whole)
+        logits_processor(input_ids, last.logits[:, -1].to(copy=True, dtype=torch.float32))
+    del scores  # transformers keeps the scores of a token until those of the next are computed
+    token = next(n for n in range(len(ends) + 2) if n not in {*ends, padding})
+    drawn = torch.full((rows, max_new_tokens), token)
+    if rows > 1 and max_new_tokens > 1:
+        drawn[0, -2] = ends[0]
+    return torch.cat([input_ids, drawn], 1)
 
 
 _CACHES = ("past_key_values", "cache_params")

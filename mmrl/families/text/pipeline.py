@@ -100,7 +100,7 @@ class LanguagePipeline:
         engine: RolloutEngine | None = None,
     ) -> None:
         self.conditioner, self.policy, self.recipe, self.device = conditioner, policy, recipe, device
-        self.engine, self.given = engine, engine_sampling.Given()
+        self.engine, self.given = engine, engine_sampling.GivenWeights()
         self._synced: object = None
         self._source: Policy | None = None
         self._slots: Slots | None = None

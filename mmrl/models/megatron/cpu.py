@@ -66,18 +66,22 @@ class _Nothing:
         return lambda *_, **__: _Nothing()
 
 
-class _Cuda(types.ModuleType):
-    """Final class: the replacement of ``torch.cuda``."""
+class _InPlaceOf(types.ModuleType):
+    """Final class: the ``module``, with ``others`` in place of some of its names."""
 
-    Stream = Event = _Nothing
+    def __init__(self, module: types.ModuleType, **others: object) -> None:
+        super().__init__(module.__name__)
+        vars(self).update(others, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
+        return getattr(self._module, name)
 
 
-def _cuda() -> _Cuda:
-    module = _Cuda("torch.cuda")
-    vars(module).update(
+def _cuda() -> _InPlaceOf:
+    return _InPlaceOf(
+        torch.cuda,
+        Stream=_Nothing,
+        Event=_Nothing,
         current_device=lambda: _CPU,
         current_stream=lambda *_, **__: _Nothing(),
         default_stream=lambda *_, **__: _Nothing(),
@@ -91,14 +95,6 @@ def _cuda() -> _Cuda:
         stream=lambda *_, **__: contextlib.nullcontext(),
         synchronize=lambda *_, **__: None,
     )
-    return module
-
-
-class _Torch(types.ModuleType):
-    """Final class: ``torch`` with the replaced ``cuda`` and with factories that make tensors on the CPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def _here(factory: Callable[P, T]) -> Callable[P, T]:
@@ -113,5 +109,4 @@ def _here(factory: Callable[P, T]) -> Callable[P, T]:
     return make
 
 
-_torch = _Torch("torch")
-vars(_torch).update({"cuda": _cuda()} | {name: _here(getattr(torch, name)) for name in _FACTORIES})
+_torch = _InPlaceOf(torch, cuda=_cuda(), **{name: _here(getattr(torch, name)) for name in _FACTORIES})
