@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -31,30 +31,12 @@ from mmrl.models.text.conditioner import Messages, Processor
 from mmrl.models.text.written_pictures import Frame
 
 if TYPE_CHECKING:  # slow to import
-    from transformers import PreTrainedModel
+    from transformers import Emu3Processor, PreTrainedModel
 
 OTHERWISE = "Set pipeline: llm/chat for a model of text alone, vlm/chat for one that sees pictures and writes text."
 TESTED = ("emu3",)
 VQ = "vqmodel"
 END_OF_ROW = "<|extra_200|>"
-
-
-class Pixels(Protocol):
-    """The part of transformers' ``Emu3ImageProcessor`` that is used here."""
-
-    image_mean: list[float]
-    image_std: list[float]
-
-
-class PictureProcessor(Processor, Protocol):
-    """The part of transformers' ``Emu3Processor`` that is used here."""
-
-    image_processor: Pixels
-    bos_token: str
-    image_start_token: str
-    fake_token_around_image: str
-    eof_token: str
-    image_end_token: str
 
 
 class Drawn(chat.Chat[Processor]):
@@ -64,7 +46,7 @@ class Drawn(chat.Chat[Processor]):
     no_pictures = "the model draws one, and is shown none"
 
     def __init__(self, saved: Processor, stop: list[int], frame: Frame, negative_prompt: str | None) -> None:
-        self._processor, self.frame = cast("PictureProcessor", saved), frame
+        self._processor, self.frame = cast("Emu3Processor", saved), frame
         super().__init__(saved, stop, {})
         self._negative = lru_cache(4096)(lambda text: self._tokens(Prompt("negative", text), adds=False))
         self._negative_prompt = negative_prompt
@@ -126,9 +108,7 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Drawn, PreTrainedMode
     return Drawn(processor, [frame.ends[-1]], frame, picture.negative_prompt), model
 
 
-def _frame(
-    recipe: Recipe, picture: Picture, processor: PictureProcessor, known: Mapping[str, int], levels: int
-) -> Frame:
+def _frame(recipe: Recipe, picture: Picture, processor: Emu3Processor, known: Mapping[str, int], levels: int) -> Frame:
     """The frame of the recipe's pictures. ``known``: the model's ``vocabulary_map``; ``levels``: of the VQ model, each
     but one halves a picture. Raises ``UserError`` for a size that it cannot make."""
     factor = 2 ** (levels - 1)

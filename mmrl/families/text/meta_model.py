@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from mmrl.models.text.recorded_config import Files
 from mmrl.models.text.token_sampling import Draw
 
 if TYPE_CHECKING:  # slow to import
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import LogitsProcessorList, PretrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
 
 CONFIGURED = 512 * 2**20
@@ -273,20 +273,12 @@ def _take_the_limit(pipeline: LanguagePipeline) -> None:
     pipeline.context = pipeline.engine_context = None
 
 
-class _Processors(Protocol):
-    """transformers' ``LogitsProcessorList``."""
-
-    def __getitem__(self, index: int, /) -> Draw: ...
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, /) -> Tensor: ...
-
-
 def _two_forwards(
     policy: nn.Module,
     *,
-    input_ids: Tensor,
+    input_ids: torch.LongTensor,
     attention_mask: Tensor,
-    logits_processor: _Processors,
+    logits_processor: LogitsProcessorList,
     max_new_tokens: int,
     eos_token_id: list[int],
     pad_token_id: int,
@@ -296,7 +288,7 @@ def _two_forwards(
 ) -> Tensor:
     """A replacement of ``policy.generate``. All responses but one have the maximal length: rows of equal length would
     need no attention mask, and less memory."""
-    draw = logits_processor[0]
+    draw: Draw = logits_processor[0]
     ends, padding = eos_token_id, pad_token_id
     assert not do_sample
     rows = len(input_ids)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from PIL.Image import Image, new
@@ -61,7 +61,10 @@ from mmrl.models.text.stop_strings import stops_of
 from mmrl.models.text.thoughts import left_open
 from mmrl.models.text.token_sampling import without
 from mmrl.models.text.told import Contents, Told, key_of_told, whole_key
-from mmrl.models.text.written_pictures import Decoder, Frame
+from mmrl.models.text.written_pictures import Frame
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import Emu3ForConditionalGeneration
 
 MISMATCHED = "mismatched_log_ratio"
 
@@ -483,7 +486,7 @@ class LanguagePipeline:
 
     def samples(self, rows: TextRows, inputs: frozenset[str]) -> list[Sample]:
         if self.frame is not None:
-            model = cast("Decoder", base_model(self.policy))
+            model = cast("Emu3ForConditionalGeneration", base_model(self.policy))
             return make_samples(rows, self.frame.pixels(model, rows.padded("tokens")), inputs)
         episodes, cut = rows.episodes or [None] * len(rows), rows.truncated.tolist()
         spoken = zip(rows.spoken(), episodes, strict=True)

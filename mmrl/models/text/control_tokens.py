@@ -9,37 +9,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # slow to import
+    from tokenizers import AddedToken, Tokenizer
 
 _ROUNDS = 8
 """Breaking one token can let another one appear, a few times at most."""
-
-
-class Added(Protocol):
-    """A token beside the vocabulary that was learned (tokenizers' ``AddedToken``)."""
-
-    content: str
-    special: bool
-    normalized: bool
-
-
-class Encoding(Protocol):
-    """Token ids, and where in the text each one begins and ends."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-
-
-class Backend(Protocol):
-    """The part of tokenizers' ``Tokenizer`` that is used here."""
-
-    normalizer: object | None
-
-    def no_truncation(self) -> None: ...
-
-    def no_padding(self) -> None: ...
-
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> Encoding: ...
 
 
 class ControlTokens:
@@ -47,7 +23,7 @@ class ControlTokens:
 
     def __init__(self, saved: object) -> None:
         tokenizer = getattr(saved, "tokenizer", saved)
-        added: Mapping[int, Added] = getattr(tokenizer, "added_tokens_decoder", {})
+        added: Mapping[int, AddedToken] = getattr(tokenizer, "added_tokens_decoder", {})
         control = {n: of for n, of in added.items() if of.special or re.search(r"[^\w\s]", of.content)}
         own: Mapping[str, object] = getattr(saved, "__dict__", {})
         marks = {str(mark) for name, mark in own.items() if re.search(r"_(?:token|tag)$", name) and mark}
@@ -55,8 +31,8 @@ class ControlTokens:
         self.texts = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
         self._names = {n: of.content for n, of in control.items() if len(of.content) > 1}
-        self._backend: Backend | None = None
-        backend: Backend | None = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Tokenizer | None = None
+        backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         by_model = type(getattr(backend, "model", None)).__name__ == "Unigram"  # control tokens are in its vocabulary
         normalized = by_model or any(of.normalized for of in control.values())
         if backend is not None and backend.normalizer is not None and normalized:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,11 +25,8 @@ from torch import Tensor
 from mmrl.core.trajectory import Segment
 from mmrl.core.transfer import to_device
 
-
-class Decoder(Protocol):
-    """The part of transformers' ``Emu3ForConditionalGeneration`` that makes pixels."""
-
-    def decode_image_tokens(self, *, image_tokens: Tensor, height: int, width: int) -> Tensor: ...
+if TYPE_CHECKING:  # slow to import
+    from transformers import Emu3ForConditionalGeneration
 
 
 @dataclass
@@ -102,7 +99,7 @@ class Frame:
         ]
 
     @torch.no_grad()
-    def pixels(self, model: Decoder, tokens: Tensor) -> Tensor:
+    def pixels(self, model: Emu3ForConditionalGeneration, tokens: Tensor) -> Tensor:
         """Pictures ``[B, 3, H, W]`` float32 in [0, 1] of whole frames ``[B, T]``."""
         made = model.decode_image_tokens(image_tokens=tokens, height=self.height, width=self.width).float()
         mean, std = (to_device(torch.tensor(of).view(-1, 1, 1), made.device) for of in (self.mean, self.std))
