@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 import mmrl
 from mmrl.core.media import Media, open_image
+from mmrl.core.media.images import png_bytes
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 
