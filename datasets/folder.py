@@ -68,9 +68,7 @@ def prompts(
         try:
             made = _prompt(where, record, root, columns, keys, caption)
             for medium in made.media:
-                why = checks.fault(medium, str(Path(medium.path or "").relative_to(root.resolve())))
-                if why is not None:
-                    raise ValueError(why)
+                checks.check(medium, str(Path(medium.path or "").relative_to(root.resolve())))
         except (ValueError, OSError) as error:
             leave_out(bad, where, str(error), path)
             continue

@@ -107,9 +107,7 @@ def _usable(
         try:
             fields, media = made.parts(i)
             for medium in media if verify or rows.in_files else [m for m in media if m.path]:
-                why = checks.fault(medium, medium.path or f"{rows.where(i)}", None if medium.path else _stamp(medium))
-                if why is not None:
-                    raise ValueError(why)
+                checks.check(medium, medium.path or f"{rows.where(i)}", None if medium.path else _stamp(medium))
         except TieError:
             made.ties += 1
             continue

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,15 +91,12 @@ def draw(
         print(f"note: {note}", file=sys.stderr)
     n = _different(context, n)
     made: dict[str, Drawn] = {}
-    try:
+    with closing(context):
         for name in sorted(names, key=lambda name: found[name] is not None):  # the base is there first
             saved = found[name]
             if saved is not None:
                 saved.into("policy", context.policy.load_state_dict)
             made[name] = Drawn(name, 0 if saved is None else saved.step, _sampled(context, prompts, n, seed))
-    finally:
-        context.pipeline.close()
-        context.compute.devices.close()
     with new_directory(out, "the samples") as folder:
         _write([made[name] for name in names], folder, n, seed)
     return out

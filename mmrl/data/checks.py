@@ -49,28 +49,28 @@ class MediaChecks:
         self._known: dict[str, Json] = kept if isinstance(kept, dict) else {}
         self._fresh = 0
 
-    def fault(self, media: Media, name: str, stamp: list[int] | None = None) -> str | None:
-        """Why ``media`` cannot be used; None where it can. A stored result of the same ``name`` and ``stamp`` is valid.
-
-        ``stamp`` is the size and time of the file unless given.
-        """
+    def check(self, media: Media, name: str, stamp: list[int] | None = None) -> None:
+        """Raise ``ValueError`` where ``media`` cannot be used. A stored result of the same ``name`` and ``stamp`` is
+        valid; ``stamp`` is the size and time of the file unless given."""
         if stamp is None:
             try:
                 status = os.stat(media.path or "")
             except (OSError, ValueError) as error:
-                return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
+                raise ValueError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
             stamp = [status.st_size, status.st_mtime_ns]
         known = self._known.get(name)
         if isinstance(known, list) and len(known) == 2 and known[0] == stamp:
-            return known[1] if isinstance(known[1], str) else None
-        why = None
-        try:
-            look(media, self._verify)
-        except BadMediaError as error:
-            why = str(error)
-        self._known[name] = [stamp, why]
-        self._fresh += 1
-        return why
+            why = known[1]
+        else:
+            why = None
+            try:
+                look(media, self._verify)
+            except BadMediaError as error:
+                why = str(error)
+            self._known[name] = [stamp, why]
+            self._fresh += 1
+        if isinstance(why, str):
+            raise ValueError(why)
 
     def save(self) -> None:
         """Store the results since the last call."""

@@ -84,7 +84,7 @@ def measure_of(run: RecordedRun) -> str | None:
     part ``success``, ``correct`` or ``accuracy``, or the reward itself. A recipe on given texts or pairs has the first
     reward of ``eval.rewards``, and without one the accuracy on held-out pairs.
     """
-    keys = dict.fromkeys(key for row in run.heldout for key in row)
+    keys = run.figures
     named = run.setting("eval.early_stopping.metric")
     if isinstance(named, str) and named in keys:
         return named

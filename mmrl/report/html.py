@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -135,18 +135,14 @@ def _remarks(run: RecordedRun) -> list[str]:
 def _continued(run: RecordedRun) -> Iterator[str]:
     """What ``mmrl continue`` changed, each time."""
     for row in run.continued:
-        notes = row.get("notes")
-        said = [_changed(of) for of in _listed(row.get("changes"))]
+        notes, changes = row.get("notes"), _listed(row.get("changes"))
+        said = [f"{of.get('key')} {json.dumps(of.get('before'))} → {json.dumps(of.get('now'))}" for of in changes]
         said += map(str, notes if isinstance(notes, list) else [])
         yield f"Continued after step {row.get('after')}: {'; '.join(said)}."
 
 
 def _listed(found: Any) -> list[dict[str, Any]]:
     return [of for of in found if isinstance(of, dict)] if isinstance(found, list) else []
-
-
-def _changed(of: Mapping[str, Any]) -> str:
-    return f"{of.get('key')} {json.dumps(of.get('before'))} → {json.dumps(of.get('now'))}"
 
 
 def _heldout_charts(run: RecordedRun) -> list[Markup]:
@@ -182,7 +178,8 @@ def _training_charts(run: RecordedRun) -> list[Markup]:
         return line_chart(title, lines, log=True, note=note)
 
     spread = [value for _, value in run.column("reward/std")]
-    phases = [*PHASES, *sorted(_phases(run.metrics) - set(PHASES))]
+    timed = {key.removeprefix("time/") for row in run.metrics for key in row if key.startswith("time/")}
+    phases = [*PHASES, *sorted(timed - {*PHASES, "step", "environment"})]
     charts = [
         line_chart("reward", [Series("mean", run.column("reward/mean"), spread=spread)], note="weighted, mean ± std"),
         faint(
@@ -201,13 +198,6 @@ def _training_charts(run: RecordedRun) -> list[Markup]:
         stacked_chart("time per phase", [Series(p, run.column(f"time/{p}")) for p in phases], note="seconds a step"),
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def _phases(rows: Iterable[Row]) -> set[str]:
-    return {key.removeprefix("time/") for row in rows for key in row if key.startswith("time/")} - {
-        "step",
-        "environment",
-    }
 
 
 def _reward_table(run: RecordedRun, samples: Samples) -> list[dict[str, Any]]:
@@ -310,11 +300,10 @@ def read_sweep(run: Path, labels: Sequence[str], trained: Collection[str]) -> di
         ) from error
     names = {f"reward/{x}": f"{x}{'' if x in trained else ' (not trained on)'}" for x in labels}
     names |= {f"guard/{x}": x for x in ("diversity", "distance")}
-    charts = [_curve(name, [(row["strength"], row.get(key)) for row in rows]) for key, name in names.items()]
+    charts = []
+    for key, name in names.items():
+        curve = Series("held-out", [(row["strength"], row.get(key)) for row in rows], "dots")
+        charts.append(line_chart(name, [curve], note="by strength", over="strength"))
     picture = file.with_name("grid.png")
     source = f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}" if picture.is_file() else None
     return {"step": step, "charts": [chart for chart in charts if chart is not None], "grid": source, "texts": texts}
-
-
-def _curve(name: str, points: list[tuple[float, float | None]]) -> Any:
-    return line_chart(name, [Series("held-out", points, "dots")], note="by strength", over="strength")

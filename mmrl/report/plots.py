@@ -63,7 +63,8 @@ def plot_of(run: Path, names: Sequence[str] = (), *, tiles: bool = False) -> Plo
     """
     found = read_run(run)
     drawn: dict[str, Markup] = {}
-    for name in names or _main(found):
+    main = [key for key in ("reward/mean", *(key for key, *_ in found.measured)) if key in _metrics(found)]
+    for name in names or main[:4]:
         drawn |= dict(_charts(found, name))
     shown = head_of(found)["tiles"] if tiles else []
     title = str(found.resolved.get("name") or run.resolve().name)
@@ -88,10 +89,6 @@ def _charts(run: RecordedRun, name: str) -> Iterator[tuple[str, Markup]]:
         chart = line_chart(key, [Series("held-out", held, "dots"), training])
         if chart is not None:
             yield key, chart
-
-
-def _main(run: RecordedRun) -> list[str]:
-    return [key for key in ("reward/mean", *(key for key, *_ in run.measured)) if key in _metrics(run)][:4]
 
 
 def _metrics(run: RecordedRun) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,6 +84,11 @@ class RecordedRun:
         return weights
 
     @property
+    def figures(self) -> Collection[str]:
+        """The names of what evaluations measured, in their order."""
+        return dict.fromkeys(key for row in self.heldout for key in row)
+
+    @property
     def watches_others(self) -> bool:
         """Whether a reward was measured that training does not use; also where that is not known."""
         return not self.resolved or any(label not in self.trained for label in self.labels)
@@ -145,7 +150,7 @@ def read_run(path: Path) -> RecordedRun:
         resolved=_settings(run.resolved),
         given=_given(run.recipe),
         overrides=run.overrides(),
-        env=_environment(run.env),
+        env=read_environment(run.env) if run.env.exists() else {},
         owner=run.owner(),
         evaluations=read_evaluations(run.samples),
     )
@@ -155,13 +160,6 @@ def _rows(path: Path) -> list[Row]:
     """The rows by step, the last one of each step, numbers only (others and non-finite ones are None)."""
     by_step = {row["step"]: row for row in read_numbers(path)}
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _environment(path: Path) -> dict[str, Any]:
-    try:
-        return read_environment(path)
-    except FileNotFoundError:
-        return {}
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -102,10 +102,9 @@ def _said(found: Change, name: str) -> str:
 
 def _untrained(run: RecordedRun, measure: str | None) -> list[str]:
     """The figures of rewards that training did not use, beside the run's own measure."""
-    keys = dict.fromkeys(key for row in run.heldout for key in row)
     own = None if measure is None else label_in(measure)
     labels = [label for label in run.labels if label not in run.trained and label != own]
-    return [part_of(label, keys) for label in labels] if run.resolved else []
+    return [part_of(label, run.figures) for label in labels] if run.resolved else []
 
 
 def _beside(run: RecordedRun, samples: Samples, measure: str | None, own: Change | None) -> Iterator[str]:
@@ -115,8 +114,7 @@ def _beside(run: RecordedRun, samples: Samples, measure: str | None, own: Change
     label, others = label_in(measure), _untrained(run, measure)
     if label is not None and label not in run.trained:
         yield f"Training did not use this reward ({label})."
-        keys = dict.fromkeys(key for row in run.heldout for key in row)
-        others = [part_of(trained, keys) for trained in run.trained if f"reward/{trained}" in keys][:1]
+        others = [part_of(used, run.figures) for used in run.trained if f"reward/{used}" in run.figures][:1]
     for key in others[:2]:
         found = change_of(run, samples, key)
         if found is None:

@@ -294,6 +294,11 @@ class StepContext:
         cut = recipe.midway is not None and recipe.midway.records_before(recipe.sampling)
         return strategy.staleness > 0 or recipe.replays_first or strategy.replaces_groups or cut
 
+    def close(self) -> None:
+        """Give back what the pipeline and the devices hold."""
+        self.pipeline.close()
+        self.compute.devices.close()
+
     @property
     def trained(self) -> dict[str, Policy]:
         """Every model with an optimizer, by the name of its state in a checkpoint."""

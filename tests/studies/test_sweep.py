@@ -104,7 +104,7 @@ def test_a_search_is_stopped_and_goes_on_and_leaves_out_what_diverges(root, caps
     left = 1 if (3, 1, 0) in found else 3
     assert sorted(found) == [(1, 1, 0), (1, 2, 0), (1, 3, 0), (2, 1, 0), (2, 3, 0), (3, left, 0)]
     assert found[1, 2, 0].value is None
-    assert "training diverged" in found[1, 2, 0].why
+    assert "training diverged" in found[1, 2, 0].failed
     assert "trial-2 diverged and is left out" in said.err
     best = max((1, 3), key=lambda trial: found[2, trial, 0].value or 0.0)
     assert best == left

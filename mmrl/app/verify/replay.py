@@ -90,8 +90,7 @@ class Replay:
     def close(self) -> None:
         for rewards in [self.run.rewards] if self._heldout is None else self._heldout.rewards:
             rewards.close()
-        self.run.pipeline.close()
-        self.run.compute.devices.close()
+        self.run.close()
 
     def _step(self, n: int, spent: float) -> JsonObject:
         """Repeat step ``n``; returns its row of metrics.jsonl."""

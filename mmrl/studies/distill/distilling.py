@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,12 +140,8 @@ def distil(
 def _asked(source: Source, judge: Reward, samples: int, folder: Path, start: int) -> tuple[Verdicts, str]:
     """The judge's verdicts of new samples, and the device that computed. Says how many samples have none."""
     context = open_policy(source.recipe, judge, source.run, source.checkpoint)
-    try:
+    with closing(context), closing(context.rewards):
         made = collect(context, samples, folder, start)
-    finally:
-        context.rewards.close()
-        context.pipeline.close()
-        context.compute.devices.close()
     if made.failed:
         print(f"warning: {made.failed} samples have no verdict: {made.reason}", file=sys.stderr)
     return made, str(context.compute.device)

@@ -8,6 +8,7 @@ which takes prompts of the training split as well). Departure: no step (0) is tr
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from mmrl.data.loading import load_prompts
@@ -26,7 +27,7 @@ def best_shares(folder: Path, checkpoint: str = "latest") -> list[float]:
     soup = read_soup(folder)
     recipe, saved = found(soup, checkpoint)
     merged = opened(soup, recipe, saved, beyond=True)
-    try:
+    with closing(merged.context):
         every = load_prompts(recipe, "train")
         count = min(recipe.eval.samples, len(every))
         prompts = [every[n * len(every) // count] for n in range(count)]
@@ -40,7 +41,4 @@ def best_shares(folder: Path, checkpoint: str = "latest") -> list[float]:
             best.append(SHARES[scores.index(max(scores))])
             said = ", ".join(f"{share:g}: {score:.4f}" for share, score in zip(SHARES, scores, strict=True))
             print(f"beyond the backbones, {label} of {said}", file=sys.stderr)
-    finally:
-        merged.context.pipeline.close()
-        merged.context.compute.devices.close()
     return best

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -186,12 +186,9 @@ def measuring(soup: Soup, samples: int | None = None, checkpoint: str = "latest"
     """Open a soup to measure merges of it, all with the same held-out prompts and noise. Raises ``UserError``."""
     recipe, saved = found(soup, checkpoint)
     merged = opened(soup, recipe, saved)
-    try:
+    with closing(merged.context):
         heldout = Evaluator(merged.context, load_prompts(merged.context.recipe, "heldout"))
         yield Measuring(soup, merged, heldout, samples or recipe.eval.samples)
-    finally:
-        merged.context.pipeline.close()
-        merged.context.compute.devices.close()
 
 
 def rewards_of(heldout: Evaluator, labels: Sequence[str], samples: int) -> Point:
@@ -255,12 +252,9 @@ def _beside(soup: Soup, other: Soup | Path, grid: Sequence[Point], samples: int,
             made = [measure(mu, merging_weights(other.matrix, mu)) for mu in grid]
     else:
         run, _, _ = restored(other, checkpoint)
-        try:
+        with closing(run):
             heldout = Evaluator(run, load_prompts(run.recipe, "heldout"))
             made = [Measured((math.nan, math.nan), (), rewards_of(heldout, soup.rewards, samples))]
-        finally:
-            run.pipeline.close()
-            run.compute.devices.close()
     gc.collect()
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -87,14 +88,11 @@ def merge(
     recipe, saved = found(soup, checkpoint)
     check(recipe, out, what)
     merged = opened(soup, recipe, saved, mu, beyond=any(beyond))
-    try:
+    with closing(merged.context):
         merged.weigh(weights)
         with new_directory(out, "the merged model") as aside:
             made = _about(soup, mu, weights, merged.steps)
             write_model(merged.context, RunDir(folder), max(merged.steps), aside, out.name, cast(What, what), made)
-    finally:
-        merged.context.pipeline.close()
-        merged.context.compute.devices.close()
     return weights
 
 

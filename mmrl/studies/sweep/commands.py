@@ -62,7 +62,7 @@ def sweep(
 def _announce(search: Search) -> None:
     from mmrl.studies.sweep.halving import work
 
-    lengths = ", ".join(f"{one.trials} x {_percent(float(one.share))}" for one in search.rounds)
+    lengths = ", ".join(f"{one.trials} x {100 * float(one.share):.3g} %" for one in search.rounds)
     total = float(work(search.rounds, goes_on=search.goes_on)) * len(search.sweep.seeds)
     print(f"rounds: {lengths} of the recipe's length; together {total:.3g} whole trainings", file=sys.stderr)
     if not search.goes_on:
@@ -70,10 +70,6 @@ def _announce(search: Search) -> None:
             "the learning rate of a step depends on the length (optim.schedule), so each round trains anew",
             file=sys.stderr,
         )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 def _show(search: Search, best: int) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from mmrl.app.divergence import diverged
 from mmrl.config.layers import parse_key, parse_value
@@ -31,7 +31,7 @@ from mmrl.core.stored import Number, Text, fitted, read_object
 from mmrl.inference.this_machine import choose_device
 from mmrl.logging.rundir import RunDir, has_begun
 from mmrl.planner.plan import changed
-from mmrl.report.heldout import Interval, PromptSums, change, half_width, label_in, measure_of, read_samples, signed
+from mmrl.report.heldout import Interval, change, half_width, label_in, measure_of, read_samples, signed
 from mmrl.report.recorded import read_run
 from mmrl.runtime.start import train_to_end
 from mmrl.studies.sweep.halving import Round, kept, rounds
@@ -201,7 +201,7 @@ class Search:
             self.sweep = self.sweep.found(number, trial, seed, Result(None, _seconds(path), why))
             return True
         if finished:
-            self.sweep = self.sweep.found(number, trial, seed, Result(_value(path), _seconds(path)))
+            self.sweep = self.sweep.found(number, trial, seed, Result(_value(path), _seconds(path), ""))
         gc.collect()  # the model of this trial, before the next is loaded
         return finished
 
@@ -311,8 +311,8 @@ def over_prompts(chosen: Path, other: Path, step: int | None = None) -> Lead:
         return nothing
     last = second.heldout[-1]["step"]
     at = first.heldout[-1]["step"] if step is None else step
-    sums = [_sums(path, n, key) for path, n in ((chosen, at), (other, last))]
-    found = change(sums[1], sums[0])
+    before, after = (read_samples(path).get(n, {}).get(key, {}) for path, n in ((other, last), (chosen, at)))
+    found = change(before, after)
     if found is None:
         return nothing
     if second.trained.get(label_in(key) or "", 1.0) < 0:
@@ -320,29 +320,24 @@ def over_prompts(chosen: Path, other: Path, step: int | None = None) -> Lead:
     return Lead(found.value, found.low, found.high, "prompts", found.count)
 
 
-def _sums(path: Path, step: int, key: str) -> PromptSums:
-    return read_samples(path).get(step, {}).get(key, {})
+@dataclass(frozen=True)
+class Result:
+    """What one seed of a trial came to in a round.
 
+    ``value``: its held-out figure as training wants it, higher is better; None where it ``failed``, and why."""
 
-class _Row(BaseModel):
-    round: _Place
-    trial: _Place
-    seed: _Seed | None = None
     value: Number | None
     cpu_seconds: Number
     failed: Text
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one seed of a trial came to in a round.
+@dataclass(frozen=True, kw_only=True)
+class _Row(Result):
+    """A result in sweep.json; those of older versions have no seed."""
 
-    ``value``: its held-out figure as training wants it, higher is better; None where it failed, with ``why``.
-    ``seconds``: of CPU time."""
-
-    value: float | None
-    seconds: float = 0.0
-    why: str = ""
+    round: _Place
+    trial: _Place
+    seed: _Seed | None = None
 
 
 @dataclass(frozen=True)
@@ -393,7 +388,14 @@ class Sweep:
     def rows(self) -> list[JsonObject]:
         """The results as JSON, round by round."""
         return [
-            {"round": n, "trial": trial, "seed": seed, "value": of.value, "cpu_seconds": of.seconds, "failed": of.why}
+            {
+                "round": n,
+                "trial": trial,
+                "seed": seed,
+                "value": of.value,
+                "cpu_seconds": of.cpu_seconds,
+                "failed": of.failed,
+            }
             for (n, trial, seed), of in sorted(self.results.items())
         ]
 
@@ -419,12 +421,5 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path} holds no search: it has no {NAME}; leave out --resume, or correct --out") from None
     sweep = fitted(Sweep, {**said, "path": str(path), "results": {}}, str(path / NAME))
     rows = fitted(list[_Row], said.get("results"), f"{path / NAME}, results")
-    return replace(
-        sweep,
-        results={
-            (row.round, row.trial, sweep.seeds[0] if row.seed is None else row.seed): Result(
-                row.value, row.cpu_seconds, row.failed
-            )
-            for row in rows
-        },
-    )
+    seed = sweep.seeds[0]
+    return replace(sweep, results={(row.round, row.trial, seed if row.seed is None else row.seed): row for row in rows})
