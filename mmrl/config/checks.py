@@ -60,8 +60,7 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
                 "algorithm.credit: turns are those of an environment, and the recipe has none; set environment, or "
                 "set algorithm.credit to episode"
             )
-        listed = [("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)]
-        for key, rewards in listed:
+        for key, rewards in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
             for i, reward in enumerate(rewards):
                 if reward.name == REWARD:
                     yield (
@@ -101,19 +100,15 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
             f"environment.isolate: {', '.join(held)} is in this process only; define it at the top of a file other "
             "than the script and import it from there, or set environment.isolate to false"
         )
+    if section.name == "draw" and recipe.performance.compile:
+        yield (
+            "performance.compile: what is recorded on a device must not meet pictures that are drawn there meanwhile; "
+            "set performance.compile to false"
+        )
     if section.max_tokens < recipe.decoding.max_new_tokens:
         yield (
             f"environment.max_tokens: an episode may have {section.max_tokens} tokens and one turn "
             f"{recipe.decoding.max_new_tokens} (sampling.max_new_tokens); raise it"
-        )
-
-
-def _of_drawing(recipe: Recipe) -> Iterator[str]:
-    """Contradictions of an environment whose episodes share a model that draws."""
-    if recipe.environment is not None and recipe.environment.name == "draw" and recipe.performance.compile:
-        yield (
-            "performance.compile: what is recorded on a device must not meet pictures that are drawn there meanwhile; "
-            "set performance.compile to false"
         )
 
 
@@ -452,7 +447,7 @@ def _weights(recipe: Recipe) -> Iterator[str]:
 
 _RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     *(_device, _sampler, _groups, _batches, _performance, _quantized, _pairs, _unused, _normalize, _scores),
-    *(of_midway, of_environment, _of_drawing, of_placement, of_moving, of_teachers, of_self_teaching),
+    *(of_midway, of_environment, of_placement, of_moving, of_teachers, of_self_teaching),
     *(_labels, _weights, of_evaluation),
 )
 """What is checked of several sections together, whatever is sampled."""

@@ -45,7 +45,7 @@ def _no_distance(recipe: Recipe) -> str | None:
         return None
     if not recipe.rollout.in_process:
         return f"{recipe.rollout.engine_name} samples and has no base model; set rollout.engine to transformers"
-    if recipe.train.backend != "replicated" or recipe.train.width > 1:
+    if recipe.train.divides:
         return "the model is sharded and no base model is kept beside it; set train.backend to replicated"
     if recipe.model.lora is None and not (isinstance(recipe.algorithm, TokenSettings) and recipe.algorithm.kl_coef):
         return "without LoRA and without algorithm.kl_coef no base model is kept; set one of the two"

@@ -121,6 +121,8 @@ _TOOLS = (*_OF_ENVIRONMENT, "tools")
 """The names of the functions that a model can call."""
 _DRAW = "draw"
 """The environment whose option ``model`` is one that draws."""
+_REVISE = "revise"
+"""The environment whose options name a reward."""
 
 
 def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
@@ -147,7 +149,7 @@ def _named(values: JsonObject) -> Iterator[tuple[_Named, KeyPath, Any]]:
         yield "model", ("environment", "options"), "model"
     for *path, last in _items(values, _TOOLS, MOST_REWARDS):
         yield "environments", tuple(path), last
-    if _revises(values):
+    if _text(values, ("environment", "name")) == _REVISE:
         yield "rewards", _OF_ENVIRONMENT, "reward"
     for reward in _rewards(values):
         yield "rewards", reward, "name"
@@ -168,19 +170,9 @@ def located(root: Path, values: JsonObject) -> JsonObject:
                 section[key] = resolve(root, text)
         elif kind != "class" or split_file(text)[1]:
             section[key] = resolve_drop_in(root, text)
-    for path in _rewards(values):
-        reward = value_at(found, path)
-        if isinstance(reward, dict) and isinstance(options := reward.get("options"), Mapping):
-            reward["options"] = resolve_options(root, options, declared_paths(_text(reward, ("name",))))
-    given = value_at(found, _OF_ENVIRONMENT) if _revises(found) else None
-    if isinstance(given, dict) and isinstance(options := given.get("options"), Mapping):
-        given["options"] = resolve_options(root, options, declared_paths(_text(given, ("reward",))))
+        if isinstance(section, dict) and kind == "rewards" and isinstance(options := section.get("options"), Mapping):
+            section["options"] = resolve_options(root, options, declared_paths(_text(section, (key,))))
     return found
-
-
-def _revises(values: JsonObject) -> bool:
-    """Whether the environment is ``revise``, whose options name a reward."""
-    return _text(values, ("environment", "name")) == "revise"
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:

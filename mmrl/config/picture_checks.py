@@ -114,13 +114,10 @@ def _levels(recipe: Recipe) -> Iterator[str]:
         return
     most = len(algorithm.levels(steps))
     if (algorithm.noise_levels or 0) > most:
-        yield f"algorithm.noise_levels: of {steps} sampling steps {most} have a level that trains; {_fewer(most)}"
+        fewer = f"set it to {most} or less" if most else "lower algorithm.t_min"
+        yield f"algorithm.noise_levels: of {steps} sampling steps {most} have a level that trains; {fewer}"
     elif most == 0:
         yield f"algorithm.t_min: none of {steps} sampling steps has a level that trains; lower it"
-
-
-def _fewer(most: int) -> str:
-    return f"set it to {most} or less" if most else "lower algorithm.t_min"
 
 
 def _steps(recipe: Recipe) -> Iterator[str]:

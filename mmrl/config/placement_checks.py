@@ -160,7 +160,7 @@ def _lending(recipe: Recipe) -> Iterator[str]:
             f"placement.lend: {recipe.rollout.engine_name} runs beside the devices that sample, and there is none "
             "beside those that train; remove it, or set rollout.engine to transformers"
         )
-    if recipe.train.backend != "replicated" or recipe.train.width > 1:
+    if recipe.train.divides:
         yield (
             "placement.lend: a device that trains a part of the weights cannot sample without the others; remove it, "
             "or set train.backend to replicated"

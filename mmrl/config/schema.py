@@ -196,6 +196,14 @@ class Train(Section):
         """Devices that compute each micro-batch of an update together."""
         return self.sharing * self.context_parallel
 
+    @property
+    def divides(self) -> tuple[str, str] | None:
+        """The key by which devices share a row or the weights, and its value for each to have them whole; None where
+        each has."""
+        if self.backend != "replicated":
+            return "train.backend", "replicated"
+        return ("train.context_parallel", "1") if self.width > 1 else None
+
     def parts(self, ranks: int) -> int:
         """Number of parts that the trained weights are split into over ``ranks`` ranks."""
         return (self.shard_size or ranks) if self.backend == "fsdp" else 1
@@ -482,31 +490,18 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _environments_have_a_reward(cls, values: object) -> object:
-        if isinstance(values, Mapping) and values.get("environment") and values.get("rewards") in (None, []):
-            return {**values, "rewards": [{"name": "environment"}]}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given_data_need_no_rewards(cls, values: object) -> object:
-        if (
-            isinstance(values, Mapping)
-            and values.get("rewards") in (None, [])
-            and (values.get("teacher") or samples_nothing(values.get("algorithm")))
-        ):
-            return {**values, "rewards": _NO_REWARDS}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_its_algorithm(cls, values: object) -> object:
-        algorithm = values.get("algorithm") if isinstance(values, Mapping) else None
-        if not isinstance(values, Mapping) or not isinstance(algorithm, Mapping) or "type" not in algorithm:
+    def _completed(cls, values: object) -> object:
+        """The sections with what follows from one another: the dtype, the algorithm's own name, and its rewards."""
+        if not isinstance(values, Mapping):
             return values
-        return {**values, "algorithm": {**algorithm, "type": for_samples(algorithm["type"], values.get("sampling"))}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _choose_dtype(cls, values: object) -> object:
-        return with_choice(without_name(values)) if isinstance(values, Mapping) else values
+        made = dict(with_choice(without_name(values)))
+        algorithm = made.get("algorithm")
+        if isinstance(algorithm, Mapping) and "type" in algorithm:
+            made["algorithm"] = {**algorithm, "type": for_samples(algorithm["type"], made.get("sampling"))}
+        if made.get("rewards") not in (None, []):
+            return made
+        if made.get("teacher") or samples_nothing(made.get("algorithm")):
+            made["rewards"] = _NO_REWARDS
+        elif made.get("environment"):
+            made["rewards"] = [{"name": "environment"}]
+        return made

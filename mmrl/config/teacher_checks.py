@@ -29,14 +29,10 @@ def of_teachers(recipe: Recipe) -> Iterator[str]:
         )
     if text and recipe.decoding.picture is not None:
         yield "teacher: models that write pictures as tokens are not taught; remove it, or remove sampling.picture"
-    train = recipe.train
-    whole = any(teacher.model for teacher in recipe.teacher)
-    if whole and (train.backend != "replicated" or train.width > 1):
-        key = "train.backend" if train.backend != "replicated" else "train.context_parallel"
-        value = "replicated" if train.backend != "replicated" else "1"
+    if any(teacher.model for teacher in recipe.teacher) and (divides := recipe.train.divides):
         yield (
-            f"{key}: a teacher in the process computes whole rows with whole weights; set it to {value}, or remove "
-            "teacher (one that is a reward may stay)"
+            f"{divides[0]}: a teacher in the process computes whole rows with whole weights; set it to {divides[1]}, "
+            "or remove teacher (one that is a reward may stay)"
         )
     if teaches_alone(recipe):
         for key in ("drop_zero_std_groups", "dynamic_sampling"):
@@ -50,7 +46,7 @@ def of_teachers(recipe: Recipe) -> Iterator[str]:
 
 def of_self_teaching(recipe: Recipe) -> Iterator[str]:
     """Contradictions of an algorithm by which the policy teaches itself."""
-    kind, train, instead = recipe.algorithm.type, recipe.train, "set algorithm.type to grpo"
+    kind, instead = recipe.algorithm.type, "set algorithm.type to grpo"
     if not recipe.algorithm.teaches_itself or recipe.sampling.type != "text":
         return
     without = {
@@ -58,9 +54,8 @@ def of_self_teaching(recipe: Recipe) -> Iterator[str]:
         "sampling.picture": f"{kind} has no hints for pictures that are written as tokens; {instead}",
     }
     yield from recipe.in_vain(without)
-    if train.backend != "replicated" or train.width > 1:
-        key = "train.backend" if train.backend != "replicated" else "train.context_parallel"
-        value = "replicated" if train.backend != "replicated" else "1"
+    if divides := recipe.train.divides:
+        key, value = divides
         yield f"{key}: the teacher of {kind} computes whole rows with whole weights; set it to {value}, or {instead}"
 
 

@@ -62,9 +62,8 @@ def _elsewhere(recipe: Recipe) -> Iterator[str]:
             f"algorithm.type: {recipe.algorithm.type} trains on given {recipe.algorithm.trains_on} of texts, and this "
             "model writes pictures; set it to grpo"
         )
-    if recipe.train.backend != "replicated" or recipe.train.width > 1:
-        key = "train.backend" if recipe.train.backend != "replicated" else "train.context_parallel"
+    if divides := recipe.train.divides:
         yield (
-            f"{key}: the model that decodes pictures is whole on every device; set train.backend to replicated, and "
-            "train.context_parallel to 1"
+            f"{divides[0]}: the model that decodes pictures is whole on every device; set train.backend to replicated, "
+            "and train.context_parallel to 1"
         )
