@@ -95,15 +95,13 @@ class GenEval(Sleeping):
         wanted = [self._wanted(sample) for sample in samples]
         images = [s.image for s, wishes in zip(samples, wanted, strict=True) if isinstance(wishes, list) and s.image]
         found = iter(self.detector.find(images, context.device))
-        parts: dict[str, list[Value]] = {name: [] for name in self.names.values()}
+        rows: list[Mapping[str, Value]] = []
         for sample, wishes in zip(samples, wanted, strict=True):
             if isinstance(wishes, list) and sample.image:
-                values = self._judged(sample.image, next(found), wishes, sample.prompt.meta, context)
+                rows.append(self._judged(sample.image, next(found), wishes, sample.prompt.meta, context))
             else:
-                values = dict.fromkeys(VERDICTS, wishes if isinstance(wishes, Failed) else None)
-            for name, value in values.items():
-                parts[self.names[name]].append(value)
-        return parts
+                rows.append(dict.fromkeys(VERDICTS, wishes if isinstance(wishes, Failed) else None))
+        return {part: [row[name] for row in rows] for name, part in self.names.items()}
 
     def _judged(
         self, image: Image, found: Objects, wishes: Sequence[Wish], meta: Mapping[str, Any], context: Context

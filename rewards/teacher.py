@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import mmrl
@@ -110,14 +109,11 @@ class Teacher(Sleeping):
         else:
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[row, at - 1]
             values = token_log_probs(logits.unsqueeze(0), ids[row, at].unsqueeze(0), temperature)[0]
-        return [part.tolist() for part in _split(values, [len(places) for _, places in texts])]
+        sizes = [len(places) for _, places in texts]
+        return [part.tolist() for part in values.cpu().split(sizes)]
 
 
 score = Teacher
-
-
-def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    return values.cpu().split(sizes)
 
 
 def _mean(values: Sequence[float]) -> float:

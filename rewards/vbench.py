@@ -96,10 +96,7 @@ def _consistencies(model: Any, images: Any, samples: Sequence[Sample], context: 
     clips = [sample.video or () for sample in samples]
     frames = [frame for clip in clips if len(clip) > 1 for frame in clip]
     rows = iter(_features(model, images, frames, context) if frames else ())
-    found: list[float | Failed] = []
-    for clip in clips:
-        found.append(consistency(np.stack([next(rows) for _ in clip])) if len(clip) > 1 else SHORT)
-    return found
+    return [consistency(np.stack([next(rows) for _ in clip])) if len(clip) > 1 else SHORT for clip in clips]
 
 
 def _features(model: Any, images: Any, frames: Sequence[Any], context: Context) -> np.ndarray:

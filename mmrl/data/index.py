@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, describe, read_bytes
 from mmrl.core.trajectory import Prompt
@@ -106,11 +107,8 @@ def build_index(path: Path, verify: Verify, advance: Callable[[int], None] = lam
 
 
 def _samples(members: Sequence[Member]) -> dict[str, list[Member]]:
-    found: dict[str, list[Member]] = {}
-    for member in members:
-        folder, slash, name = member.name.rpartition("/")
-        found.setdefault(folder + slash + name.partition(".")[0], []).append(member)
-    return found
+    named = ((member.name.rpartition("/"), member) for member in members)
+    return grouped((folder + slash + name.partition(".")[0], member) for (folder, slash, name), member in named)
 
 
 def _entry(path: Path, key: str, members: list[Member], verify: Verify, ignored: Counter[str]) -> Entry:

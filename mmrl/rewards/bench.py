@@ -6,7 +6,6 @@ a terminal the rows are tab-separated. Imports no torch unless the reward does.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -28,6 +27,7 @@ from rich.table import Table
 
 import mmrl
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, open_clip
 from mmrl.core.media.images import BadImageError, read_rgb, to_tensor
@@ -242,11 +242,8 @@ def _rows(caller: Caller, items: Sequence[Item], device: str) -> Iterator[Row]:
             yield from _score_together(caller, [(i, item)], device)
         return
 
-    def text(numbered: tuple[int, Item]) -> str:
-        return "" if numbered[1].prompt is None else numbered[1].prompt.text
-
-    groups = itertools.groupby(sorted(enumerate(items), key=text), key=text)
-    rows = [row for _, group in groups for row in _score_together(caller, list(group), device)]
+    groups = grouped(("" if one.prompt is None else one.prompt.text, (i, one)) for i, one in enumerate(items))
+    rows = [row for group in groups.values() for row in _score_together(caller, group, device)]
     place = {item.name: i for i, item in enumerate(items)}
     yield from sorted(rows, key=lambda row: place[row.file])
 

@@ -169,10 +169,7 @@ class Evaluator:
         """Sample ``slots`` and score the samples with all rewards."""
         (whole, bad), gather = self._make(slots), self.run.controller.gather
         made = whole.samples
-        places: defaultdict[str, list[int]] = defaultdict(list)  # by prompt
-        for i, sample in enumerate(made):
-            places[sample.prompt.id].append(i)
-        groups = list(places.values())
+        groups = [*grouped((sample.prompt.id, i) for i, sample in enumerate(made)).values()]
         with torch.no_grad(), self._pulse("reward"):
             scores = [rewards.score(made, groups, step=-1) for rewards in self.rewards]
         parts = {name: values for s in scores for name, values in s.parts.items()}

@@ -21,7 +21,6 @@ Pixels are taken on a grid (``GRID``); smaller pictures are taken whole. Only su
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -33,6 +32,7 @@ from torch import Tensor
 from mmrl.config.schema import Guards
 from mmrl.controller import Controller
 from mmrl.core.checkpoint_reader import PartState, Saved
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import JsonObject
 from mmrl.core.trajectory import Sample
 
@@ -72,9 +72,7 @@ class Measures:
         """The metrics of an evaluation. ``scores``: of each of this controller's samples; ``gaps``: see ``Made.gaps``.
         All controllers call it together."""
         alone = self.controller.count(len(samples)) <= self.prompts
-        groups: defaultdict[tuple[str, tuple[int, int] | None], list[Sample]] = defaultdict(list)
-        for sample in samples:
-            groups["" if alone else sample.prompt.id, _size(sample)].append(sample)
+        groups = grouped((("" if alone else sample.prompt.id, _size(sample)), sample) for sample in samples)
         texts = any(sample.text is not None for sample in samples)
         apart = [distinct(group) if texts else squares(group) for group in groups.values()]
         away = gaps if texts else self._away(samples)

@@ -14,7 +14,6 @@ are decisions of the adaptive placement. Without that file ``metrics.jsonl`` has
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.stored import read_object
 from mmrl.logging.metrics import read, read_numbers
 from mmrl.placement.simulated_devices import MicroBatch, Rounds
@@ -100,9 +100,8 @@ def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row], apa
             raise ValueError(f"step {row['step']}")
     controllers = 1 + max(int(row["controller"]) for row in events)
     devices = 1 + max(int(row["device"]) for row in events if row["role"] != CALL)
-    by_step: defaultdict[int, list[Row]] = defaultdict(list)
-    for row in _by_their_step(events, metrics) if apart else events:
-        by_step[int(row["step"])].append(row)
+    rows_by_step = _by_their_step(events, metrics) if apart else events
+    by_step = grouped((int(row["step"]), row) for row in rows_by_step)
     steps = []
     for step, rows in sorted(by_step.items()):
         if not any(row["role"] == ROLLOUT for row in rows):

@@ -298,11 +298,7 @@ def _loss(
 ) -> Tensor:
     rows = [row for group in groups for row in group]
     logits = head(reader.forward([asked[row] for row in rows]), width)
-    own = torch.zeros(len(groups), len(rows), device=logits.device)
-    first = 0
-    for n, group in enumerate(groups):
-        own[n, first : first + len(group)] = 1
-        first += len(group)
+    own = torch.block_diag(*(torch.ones(1, len(group)) for group in groups)).to(logits.device)
     wide = logits.expand(own.shape)
     found = losses(wide, wide, verdicts[rows].to(logits.device).expand(own.shape), own, temperature)
     return found.interaction_list + found.interaction

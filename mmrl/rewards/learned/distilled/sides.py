@@ -10,7 +10,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from PIL import Image
@@ -18,10 +18,11 @@ from PIL import Image
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.json_types import Json, as_integer, as_list, as_number, as_object, as_text
-from mmrl.core.media import Media, open_image
+from mmrl.core.media import open_image
 from mmrl.core.media.images import png_bytes, read_rgb
 from mmrl.core.trajectory import Sample
 from mmrl.core.untrusted import open_file, parse_json
+from mmrl.rewards.judging.asking import picture_digest
 from mmrl.rewards.learned.distilled.students import Side
 
 VERDICTS = "verdicts.jsonl"
@@ -56,17 +57,12 @@ class Pairs:
 
 def sides_of(samples: Sequence[Sample]) -> tuple[list[Side], list[Side]]:
     """The prompts and the answers of samples. A picture of a prompt is opened once. Raises ``UserError`` for clips."""
-    opened: dict[Media, Image.Image] = {}
+    opened = cache(open_image)
     prompts, answers = [], []
     for sample in samples:
-        pictures = []
-        for media in sample.prompt.media:
-            if media.kind != "image":
-                raise _no_clips("the prompts have clips")
-            if media not in opened:
-                opened[media] = open_image(media)
-            pictures.append(opened[media])
-        prompts.append(Side(sample.prompt.conversation, tuple(pictures)))
+        if any(media.kind != "image" for media in sample.prompt.media):
+            raise _no_clips("the prompts have clips")
+        prompts.append(Side(sample.prompt.conversation, tuple(map(opened, sample.prompt.media))))
         if sample.text is not None:
             answers.append(Side(sample.text))
         elif sample.image is not None:
@@ -82,16 +78,10 @@ def _no_clips(why: str) -> UserError:
 
 def unique(prompts: Sequence[Side]) -> tuple[list[Side], list[int]]:
     """The prompts that differ, and which of them each one is."""
-    keys: dict[tuple[str, tuple[bytes, ...]], int] = {}
-    rows: list[Side] = []
-    of_prompt = []
-    for side in prompts:
-        key = side.text, tuple(picture.tobytes() for picture in side.pictures)
-        if key not in keys:
-            keys[key] = len(rows)
-            rows.append(side)
-        of_prompt.append(keys[key])
-    return rows, of_prompt
+    keys = [(side.text, *map(picture_digest, side.pictures)) for side in prompts]
+    firsts = dict(zip(reversed(keys), reversed(prompts), strict=True))
+    places = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    return [firsts[key] for key in places], [places[key] for key in keys]
 
 
 def write_pairs(path: Path, pairs: Pairs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,21 +89,15 @@ def read(path: Path) -> Graph:
 def kept_back(graph: Graph, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """``(for training, kept back)``: numbers of triples. All entities and relations kept back are trained, too."""
     order = torch.randperm(len(graph.triples), generator=torch.Generator().manual_seed(seed)).tolist()
-    left = {("entity", n): 0 for n in range(len(graph.entities))} | {
-        ("relation", n): 0 for n in range(len(graph.relations))
-    }
     rows: list[list[int]] = graph.triples.tolist()
     parts = [[("entity", head), ("relation", relation), ("entity", tail)] for head, relation, tail in rows]
-    for of in parts:
-        for part in of:
-            left[part] += 1
+    left = Counter(part for of in parts for part in of)
     wanted = round(share * len(rows))
     held: list[int] = []
     for n in order:
-        need = {part: parts[n].count(part) for part in parts[n]}
+        need = Counter(parts[n])
         if len(held) < wanted and all(left[part] > count for part, count in need.items()):
             held.append(n)
-            for part in parts[n]:
-                left[part] -= 1
+            left.subtract(need)
     taken = set(held)
     return torch.tensor([n for n in range(len(rows)) if n not in taken]), torch.tensor(sorted(held), dtype=torch.int64)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmrl.rewards.learned.labels.graph import products
+
 TEMPERATURES = (0.02, 0.05, 0.1)
-_ROWS = 1024
-"""Samples whose products with all others are held at once."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,7 @@ def votes(looks: Tensor, prompts: Tensor, of_looks: Tensor, of_prompts: Tensor, 
     """``a`` of the module's text for the samples ``looks`` and ``prompts``, by those of the others: ``[Q, T]``.
     ``same``: they are the same samples, and none votes for itself."""
     found: list[Tensor] = []
-    for first in range(0, len(looks), _ROWS):
-        cosines = looks[first : first + _ROWS] @ of_looks.T
-        if same:
-            rows = torch.arange(len(cosines))
-            cosines[rows, first + rows] = -torch.inf
-        alike = prompts[first : first + _ROWS] @ of_prompts.T
+    for rows, cosines in products(looks, of_looks, same=same):
+        alike = prompts[rows] @ of_prompts.T
         found.append(torch.stack([((cosines / t).softmax(1) * alike).sum(1) for t in TEMPERATURES], 1))
     return torch.cat(found)

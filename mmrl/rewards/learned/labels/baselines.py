@@ -60,8 +60,7 @@ def head(
     for decay in DECAYS:
         logits = torch.zeros(len(labels), dtype=torch.float64)
         for fold in folds:
-            told = given.clone()
-            told[fold] = False
+            told = given.index_fill(0, fold, value=False)
             logits[fold] = head_logits(features[fold], head_weights(features, labels, told, decay, numbers))
         errors = (torch.sigmoid(logits) - labels)[given].square()
         found.append((float(errors.mean()), float(errors.std()) / math.sqrt(len(errors)), decay, logits))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +28,18 @@ def nearest(queries: Tensor, vectors: Tensor, count: int, *, same: bool = False)
     count]``, the most alike first. ``same``: the queries are ``vectors``, and none is its own neighbour."""
     asked, of = normalize(queries.float(), dim=1), normalize(vectors.float(), dim=1)
     count = min(count, len(of) - same)
-    found: list[tuple[Tensor, Tensor]] = []
-    for first in range(0, len(asked), _ROWS):
-        cosines = asked[first : first + _ROWS] @ of.T
+    best = [cosines.topk(count, dim=1) for _, cosines in products(asked, of, same=same)]
+    return torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
+
+
+def products(rows: Tensor, others: Tensor, *, same: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Numbers of some ``rows`` ``[Q, D]`` at a time, and their products with all ``others`` ``[N, D]``. ``same``: they
+    are the same, and a row's product with itself is minus infinity."""
+    for numbers in torch.arange(len(rows)).split(_ROWS):
+        cosines = rows[numbers] @ others.T
         if same:
-            rows = torch.arange(len(cosines))
-            cosines[rows, first + rows] = -torch.inf
-        best = cosines.topk(count, dim=1)
-        found.append((best.values, best.indices))
-    return torch.cat([values for values, _ in found]), torch.cat([indices for _, indices in found])
+            cosines[torch.arange(len(numbers)), numbers] = -torch.inf
+        yield numbers, cosines
 
 
 def symmetric(embeddings: Tensor, neighbours: int) -> Graph:

@@ -172,8 +172,7 @@ def baselines_of(
         for way in ways:
             held = torch.zeros_like(labels)
             for fold in folds:
-                told = given.clone()
-                told[fold] = False
+                told = given.index_fill(0, fold, value=False)
                 held[fold] = way(labels=labels, given=told)[fold]
             error = float((held - labels)[given].square().mean())
             if error < least:
@@ -209,8 +208,7 @@ def _of_graph(made: Spread, embeddings: Tensor) -> dict[str, Tensor]:
         tensors |= made.inputs.agreement.tensors()
     tensors |= {"sources": made.graph.sources, "targets": made.graph.targets, "cosines": made.graph.cosines}
     for n, (model, fold) in enumerate(zip(made.trained.models, made.trained.folds, strict=True)):
-        known = made.given.clone()
-        known[fold] = False
+        known = made.given.index_fill(0, fold, value=False)
         tensors[f"known.{n}"] = known.to(torch.uint8)
         tensors |= {f"models.{n}.{name}": tensor for name, tensor in model.state_dict().items()}
     return tensors

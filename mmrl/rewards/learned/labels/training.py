@@ -148,8 +148,7 @@ class _Start(NamedTuple):
 
 
 def _start(features: Tensor, labels: Tensor, given: Tensor, fold: Tensor, settings: Settings, numbers: int) -> _Start:
-    known = given.clone()
-    known[fold] = False
+    known = given.index_fill(0, fold, value=False)
     weights, held = head(features, labels, known, parted(labels, known, settings.folds, settings.seed), numbers)
     slope, shift = rising(held[known], labels[known])
     correction = slope * (held - head_logits(features, weights))
