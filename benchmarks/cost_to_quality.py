@@ -89,9 +89,9 @@ def run(spec: Spec, peers: Mapping[str, Path | None]) -> Curve:
     """The curve of a run, in this process."""
     if spec.unit != "FLOP":
         return _run(spec, peers, Meter(_device_seconds) if spec.unit == "seconds" else Meter())
-    from mmrl.planner.operations import Tally
+    from mmrl.planner.fake_tensors import LiveBytes
 
-    with Tally() as seen:
+    with LiveBytes() as seen:
         return _run(spec, peers, Meter(lambda: float(seen.work.flops)))
 
 

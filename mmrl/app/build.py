@@ -94,7 +94,7 @@ def build(
     check_files(path)
     with sharded_loading.reading(ranks and ranks[0]):
         pipeline = family.build(recipe, path, device)
-    pipeline.features.owner, total = controller.rank, recipe.train.steps * recipe.train.updates_per_step
+    total = recipe.train.steps * recipe.train.updates_per_step
     # A critic is a copy of the policy, so it is made before the policy is in shards.
     critic = critic_of(pipeline, recipe, total, controller, ranks)
     weights = weights_of(pipeline.policy, recipe, controller, ranks)

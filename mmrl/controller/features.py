@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Concatenate, ParamSpec, TypeVar
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
@@ -33,12 +32,9 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class FeatureRef:
-    """A description of the features under ``key``, without their data: shapes and dtypes by name. ``owner``: a rank."""
+    """A description of features, without their data: shapes by name, and their size."""
 
-    owner: int
-    key: str
     shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
     bytes: int
 
 
@@ -66,8 +62,8 @@ class FeatureStore:
     stay in memory, whatever their size. Thread-safe.
     """
 
-    def __init__(self, budget_bytes: int = 2 << 30, folder: str | None = None, owner: int = 0) -> None:
-        self.budget_bytes, self.owner = budget_bytes, owner
+    def __init__(self, budget_bytes: int = 2 << 30, folder: str | None = None) -> None:
+        self.budget_bytes = budget_bytes
         self.bytes = 0
         """Bytes in memory."""
         self.written_bytes = 0
@@ -95,9 +91,7 @@ class FeatureStore:
         """Store ``features`` under ``key``; drops or moves others to stay in the budget."""
         self.drop(key)
         shapes = {name: tuple(tensor.shape) for name, tensor in features.items()}
-        dtypes = {name: tensor.dtype for name, tensor in features.items()}
-        size = sum(tensor.nbytes for tensor in features.values())
-        self._refs[key] = FeatureRef(self.owner, key, shapes, dtypes, size)
+        self._refs[key] = FeatureRef(shapes, sum(tensor.nbytes for tensor in features.values()))
         self._load(key, features)
 
     def ref(self, key: str) -> FeatureRef:

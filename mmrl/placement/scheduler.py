@@ -198,7 +198,7 @@ class Scheduler(Generic[T]):
             return found
         for device in sorted(self.waiting, key=self._first) if len(self.waiting) > 1 else tuple(self.waiting):
             if self._tasks.own[device]:
-                self._hand(found, device, self._tasks.next_own(device))
+                self._hand(found, device, self._tasks.own[device].popleft())
             elif self._moves_ahead:
                 continue
             elif (task := self._pop(self.roles[device], device)) is not None:
@@ -525,13 +525,12 @@ class Waiting(Generic[T]):
         self.by_step = False
         self.own: list[deque[T]] = [deque() for _ in range(devices)]
         self._of: dict[Role, deque[T]] = {role: deque() for role in LENT}
-        self._owned = 0
 
     def __getitem__(self, role: Role) -> deque[T]:
         return self._of[role]
 
     def __bool__(self) -> bool:
-        return bool(self._owned) or self.any()
+        return any(self.own) or self.any()
 
     def any(self) -> bool:
         """Whether something waits to be sampled or judged."""
@@ -543,18 +542,12 @@ class Waiting(Generic[T]):
             raise ValueError("a task of training has a device of its own")
         if task.device is not None:
             self.own[task.device].append(task)
-            self._owned += 1
             return
         tasks, later = self._of[task.role], trains_later if self.by_step else needs_newer_weights
         if tasks and later(tasks[-1], task):
             tasks.insert(next(n for n, other in enumerate(tasks) if later(other, task)), task)
         else:
             tasks.append(task)
-
-    def next_own(self, device: int) -> T:
-        """The device's next task of training, out of the queue."""
-        self._owned -= 1
-        return self.own[device].popleft()
 
     def take(self, role: Role, place: int) -> T:
         """A task out of the queue."""
@@ -583,7 +576,6 @@ class Waiting(Generic[T]):
         self.own = [deque(task for task in tasks if task.role != role) for tasks in self.own]
         if role != "train":
             self._of[role].clear()
-        self._owned = sum(map(len, self.own))
 
     def withdraw(self) -> list[T]:
         """Discard all tasks, and return them."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from mmrl.core.stored import Text
 from mmrl.logging.environment import cpu_name
-from mmrl.planner.operations import Tally
+from mmrl.planner.fake_tensors import LiveBytes
 
 ROUNDS, LEAST = 5, 0.008
 """A measurement is the median of so many rounds, each of at least so many seconds."""
@@ -166,13 +166,13 @@ def launches(device: torch.device | str) -> Launches:
     block, inputs = _Blocks().to(device), torch.randn(2, 3, 16, device=device)
     with torch.no_grad():
         view, bare = timed(lambda: x.view(16), device), timed(lambda: x + x, device)
-        with Tally() as seen:
+        with LiveBytes() as seen:
             block(inputs)
         views = seen.work.total() - seen.work.launches
         forward = max(timed(lambda: block(inputs), device) - views * view, bare) / seen.work.launches
     whole = timed(lambda: block(inputs).sum().backward(), device)
     with torch.enable_grad():
-        with Tally() as seen:
+        with LiveBytes() as seen:
             block(inputs).sum().backward()
         graph = timed(lambda: block(inputs).sum(), device)
     back = sum(n for call, n in seen.work.items() if call.mode == "backward" and call.kind != "view")
@@ -248,50 +248,48 @@ def _attention(device: torch.device | str, dtype: torch.dtype) -> Iterator[Timin
         q, k, v = (torch.randn(1, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3))
         flops = 4.0 * heads * length * length * width
         sizes = (heads, length, length, width)
-
-        with torch.no_grad():
-            made = _timing("attention", dtype, sizes, flops, F.scaled_dot_product_attention, (q, k, v), device)
-        yield made
-        grad = torch.ones_like(q)
-
-        def backward(out: Tensor, *given: Tensor, grad: Tensor = grad) -> object:
-            return torch.autograd.grad(out, given, grad, retain_graph=True)
-
-        def graph(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-            return F.scaled_dot_product_attention(q, k, v), q, k, v
-
-        yield _timing("attention_backward", dtype, sizes, 2.5 * flops, backward, (q, k, v), device, graph)
-        if made.seconds > _SLOW:
+        made = _both_ways("attention", sizes, (flops, 2.5 * flops), F.scaled_dot_product_attention, (q, k, v))
+        yield from made
+        if made[0].seconds > _SLOW:
             return
 
 
 def _convolutions(device: torch.device | str, dtype: torch.dtype) -> Iterator[Timing]:
     """3 x 3 convolutions of a picture's channels, forward and backward."""
     cuda = torch.device(device).type == "cuda"
-    slow = False
     sizes = (
         ((128, 64, 8), (512, 64, 2), (256, 256, 1)) if cuda else ((16, 32, 8), (32, 16, 8), (64, 16, 8), (64, 64, 1))
     )
     for channels, side, rows in sizes:
-        if slow:
-            return
         x = torch.randn(rows, channels, side, side, device=device).to(dtype).requires_grad_()
         w = torch.randn(channels, channels, 3, 3, device=device).to(dtype).requires_grad_()
         flops = 2.0 * 9 * channels * channels * rows * side * side
         of = (channels, rows * side * side)
-        convolve = partial(F.conv2d, padding=1)
-        with torch.no_grad():
-            made = _timing("convolution", dtype, of, flops, convolve, (x, w), device)
-        yield made
+        made = _both_ways("convolution", of, (flops, 2 * flops), partial(F.conv2d, padding=1), (x, w))
+        yield from made
+        if made[0].seconds > _SLOW:
+            return
 
-        def backward(out: Tensor, *given: Tensor) -> object:
-            return torch.autograd.grad(out, given, out, retain_graph=True)
 
-        def graph(*given: Tensor, convolve: Callable[..., Tensor] = convolve) -> tuple[Tensor, ...]:
-            return convolve(*given), *given
+def _both_ways(
+    kind: str,
+    sizes: tuple[int, ...],
+    work: tuple[float, float],
+    run: Callable[..., Tensor],
+    given: tuple[Tensor, ...],
+) -> tuple[Timing, Timing]:
+    """Seconds of ``run`` and of its backward, each with its ``work``; the gradient that comes in is the result."""
 
-        yield _timing("convolution_backward", dtype, of, 2 * flops, backward, (x, w), device, graph)
-        slow = made.seconds > _SLOW
+    def graph(*given: Tensor) -> tuple[Tensor, ...]:
+        return run(*given), *given
+
+    def backward(out: Tensor, *given: Tensor) -> object:
+        return torch.autograd.grad(out, given, out, retain_graph=True)
+
+    dtype, device = given[0].dtype, given[0].device
+    with torch.no_grad():
+        forward = _timing(kind, dtype, sizes, work[0], run, given, device)
+    return forward, _timing(f"{kind}_backward", dtype, sizes, work[1], backward, given, device, graph)
 
 
 def _passes(device: torch.device | str, dtype: torch.dtype, nbytes: int) -> Iterator[Timing]:

@@ -21,7 +21,7 @@ from mmrl.core.json_types import Json
 from mmrl.core.notices import tell
 from mmrl.planner.gpus import GPUS, Gpu
 from mmrl.planner.plan_data import PHASES, Plan
-from mmrl.planner.steps_per_forward import ROWS, SHARE
+from mmrl.planner.steps_per_forward import ROWS, SHARE, even
 
 COMPILING = 300.0
 """Seconds that a run has to save before code is compiled for it; compiling takes minutes for each size of pictures."""
@@ -137,7 +137,7 @@ def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_s
     apart = text and of_sampling and recipe.rollout.in_process
     batch = probe.largest(_SAMPLING, probe.plan.known[0].samples) if apart else 0
     while True:
-        n, batch = _even(probe.samples, n), batch and _even(probe.plan.known[0].samples, batch)
+        n, batch = even(probe.samples, n), batch and even(probe.plan.known[0].samples, batch)
         made = planned(_with(loaded, {"train.micro_batch_size": n} | ({"sampling.batch_size": batch} if batch else {})))
         over = _over(made, SHARE)
         if over and batch > 1 and made.peak is not None and made.peak.name in _SAMPLING:
@@ -146,11 +146,11 @@ def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_s
             n = max(1, n * 3 // 4)
         else:
             break
-    enough = not over and n >= _even(probe.samples, most)
+    enough = not over and n >= even(probe.samples, most)
     why = f"more than {most} save no time" if enough else f"{SHARE:.0%} of {made.where}'s memory"
     why = "train.micro_batch_tokens limits them" if by_tokens else "all of an update" if n == probe.samples else why
     more = probe.on_larger(_UPDATE if text else PHASES, most)
-    said = "" if enough or by_tokens else _on(made, str(_even(probe.samples, more)), more > n)
+    said = "" if enough or by_tokens else _on(made, str(even(probe.samples, more)), more > n)
     made.notes.append(f"train.micro_batch_size: auto is {n} ({why}){said}")
     if batch:
         _say_batch(made, probe, batch)
@@ -161,7 +161,7 @@ def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_s
 
 def _say_batch(made: Plan, probe: _Probe, batch: int) -> None:
     draws = made.known[0].samples
-    all_of_them, more = batch == draws, _even(draws, probe.on_larger(_SAMPLING, draws))
+    all_of_them, more = batch == draws, even(draws, probe.on_larger(_SAMPLING, draws))
     why = "that a step draws" if all_of_them else f"that a step draws ({SHARE:.0%} of {made.where}'s memory)"
     made.notes.append(
         f"sampling.batch_size: auto is {batch}, of {draws} samples {why}{_on(made, str(more), more > batch)}"
@@ -232,11 +232,6 @@ def _kept(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Pl
         return made
     new.notes.append(f"{key}: auto is false, because text encoders and VAE have room beside what trains")
     return new
-
-
-def _even(samples: int, most: int) -> int:
-    """At most ``most`` samples at once, so that all batches of ``samples`` are equal or nearly."""
-    return -(-samples // -(-samples // most))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mmrl.config.schema import Recipe
 
@@ -140,8 +139,3 @@ def _begun(chunk: range, size: int) -> int:
 def forwards_of_a_sample(recipe: Recipe) -> int:
     """Denoising steps, or the most tokens: the prompt's forward gives the first one."""
     return recipe.written_tokens if recipe.sampling.type == "text" else recipe.denoising.taken
-
-
-def with_steps(recipe: Recipe, n: int | Literal["auto"]) -> Recipe:
-    """The recipe with ``n`` steps per forward."""
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps_per_forward": n})})

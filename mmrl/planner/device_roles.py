@@ -34,11 +34,6 @@ def servers_of(plan: Plan) -> Split:
     return Split(sampling, len(led) - sampling)
 
 
-def sleeps(recipe: Recipe) -> bool:
-    """Whether judge models, and an engine, free their memory while they are idle."""
-    return recipe.placement.sleep
-
-
 def judges_beside_sampling(recipe: Recipe) -> bool:
     """Whether judge models stay awake while their device samples; each of several devices has one role at a time."""
     return recipe.devices_per_controller == 1
@@ -56,7 +51,7 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
         )
     if plan.recipe.placement.one_judge and len(judged) < 2:
         yield f"placement.one_judge: {len(judged)} of the recipe's rewards computes on devices; remove it"
-    if sleeps(plan.recipe) and plan.recipe.devices_per_controller == 1:
+    if plan.recipe.placement.sleep and plan.recipe.devices_per_controller == 1:
         yield from _all_awake(plan)
     if kind == "colocate":
         return
@@ -220,13 +215,12 @@ def _always(plan: Plan, split: Split, worker: int, judge: str, devices: int) -> 
 
 def _asleep(recipe: Recipe, *who: str) -> str:
     named = ", ".join(name for name in who if name)
-    return f"; {named} asleep" if named and sleeps(recipe) else ""
+    return f"; {named} asleep" if named and recipe.placement.sleep else ""
 
 
 def shares(plan: Plan) -> str:
     """How the counts of a step are divided among a controller's devices."""
-    c, recipe = plan.counts, plan.recipe
-    assert c is not None
+    (c, _), recipe = plan.known, plan.recipe
     split, parts = servers_of(plan), []
     if c.micro_batches:
         together = recipe.train.width if recipe.sampling.type != "text" else 1
@@ -244,8 +238,8 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
 
     ``pictures``: bytes of a sample's picture that are sent to rewards.
     """
-    c, m, others = plan.counts, plan.measured, in_workers(plan.recipe).devices_per_controller - 1
-    if c is None or m is None or not others:
+    (c, m), others = plan.known, in_workers(plan.recipe).devices_per_controller - 1
+    if not others:
         return {}
     trajectories = m.trajectory * c.samples
     passes = 1 + bool(prepared_by(objective) or c.optimizer_steps > 1)

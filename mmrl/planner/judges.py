@@ -188,55 +188,41 @@ def _stored(model: Weights) -> Iterator[tuple[str, int]]:
                     tensor = opened.get_slice(name)
                     yield tensor.get_dtype(), prod(tensor.get_shape())
         except SafetensorError as error:
-            raise ValueError(f"{Path(file).name}: {error}") from error
+            raise ValueError(f"{file.name}: {error}") from error
 
 
-def _files(path: str) -> list[str] | None:
+def _files(path: str) -> list[Path] | None:
     """The safetensors files of a directory, or of a hub name in the cache, by transformers' rules; of a diffusers
     pipeline those of all its models. None where the cache has nothing of a hub name."""
-    if not Path(path).exists() and not cached_folder(path):
+    folder = Path(path) if Path(path).exists() else cached_folder(path)
+    if folder is None:
         return None
-    described = _file(path, "model_index.json")
-    if described is None:
-        return _shards(path, "", "model")
+    if not (folder / "model_index.json").is_file():
+        return _shards(path, folder, "model")
     parts = [name for name, of in json_of(path, "model_index.json").items() if isinstance(of, list)]
-    models = [name for name in parts if _file(path, f"{name}/config.json") is not None]  # no tokenizer, no scheduler
+    models = [name for name in parts if (folder / name / "config.json").is_file()]  # no tokenizer, no scheduler
     if not models:
         raise OSError("model_index.json names no model that is there")
-    stem = {name: "diffusion_pytorch_model" for name in models if not _has(path, f"{name}/model")}
-    return [file for name in models for file in _shards(path, f"{name}/", stem.get(name, "model"))]
+    return [file for name in models for file in _shards(path, folder, f"{name}/{_stem(folder / name)}")]
 
 
-def _has(path: str, stem: str) -> bool:
-    return any(_file(path, f"{stem}.safetensors{end}") is not None for end in ("", ".index.json"))
+def _stem(folder: Path) -> str:
+    """How the files of a pipeline's model begin: of a text encoder as transformers calls them."""
+    of_transformers = any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
+    return "model" if of_transformers else "diffusion_pytorch_model"
 
 
-def _shards(path: str, folder: str, stem: str) -> list[str]:
-    """The files of one model in ``folder`` of ``path``, which is empty or ends with a slash."""
-    index = _file(path, f"{folder}{stem}.safetensors.index.json")
-    if index is None:
-        whole = _file(path, f"{folder}{stem}.safetensors")
-        if whole is None:
-            raise OSError(f"no {folder}{stem}.safetensors" + ("" if Path(path).exists() else " in the hub's cache"))
+def _shards(path: str, folder: Path, stem: str) -> list[Path]:
+    """The files of one model of ``path``, which lies in ``folder``; ``stem``: how their names begin there."""
+    whole, index = folder / f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+    if not (folder / index).is_file():
+        if not whole.is_file():
+            raise OSError(f"no {stem}.safetensors" + ("" if Path(path).exists() else " in the hub's cache"))
         return [whole]
-    shards = json_of(path, f"{folder}{stem}.safetensors.index.json").get("weight_map")
+    shards = json_of(path, index).get("weight_map")
     if not isinstance(shards, Mapping):
         raise ValueError(f"{Path(index).name} lists no files")
-    found = {name: _file(path, f"{folder}{name}") for name in sorted({str(name) for name in shards.values()})}
-    if missing := [name for name, file in found.items() if file is None]:
+    found = [whole.with_name(name) for name in sorted({str(name) for name in shards.values()})]
+    if missing := [file.name for file in found if not file.is_file()]:
         raise OSError(f"{missing[0]} is missing")
-    return [file for file in found.values() if file is not None]
-
-
-def _file(path: str, name: str) -> str | None:
-    if Path(path).exists():
-        file = Path(path) / name
-        return str(file) if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(path, name)
-    except HFValidationError as error:
-        raise ValueError(str(error)) from error
-    return cached if isinstance(cached, str) else None
+    return found

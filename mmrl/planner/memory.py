@@ -24,6 +24,7 @@ from torch.utils._pytree import PyTree, tree_leaves, tree_map
 
 from mmrl.algorithms.advantages import alone
 from mmrl.algorithms.objective import Objective, compares_batch, copies_of, prepared_by, sampler
+from mmrl.config.left_to_plan import with_values
 from mmrl.config.schema import Recipe
 from mmrl.core.trajectory import Prompt, Rows, SampleId, Slot, TextRows
 from mmrl.models import context_parallel as context
@@ -33,10 +34,12 @@ from mmrl.models.optimizers import bytes_in_8_bits
 from mmrl.models.policy import Policy
 from mmrl.models.protocol import Pipeline, of_pictures, recorded_steps
 from mmrl.models.teachers import copy_name
-from mmrl.planner.counts import Counts, with_steps
+from mmrl.planner.counts import Counts
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
 from mmrl.planner.operations import Operations, Work, mean_of
 from mmrl.step.update import recompute
+
+_UNCUT = {"train.context_parallel": 1}
 
 
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:
@@ -109,7 +112,7 @@ def measure(
     trajectory, sample, picture, decode, drawn = _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
-    whole, uncut = made, _uncut(recipe)
+    whole, uncut = made, with_values(recipe, _UNCUT)
     if recipe != uncut:  # only the part of a row with the most memory is run
         whole = _slice(pipeline, uncut, objective, trained, trajectory, counts.slice_rows)
         if pipeline.makes != "text":
@@ -151,7 +154,7 @@ def _work(
         pipeline.encode(slots[:1])
     if recipe.train.context_parallel > 1:  # ranks that share samples divide these, too; the work is that of all
         _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
-        recipe = _uncut(recipe)
+        recipe = with_values(recipe, _UNCUT)
     trajectory, _, _, _, drawn = _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
     return _operations(live.work, drawn, made)
@@ -160,10 +163,6 @@ def _work(
 def _operations(encode: Work, drawn: Drawn, made: _Slice, optimizer: Work | None = None) -> Operations:
     """The operators of the parts of a step, put together."""
     return Operations(encode, drawn.sample, drawn.decode, made.work, made.forward, Work(optimizer or {}), drawn.token)
-
-
-def _uncut(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"context_parallel": 1})})
 
 
 def _part(pipeline: Pipeline, recipe: Recipe) -> AbstractContextManager[context.Cut | sequence.Cut | None]:
@@ -226,7 +225,7 @@ def _growth(
         short = _shorter(trajectory, less)
         token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows).bytes) / max(1, less)
     if recipe.train.steps_per_forward == "auto" and counts.entries > 1:
-        two = with_steps(recipe, 2)
+        two = with_values(recipe, {"train.steps_per_forward": 2})
         step = _slice(pipeline, two, objective, trained, trajectory, counts.slice_rows).bytes - train
     return token, step
 

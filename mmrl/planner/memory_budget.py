@@ -17,7 +17,7 @@ from mmrl.models.description import Beside, Component, Description
 from mmrl.models.policy import snapshot_name
 from mmrl.models.quantized import quantized_layers
 from mmrl.models.sharded import blocks
-from mmrl.planner.device_roles import judges_beside_sampling, sleeps
+from mmrl.planner.device_roles import judges_beside_sampling
 from mmrl.planner.fake_tensors import nbytes
 from mmrl.planner.memory import kept_copies
 from mmrl.planner.plan_data import PHASES, PhaseMemory, Plan, Role
@@ -155,11 +155,11 @@ def roles_of(
     together = judges_beside_sampling(made.recipe)
     for one in description.beside:
         where = f"{'encode, ' * together}sample and decode, else {'in host memory' if one.kept else 'freed'}"
-        yield Role(one.role, one.what, 0, _held(made, one), where if sleeps(made.recipe) else "always")
+        yield Role(one.role, one.what, 0, _held(made, one), where if made.recipe.placement.sleep else "always")
     judging = "sample and decode" if together else "judge"
     asleep = "freed" if made.device == "cpu" else "in host memory"
     for asked in made.asked:
-        where = f"{judging}, else {asleep}" if sleeps(made.recipe) and asked.sleeps else "always"
+        where = f"{judging}, else {asleep}" if made.recipe.placement.sleep and asked.sleeps else "always"
         yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
     if made.recipe.placement.lend:
         size = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
@@ -199,7 +199,7 @@ def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> Pha
     only some rows of it (``Plan.by_rows``). With Megatron-Core these are gathered tensor by tensor into its part. Judge
     models and the engine beside the trainer are loaded before, unless they sleep.
     """
-    recipe, n, asleep = made.recipe, made.recipe.devices_per_controller, sleeps(made.recipe)
+    recipe, n, asleep = made.recipe, made.recipe.devices_per_controller, made.recipe.placement.sleep
     megatron, ranks = recipe.train.backend == "megatron", recipe.controllers * recipe.placement.training(n)
     weights: dict[str, int] = {}
     for component in description.components:
@@ -243,14 +243,14 @@ def phases_of(
     """
     counts, measured = made.known
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
-    sleepers = [one.bytes for one in made.asked if one.sleeps] if sleeps(made.recipe) else []
+    sleepers = [one.bytes for one in made.asked if one.sleeps] if made.recipe.placement.sleep else []
     sleeping, together = sum(sleepers), judges_beside_sampling(made.recipe)
     engine = {one.role: _held(made, one) for one in description.beside}
     copies = copies_of(made.recipe, objective)
     visiting = {"train": copied * ("reference" in copies)} if not keeps_reference(made) else {}
     always = {
         "copies of the trained weights": copied * len(copies) - sum(visiting.values()),
-        **({} if sleeps(made.recipe) else engine),
+        **({} if made.recipe.placement.sleep else engine),
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from mmrl.planner.fake_shapes import DEVICE, Operator, leaves
+from mmrl.planner.fake_shapes import Operator, leaves
 
 
 class Call(NamedTuple):
@@ -184,26 +183,6 @@ def _kind(func: Operator) -> str:
     if "attention" in name:
         return f"attention{end}"
     return "product" if formula is not None else name
-
-
-class Tally(TorchDispatchMode):
-    """``with Tally() as seen:`` counts the operators that run inside the block, in ``seen.work``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work = Work()
-
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        out = func(*args, **(kwargs or {}))
-        if func is not DEVICE:
-            self.work[call_of(func, args, kwargs, out)] += 1
-        return out
 
 
 def tensors_of(args: Sequence[object]) -> list[Tensor]:

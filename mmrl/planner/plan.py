@@ -54,7 +54,7 @@ from mmrl.planner import buckets, calibration_file
 from mmrl.planner.calibration_file import key_of
 from mmrl.planner.choices import chosen
 from mmrl.planner.counts import count
-from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, servers_of, sleeps
+from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, servers_of
 from mmrl.planner.estimate import Episodes, Estimate, Step, estimated
 from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.gpus import Gpu, cpu, like
@@ -147,9 +147,7 @@ def _planned(
     made.quantized = _saved(recipe, description)
     _account(made, description, objective, prompts, inputs)
     settle(made)
-    if (time := _time(made, description, objective, prompts)) is not None:
-        made.lasts = recipe.train.steps * time.step
-        made.time = time
+    made.time = _time(made, description, objective, prompts)
     made.problems += does_not_fit(made)
     made.notes += [*idle(made), *_unused(made), *_through_one(made)]
     return made
@@ -204,8 +202,8 @@ def _time(
 
 def _answering(made: Plan, judge: Asked, prompt: Prompt) -> Answering | None:
     """The operators of a judge that answers in the process; None where they are not known."""
-    c, recipe = made.counts, made.recipe
-    if c is None or not judge.weights or len(judge.models) != 1 or judge.models[0].asks is None:
+    (c, _), recipe = made.known, made.recipe
+    if not judge.weights or len(judge.models) != 1 or judge.models[0].asks is None:
         return None
     try:
         shown = sample_like(recipe, prompt)
@@ -439,7 +437,7 @@ def _account(
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
         made.host = sum(sizes[id(c)].total for c in moved) + kept_by_resting(description)
     made.host += on_host(made, description, sizes, objective)
-    if sleeps(recipe) and made.device != "cpu":
+    if recipe.placement.sleep and made.device != "cpu":
         made.host += sum(one.weights for one in made.asked if one.sleeps)
         made.host += sum(one.kept for one in description.beside)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0

@@ -84,9 +84,6 @@ class Plan:
     """Text: whether a step of sampling in the process can be recorded and replayed."""
     uncalibrated: str = ""
     """Why the estimate is not of this machine's calibration, and what to do; empty where it is, or for another GPU."""
-    lasts: float = 0.0
-    """Seconds of the whole run without evaluation, an estimate, on that GPU or on this machine's device; 0: not
-    known."""
 
     @property
     def known(self) -> tuple[Counts, Measured]:
@@ -94,6 +91,11 @@ class Plan:
         if self.counts is None or self.measured is None:
             raise ValueError("the plan has a problem, and counts nothing")
         return self.counts, self.measured
+
+    @property
+    def lasts(self) -> float:
+        """Seconds of the whole run without evaluation, an estimate; 0: not known."""
+        return 0.0 if self.time is None else self.recipe.train.steps * self.time.step
 
     @property
     def peak(self) -> PhaseMemory | None:

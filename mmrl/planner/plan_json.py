@@ -40,7 +40,7 @@ def as_json(plan: Plan) -> JsonObject:
         else {
             "step": time.step,
             "step_interval": list(time.interval),
-            "run": recipe.train.steps * time.step,
+            "run": plan.lasts,
             "phases": time.seconds,
             "calibrated": time.calibrated,
         },

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from mmrl.core.durations import duration
 from mmrl.core.secrets import hidden
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mmrl.config.schema import Recipe
+    from mmrl.planner.estimate import Estimate
 
 
 NOT_COUNTED = (
@@ -30,14 +32,11 @@ NOT_COUNTED = (
 
 def render(plan: Plan, console: Console, *, short: bool = False) -> None:
     """Print the plan. ``short``: three lines, without the problems, which the caller raises."""
-    (_render_short if short else _render_whole)(plan, console)
-
-
-def _render_short(plan: Plan, console: Console) -> None:
-    """The lines that a run prints before it starts."""
-    for line in (_long(plan), _step(plan), _peak(plan), *plan.notes):
-        if line:
-            console.print(hidden(line), markup=False, highlight=False)
+    if not short:
+        _render_whole(plan, console)
+        return
+    for line in filter(None, (_long(plan), _step(plan), _peak(plan), *plan.notes)):
+        console.print(hidden(line), markup=False, highlight=False)
 
 
 def _render_whole(plan: Plan, console: Console) -> None:
@@ -68,13 +67,17 @@ def _render_whole(plan: Plan, console: Console) -> None:
             say(_cut(plan))
         if plan.host:
             say(f"offloaded tensors, page-locked in host memory: {size(plan.host)}")
-        _placed(plan, console)
+        if recipe.controllers * recipe.devices_per_controller > 1:
+            console.print(_placed(plan))
+            for line in _moves(plan):
+                say(line)
         say(_crossing(plan))
         if plan.inside:
             parts = ", ".join(f"{kind} {size(n)}" for kind, n in plan.inside.items())
             say(f"between a controller and its other devices, on their host, per step: up to about {parts}")
         say(NOT_COUNTED)
-        _time(plan, console)
+        if plan.time is not None:
+            _time(plan, plan.time, console)
     for note in plan.notes:
         say(f"note: {note}")
     for problem in plan.problems:
@@ -170,8 +173,7 @@ def _drawn(recipe: Recipe) -> str:
 
 
 def _pruned(plan: Plan) -> str:
-    c, midway, recipe = plan.counts, plan.recipe.midway, plan.recipe
-    assert c is not None
+    (c, _), midway, recipe = plan.known, plan.recipe.midway, plan.recipe
     assert midway is not None
     if recipe.makes == "text":
         what, done = f"up to {recipe.decoding.max_new_tokens} tokens", "tokens at most"
@@ -192,8 +194,8 @@ def _pruned(plan: Plan) -> str:
 
 
 def _shared(plan: Plan) -> str:
-    c = plan.counts
-    if c is None or not c.saved_steps:
+    c, _ = plan.known
+    if not c.saved_steps:
         return ""
     return (
         f"; a group shares the {c.shared_steps:.3g} steps before the window (mean), so that {c.saved_steps:,} of "
@@ -208,9 +210,14 @@ def _engine(plan: Plan) -> str:
 
 
 def _roles(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="models and tensors", title_justify="left", title_style="bold")
-    for name in ("role", "what", "parameters", "memory", "on the device"):
-        table.add_column(name, justify="right" if name in ("parameters", "memory") else "left", overflow="fold")
+    table = _table(
+        "models and tensors",
+        Column("role", overflow="fold"),
+        Column("what", overflow="fold"),
+        Column("parameters", justify="right", overflow="fold"),
+        Column("memory", justify="right", overflow="fold"),
+        Column("on the device", overflow="fold"),
+    )
     for role in plan.roles:
         number = f"{role.parameters:,}" if role.parameters else ""
         table.add_row(escape(role.name), escape(role.what), number, size(role.bytes) if role.bytes else "-", role.where)
@@ -218,12 +225,8 @@ def _roles(plan: Plan) -> Table:
 
 
 def _phases(plan: Plan) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, title=f"{plan.where} by phase of a step", title_justify="left", title_style="bold"
-    )
-    table.add_column("")
-    for phase in plan.phases:
-        table.add_column(phase.name, justify="right", no_wrap=True)
+    phases = [Column(phase.name, justify="right", no_wrap=True) for phase in plan.phases]
+    table = _table(f"{plan.where} by phase of a step", "", *phases)
     for part in dict.fromkeys(name for phase in plan.phases for name in phase.parts):
         table.add_row(escape(part), *(size(p.parts[part]) if part in p.parts else "" for p in plan.phases))
     table.add_section()
@@ -231,33 +234,36 @@ def _phases(plan: Plan) -> Table:
     return table
 
 
-def _placed(plan: Plan, console: Console) -> None:
-    """The roles of the devices in each phase, if there are several devices."""
-    recipe = plan.recipe
-    if recipe.controllers * recipe.devices_per_controller == 1:
-        return
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"placement: {recipe.placement.type}, {recipe.controllers} controller{'s' * (recipe.controllers > 1)} x "
-        f"{recipe.devices_per_controller} device{'s' * (recipe.devices_per_controller > 1)}",
-        title_justify="left",
-        title_style="bold",
+def _placed(plan: Plan) -> Table:
+    """The roles of the devices in each phase."""
+    n, devices = plan.recipe.controllers, plan.recipe.devices_per_controller
+    table = _table(
+        f"placement: {plan.recipe.placement.type}, {n} controller{'s' * (n > 1)} x {devices} "
+        f"device{'s' * (devices > 1)}",
+        Column("device of each", overflow="fold"),
+        Column("generate", overflow="fold"),
+        Column("prepare, train", overflow="fold"),
     )
-    for name in ("device of each", "generate", "prepare, train"):
-        table.add_column(name, overflow="fold")
     for row in rows(plan):
         table.add_row(*map(escape, row))
-    console.print(table)
-    if recipe.devices_per_controller > 1:
-        console.print(f"of a controller: {shares(plan)}", markup=False, highlight=False, soft_wrap=True)
-    if recipe.placement.moves and not recipe.placement.follows:
-        begins = "the run" if recipe.placement.apart else "each step"
-        text = f"{begins} begins so; within a step a device without work switches its role"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    if recipe.placement.follows:
-        inside = "a device without work switches its role" if recipe.placement.inside else "roles stay"
-        moves = f"between steps the split follows the measured times; within a step {inside}"
-        console.print(moves, markup=False, highlight=False, soft_wrap=True)
+    return table
+
+
+def _moves(plan: Plan) -> Iterator[str]:
+    """How the devices of a controller share a step, and when they switch their roles, if there are several."""
+    if plan.recipe.devices_per_controller > 1:
+        yield f"of a controller: {shares(plan)}"
+    placement = plan.recipe.placement
+    if placement.follows:
+        inside = "a device without work switches its role" if placement.inside else "roles stay"
+        yield f"between steps the split follows the measured times; within a step {inside}"
+    elif placement.moves:
+        begins = "the run" if placement.apart else "each step"
+        yield f"{begins} begins so; within a step a device without work switches its role"
+
+
+def _table(title: str, *columns: str | Column) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
 
 
 def _peak(plan: Plan) -> str:
@@ -276,21 +282,16 @@ def _loading(plan: Plan) -> str:
     """The memory of loading; without ``by_rows`` each rank has the whole model on its device for a moment."""
     assert plan.load is not None
     listed = ", ".join(f"{name} {size(n)}" for name, n in plan.load.parts.items())
+    first = "" if plan.device == "cpu" else "; each process first has the weights in the host's memory"
     if plan.by_rows:
         first = "; each process reads only its part of the checkpoint"
-    else:
-        first = "" if plan.device == "cpu" else "; each process first has the weights in the host's memory"
     return f"loading: {size(plan.load.total)} ({listed}){first}"
 
 
-def _time(plan: Plan, console: Console) -> None:
+def _time(plan: Plan, time: Estimate, console: Console) -> None:
     """The estimated time of a step on the planned device."""
-    if plan.time is None:
-        return
     console.print(f"time of a step on {plan.where}: an estimate, not measured", style="bold", highlight=False)
-    table, time = Table(box=box.SIMPLE_HEAD), plan.time
-    for name in ("", "estimate"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table = Table(Column(no_wrap=True), Column("estimate", justify="right", no_wrap=True), box=box.SIMPLE_HEAD)
     for name, seconds in time.seconds.items():
         table.add_row(name, _about(seconds))
     table.add_section()

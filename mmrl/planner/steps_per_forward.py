@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmrl.planner.counts import with_steps
+from mmrl.config.left_to_plan import with_values
 from mmrl.planner.plan_data import Plan
 
 ROWS = 16
@@ -23,7 +23,7 @@ def settle(made: Plan) -> None:
     if made.recipe.train.steps_per_forward != "auto":
         return
     n, why = _chosen(made)
-    made.recipe = with_steps(made.recipe, n)
+    made.recipe = with_values(made.recipe, {"train.steps_per_forward": n})
     made.notes.append(f"train.steps_per_forward: auto is {n}, {why}")
     c, m = made.counts, made.measured
     if c is None or m is None or n == 1:
@@ -45,7 +45,7 @@ def _chosen(made: Plan) -> tuple[int, str]:
         return 1, "because one step of a sample trains"
     rows = c.slice_rows * (2 if m.guided_loss else 1)
     pays, fit = max(1, ROWS // rows), 1 + max(0, _room(made)) // max(1, m.train_step)
-    n = _even(c.entries, min(pays, fit))
+    n = even(c.entries, min(pays, fit))
     if pays == 1:
         return 1, f"because a forward of one step has {rows} rows, and more than {ROWS} gain next to nothing"
     if recipe.model.dtype != "float32":
@@ -55,14 +55,14 @@ def _chosen(made: Plan) -> tuple[int, str]:
                 f"because {recipe.model.dtype} rounds differently if the batch is not sampling's (of {c.batch}), and "
                 "first ratios might not be 1"
             )
-    elif n < _even(c.entries, pays):
-        return n, f"because {_even(c.entries, pays)} would take more memory than {_limit(made)}"
+    elif n < even(c.entries, pays):
+        return n, f"because {even(c.entries, pays)} would take more memory than {_limit(made)}"
     return n, f"{n * rows} rows in a forward ({rows} of each step, {ROWS} at most)"
 
 
-def _even(entries: int, most: int) -> int:
-    """Steps per forward, at most ``most``, so that the forwards of a slice's ``entries`` have equal sizes."""
-    return -(-entries // -(-entries // most))
+def even(count: int, most: int) -> int:
+    """At most ``most`` at once, so that all parts of ``count`` are equal or nearly."""
+    return -(-count // -(-count // most))
 
 
 def _room(made: Plan) -> int:

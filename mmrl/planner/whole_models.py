@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.calibration import Calibration, Over, timed
-from mmrl.planner.operations import Tally
+from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.planner.rates import Calibrated, seconds
 
 Run = Callable[[], Tensor]
@@ -45,7 +45,7 @@ def _mean(ratios: list[float]) -> float:
 
 def _over(run: Callable[[], object], rates: Calibrated, device: torch.device | str) -> float:
     """How often the sum of its operators a call takes."""
-    with Tally() as seen:
+    with LiveBytes() as seen:
         run()
     return timed(run, device, _LONGER) / seconds(seen.work, rates)
 
@@ -127,6 +127,6 @@ def _token(rates: Calibrated, device: torch.device | str) -> float:
 
     each = (write(_NEW) - write(2)) / (_NEW - 2)
     cache = model(input_ids=ids, use_cache=True).past_key_values
-    with Tally() as seen:
+    with LiveBytes() as seen:
         model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
     return max(each - seconds(seen.work, rates), 1e-9)

@@ -7,12 +7,10 @@ import os
 import pickle
 import platform
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
 
 from mmrl.app.trainer import Outcome
 from mmrl.config.loader import LoadedRecipe
@@ -26,34 +24,27 @@ from mmrl.logging.rundir import RunDir
 from mmrl.runtime.heartbeat import Processes, whereabouts
 from mmrl.runtime.launchers import Launched
 from mmrl.runtime.process import RunProcess
-from mmrl.runtime.program import log_to, versions
+from mmrl.runtime.program import log_to, sees, versions
 from mmrl.runtime.rendezvous import meet
 from mmrl.runtime.shipped import Bundle, moved, removed
 from mmrl.training.callbacks import AnyCallback
 
 NO_VARIABLES: Mapping[str, str] = {}
-_SEEN = 5.0
-"""Seconds for a file written on one node to become visible on the others."""
 
 
-class Pickler(Protocol):
-    """What packs functions with what they hold: ``ray.cloudpickle``."""
-
-    def dumps(self, obj: object) -> bytes: ...
-
-
-def packed(callbacks: Sequence[AnyCallback], pickler: Pickler) -> bytes:
-    """``callbacks`` for another process. Raises ``UserError`` for one that holds what cannot leave this one."""
+def packed(callbacks: Sequence[AnyCallback], dumps: Callable[[object], bytes]) -> bytes:
+    """``callbacks`` for another process; ``dumps`` packs functions with what they hold (``ray.cloudpickle``). Raises
+    ``UserError`` for one that holds what cannot leave this one."""
     for one in callbacks:
         try:
-            pickler.dumps(one)
+            dumps(one)
         except Exception as error:  # whatever an object of the user's raises
             name = getattr(one, "__qualname__", type(one).__qualname__)
             raise UserError(
                 f"callbacks: {name} cannot be copied to the process that leads the run ({describe(error)}); open files "
                 "and connections in its first call, or set controllers=1 devices_per_controller=1"
             ) from error
-    return pickler.dumps(list(callbacks)) if callbacks else b""
+    return dumps(list(callbacks)) if callbacks else b""
 
 
 def unpacked(callbacks: bytes) -> Sequence[AnyCallback]:
@@ -95,10 +86,7 @@ class Actor:
 
     def describe(self, mark: str) -> dict[str, str]:
         """This node's ``name``, its ``versions``, and whether it ``sees`` the file ``mark`` of the run's directory."""
-        until = time.monotonic() + _SEEN
-        while not (seen := Path(mark).exists()) and time.monotonic() < until:
-            time.sleep(0.2)
-        return {"name": platform.node(), "versions": versions(), "sees": "yes" if seen else ""}
+        return {"name": platform.node(), "versions": versions(), "sees": "yes" if sees(mark) else ""}
 
     def lacks(self, paths: Sequence[str]) -> tuple[str, list[str]]:
         """This node's name, and those of ``paths`` that it does not see."""

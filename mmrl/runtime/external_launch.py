@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,13 +36,11 @@ from mmrl.logging.rundir import RunDir, has_begun
 from mmrl.runtime.heartbeat import Processes, whereabouts
 from mmrl.runtime.launchers import Launched
 from mmrl.runtime.process import RunProcess
-from mmrl.runtime.program import before_cuda, log_to, versions
+from mmrl.runtime.program import before_cuda, log_to, sees, versions
 from mmrl.runtime.rendezvous import GoneError, RendezvousStore, meet
 from mmrl.runtime.shipped import variables
 from mmrl.runtime.start import OpenRun, command, opened, resumed
 
-_SEEN = 5.0
-"""Seconds for a file written on one host to become visible on the others."""
 _SETTLE = 5.0
 """Seconds at most for the others to read why the run does not begin."""
 _MADE_HERE = ("model.dtype", "train.steps_per_forward", *KEYS)
@@ -257,10 +254,7 @@ def _follow(loaded: LoadedRecipe, found: Launched, store: RendezvousStore) -> bo
         raise SystemExit(UserError.exit_code)
     store.write(f"about/{found.rank}", _about(loaded, found))
     begin = as_object(_told(store, found, "begin", 2 * patience))
-    until = time.monotonic() + _SEEN
-    while not (seen := Path(str(begin["mark"])).exists()) and time.monotonic() < until:
-        time.sleep(0.2)
-    store.write(f"sees/{found.rank}", seen)
+    store.write(f"sees/{found.rank}", sees(str(begin["mark"])))
     others = {int(rank): as_object(its) for rank, its in as_object(_told(store, found, "go", patience)).items()}
     loaded = replace(loaded, recipe=with_values(loaded.recipe, as_object(begin["choices"])))
     processes = _processes(loaded.recipe, others)

@@ -98,7 +98,7 @@ class RunProcess:
         except Exception as error:
             why = monitor.broken(2 * PATIENCE) if _of_connection(error) else ""
             if not why:
-                monitor.close({"error": f"{name(number)} failed: {_last_line(error)}", "exit_code": 1})
+                monitor.close({"error": f"{name(number)} failed: {last_line(error)}", "exit_code": 1})
                 raise
             outcome = self._lost(why)
         finally:
@@ -188,5 +188,5 @@ def _of_connection(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[-1] or type(error).__name__

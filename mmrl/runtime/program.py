@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -32,6 +33,9 @@ from mmrl.training.callbacks import AnyCallback, Callbacks
 PATIENCE = 10.0
 """Seconds without an answer after which a stopped process counts as lost, and the least time after which a phase counts
 as stuck. For a process that is not stopped it is ``runtime.patience``."""
+
+_SEEN = 5.0
+"""Seconds for a file written on one host to become visible on the others."""
 
 
 def watchdog(recipe: Recipe) -> StallWatchdog:
@@ -104,6 +108,14 @@ def versions() -> str:
     sources = b"".join(path.read_bytes() for path in sorted(Path(mmrl.__file__).parent.rglob("*.py")))
     code = hashlib.blake2b(sources, digest_size=4).hexdigest()
     return f"Python {platform.python_version()}, mmrl {version_of(DISTRIBUTION)} ({code}), torch {torch.__version__}"
+
+
+def sees(mark: str) -> bool:
+    """Whether this host sees the file ``mark``, which another host has just written."""
+    until = time.monotonic() + _SEEN
+    while not (seen := Path(mark).exists()) and time.monotonic() < until:
+        time.sleep(0.2)
+    return seen
 
 
 def log_to(path: Path, *, keep: bool) -> None:

@@ -36,6 +36,7 @@ from mmrl.runtime.cluster import (
     scheduling_in,
 )
 from mmrl.runtime.heartbeat import Processes
+from mmrl.runtime.process import last_line
 from mmrl.runtime.program import versions
 from mmrl.runtime.shipped import settings_and_secrets, ship, variables
 from mmrl.training.callbacks import AnyCallback, as_callback
@@ -78,7 +79,7 @@ def launch(
     outcome = None
     while outcome is None:
         with cluster(loaded.recipe) as there:
-            given = packed(callbacks, there.ray.cloudpickle)
+            given = packed(callbacks, there.ray.cloudpickle.dumps)
             outcome = _train(there, loaded, directory, resume, stop, losses, given)
         resume = True
     return outcome
@@ -138,10 +139,6 @@ def _recipe_that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
 def _saved(directory: RunDir) -> int:
     """The step of the newest usable checkpoint; 0 if there is none."""
     return max((entry.step for entry in entries(directory.checkpoints) if entry.usable), default=0)
-
-
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 class RayStart:
@@ -204,10 +201,10 @@ class RayStart:
             self._processes = Processes(where, self._each, range(self._each))
             address = self._get(self.actors[0].listen.remote())
         except errors.RayActorError as error:
-            raise LostError(f"a controller died while it started ({_last_line(error)})") from error
+            raise LostError(f"a controller died while it started ({last_line(error)})") from error
         except errors.RayError as error:
             logs = self.directory.path / "controllers"
-            raise UserError(f"controllers: one could not start ({_last_line(error)}); see {logs}") from error
+            raise UserError(f"controllers: one could not start ({last_line(error)}); see {logs}") from error
         given = self._loaded, str(self.directory.path.absolute()), self._processes, *address
         called = [self._callbacks, *[b""] * (len(self.actors) - 1)]  # by the leader alone
         ends = {
@@ -284,7 +281,7 @@ class RayStart:
         except self.ray.exceptions.RayActorError as error:
             number = running[ref]
             called = in_a_call(self.directory.of_controller(number // self._each).path)
-            raise LostError(f"{self._processes.short_name(number)} died{called} ({_last_line(error)})") from error
+            raise LostError(f"{self._processes.short_name(number)} died{called} ({last_line(error)})") from error
         if outcome.exit_code == LostProcessError.exit_code:
             raise LostError(outcome.error)
         return outcome

@@ -14,8 +14,9 @@ from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.planner import calibration, calibration_file
 from mmrl.planner.calibration import Over
 from mmrl.planner.calibration_file import find, keep, key_of
+from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.planner.judge_work import answering
-from mmrl.planner.operations import Call, Tally, Work
+from mmrl.planner.operations import Call, Work
 from mmrl.planner.plan import plan
 from mmrl.planner.rates import ALIKE, Calibrated, place, rate_at, seconds
 from tests.support.calibration import EVEN
@@ -130,7 +131,7 @@ def test_a_rate_is_that_of_the_nearest_measurements():
 
 def test_operators_are_told_apart():
     x = torch.randn(4, 6, requires_grad=True)
-    with Tally() as seen:
+    with LiveBytes() as seen:
         y = (x @ x.t()).exp().view(16)
         y.sum().backward()
         x.detach().t().contiguous()

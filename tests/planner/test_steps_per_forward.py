@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from mmrl.app.build import build
+from mmrl.config.left_to_plan import with_values
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.core.clock import Clock
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
-from mmrl.planner.counts import count, with_steps
+from mmrl.planner.counts import count
 from mmrl.planner.plan import plan, resolved
 from mmrl.planner.steps_per_forward import settle
 from mmrl.training.loop import train_step
@@ -111,7 +112,7 @@ def left_open():
         "train.steps_per_forward: auto is 1, because 3 would take more memory than the other phases do, and the "
         "device's memory is not known"
     ]
-    return replace(made, recipe=with_steps(made.recipe, "auto"), notes=[])
+    return replace(made, recipe=with_values(made.recipe, {"train.steps_per_forward": "auto"}), notes=[])
 
 
 def settled_with(made, memory=2**30, **sizes):

@@ -125,12 +125,12 @@ def test_a_callback_that_cannot_be_copied_is_named(tmp_path):
             self.lock = threading.Lock()
 
     with pytest.raises(mmrl.UserError, match=r"Locked cannot be copied .*open files and connections in its first call"):
-        packed([Locked()], cloudpickle)
+        packed([Locked()], cloudpickle.dumps)
     in_this_process = Callbacks([Locked()], load_recipe(["sums"], []).recipe, tmp_path, Stop())
     assert in_this_process.step(1, {}) == {}, "a run of one controller and device copies nothing"
     held = 3
-    (function,) = unpacked(packed([lambda training, metrics: metrics["a"] + held], cloudpickle))
+    (function,) = unpacked(packed([lambda training, metrics: metrics["a"] + held], cloudpickle.dumps))
     assert function(None, {"a": 4}) == 7
-    assert unpacked(packed([], cloudpickle)) == ()
+    assert unpacked(packed([], cloudpickle.dumps)) == ()
     with pytest.raises(mmrl.UserError, match="cannot load them"):
         unpacked(b"cnot_there\nThing\n.")
