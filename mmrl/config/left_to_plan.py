@@ -36,6 +36,12 @@ def with_values(recipe: Recipe, values: Mapping[str, Json]) -> Recipe:
     return recipe
 
 
+def value_of(recipe: Recipe, key: str) -> Json:
+    """The value of ``recipe`` at ``key``, such as ``train.micro_batch_size``."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
 def chosen_before(recipe: Recipe, run: Path) -> dict[str, Json]:
     """What the run in the directory ``run`` chose for the keys that ``recipe`` leaves open; nothing where there is no
     run, or a damaged one."""

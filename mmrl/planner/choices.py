@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from mmrl.config.checks import impossibilities
-from mmrl.config.left_to_plan import left_open, with_values
+from mmrl.config.left_to_plan import left_open, value_of, with_values
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.core.durations import duration
@@ -49,7 +49,7 @@ def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Pla
     if not made.problems:
         made = _compiled(loaded, made, planned) if "performance.compile" in keys else made
         made = _kept(loaded, made, planned) if "model.offload" in keys else made
-    open_values = {key: _value(made.recipe, key) for key in left_open(made.recipe)}
+    open_values = {key: value_of(made.recipe, key) for key in left_open(made.recipe)}
     made.recipe = with_values(made.recipe, open_values)  # else the start of the run would choose once more
     return made
 
@@ -87,11 +87,6 @@ def _best(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], P
     if not known:
         best.plan.notes.append(_why_checkpointed(best, found))
     return best.plan
-
-
-def _value(recipe: Recipe, key: str) -> Json:
-    section, _, name = key.partition(".")
-    return getattr(getattr(recipe, section), name)
 
 
 @dataclass(frozen=True)

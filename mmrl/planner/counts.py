@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmrl.config.midway import Midway
 from mmrl.config.schema import Recipe
 
 
@@ -99,22 +100,17 @@ def _sample_steps(recipe: Recipe, samples: int, begun: int) -> int:
     """Denoising steps of all samples, if none were shared."""
     if recipe.midway is None:
         return samples * forwards_of_a_sample(recipe)
-    early = _early(recipe)
-    return begun * early + samples * (forwards_of_a_sample(recipe) - _kept_steps(recipe))
+    early, kept = _early(recipe, recipe.midway)
+    return begun * early + samples * (forwards_of_a_sample(recipe) - kept)
 
 
-def _early(recipe: Recipe) -> int:
-    """Denoising steps, or tokens, of a sample before its group is pruned."""
-    assert recipe.midway is not None
-    if recipe.midway.draft_steps is not None:
-        return recipe.denoising.takes(recipe.midway.draft_steps)
-    return recipe.midway.at + (recipe.makes != "text")  # the prediction of a picture is the next step's
-
-
-def _kept_steps(recipe: Recipe) -> int:
-    """Those of them that the finished samples need not take again: none of a draft's."""
-    assert recipe.midway is not None
-    return 0 if recipe.midway.draft_steps is not None else _early(recipe)
+def _early(recipe: Recipe, midway: Midway) -> tuple[int, int]:
+    """Denoising steps, or tokens, of a sample before its group is pruned, and how many of them the finished samples
+    need not take again: none of a draft's."""
+    if midway.draft_steps is not None:
+        return recipe.denoising.takes(midway.draft_steps), 0
+    early = midway.at + (recipe.makes != "text")  # the prediction of a picture is the next step's
+    return early, early
 
 
 def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps: float) -> int:
@@ -122,8 +118,8 @@ def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps
     size, steps = recipe.train.group_size, forwards_of_a_sample(recipe)
     early, late = steps, 0
     if recipe.midway is not None:
-        size, early = recipe.midway.group_size, _early(recipe)
-        late = -(-samples // batch) * (steps - _kept_steps(recipe))
+        size, (early, kept) = recipe.midway.group_size, _early(recipe, recipe.midway)
+        late = -(-samples // batch) * (steps - kept)
     first = [range(start, min(start + batch, begun or samples)) for start in range(0, begun or samples, batch)]
     shared = sum(_begun(chunk, size) for chunk in first) * shared_steps
     return round(len(first) * (early - shared_steps) + shared + late)

@@ -47,8 +47,10 @@ def examine() -> Examination:
 
 
 def _packages(found: Examination) -> None:
-    found.rows.append(("python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"))
-    found.rows.append(("mmrl", version_of(DISTRIBUTION) or "not installed, imported from a folder"))
+    found.rows += [
+        ("python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
+        ("mmrl", version_of(DISTRIBUTION) or "not installed, imported from a folder"),
+    ]
     if (other := version_of("mmrl")) is not None:
         found.problems.append(
             f"mmrl {other} is installed beside {DISTRIBUTION}: another project, or an older checkout of this one, "
@@ -84,16 +86,18 @@ def _machine(found: Examination) -> None:
     found.rows = [(name, build if name == "torch" else value) for name, value in found.rows]
     cpu, limit = as_object(known["cpu"]), _cpu_limit()
     limited = "" if limit is None else f", limited to {limit:g} by the container"
-    found.rows.append(("cpu", f"{cpu['name']}: {cpu['usable']} of {cpu['count']} usable{limited}"))
-    found.rows.append(("memory", f"{cpu['memory_gib']} GiB"))
     devices = [
         f"{d['name']}" + (f" ({d['memory_gib']} GiB)" if "memory_gib" in d else "")
         for d in map(as_object, as_list(known["devices"]))
     ]
-    found.rows.append(("accelerators", ", ".join(devices) or "none (recipes run on the CPU)"))
     threads = torch.get_num_threads()
     settings = [f"{name}={os.environ[name]}" for name in _THREADS if name in os.environ]
-    found.rows.append(("threads", f"torch takes {threads}" + (f" ({', '.join(settings)})" if settings else "")))
+    found.rows += [
+        ("cpu", f"{cpu['name']}: {cpu['usable']} of {cpu['count']} usable{limited}"),
+        ("memory", f"{cpu['memory_gib']} GiB"),
+        ("accelerators", ", ".join(devices) or "none (recipes run on the CPU)"),
+        ("threads", f"torch takes {threads}" + (f" ({', '.join(settings)})" if settings else "")),
+    ]
     if limit is not None and threads > max(1, limit):
         found.problems.append(
             f"torch would take {threads} threads where the container grants {limit:g} CPUs; "

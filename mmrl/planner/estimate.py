@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mmrl.models.description import Description
     from mmrl.planner.counts import Counts
     from mmrl.planner.judge_work import Answering
-    from mmrl.planner.operations import Operations
+    from mmrl.planner.memory import Measured
 
 FUSED = 4
 """The elementwise operators that compiled code computes in one pass."""
@@ -72,11 +72,7 @@ class Step:
 
     recipe: Recipe
     counts: Counts
-    operations: Operations
-    adam: int
-    """Bytes of the optimizer's state."""
-    trained: int
-    """Bytes of the trained weights."""
+    measured: Measured
     samplers: int
     models: int
     judged: int
@@ -91,7 +87,7 @@ def estimated(
 ) -> Estimate | None:
     """The estimate by ``rates``; None if the work of a step is not known. ``episodes``: what a run measured of them."""
     bandwidth = rates.bandwidth
-    c, o, recipe = step.counts, step.operations, step.recipe
+    c, o, recipe = step.counts, step.measured.operations, step.recipe
     if not o.train:
         return None
 
@@ -115,7 +111,9 @@ def estimated(
         times = slices * len(_prepared(objective, c.optimizer_steps))
         found["prepare"] = lasts(policy(o.forward, recipe), times)
     found["train"] = lasts(policy(o.train, recipe), slices)
-    moved = 3 * step.trained + 2 * step.adam  # weights, gradients and state are read; weights and state are written
+    moved = (
+        3 * step.measured.trained + 2 * step.measured.adam
+    )  # weights, gradients and state are read; weights and state are written
     found["optimizer"] = c.optimizer_steps * max(moved / bandwidth, lasts(o.optimizer))
     return Estimate(
         {name: n for name, n in found.items() if n},
@@ -159,7 +157,7 @@ def _tokens(step: Step, description: Description, rates: Rates, episodes: Episod
     the active rows, or reading the weights and the rows' caches, whichever takes longer. Its devices divide both. What
     an environment tells is not written token by token: an engine computes it as a prompt, with what it kept of the
     turns before, and the pipeline's own sampling begins each turn with all that is before it."""
-    c, o, recipe = step.counts, step.operations, step.recipe
+    c, o, recipe = step.counts, step.measured.operations, step.recipe
     mine, new = ceil(c.samples / step.samplers), recipe.written_tokens
     if episodes is not None:
         new = max(1, min(new, round(recipe.response_tokens * (1 - episodes.told))))

@@ -55,7 +55,6 @@ class Shapes(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
-        self._known = _KNOWN
 
     def dispatch(
         self,
@@ -70,15 +69,15 @@ class Shapes(FakeTensorMode):
         kwargs = kwargs or {}
         inputs = list(leaves(args, kwargs))
         key = _key(func, args, kwargs)
-        known = self._known.get(key)
+        known = _KNOWN.get(key)
         if known is not None:
             outputs = [self._again(made, inputs) for made in known.outputs]
             return outputs[0] if known.kind is None else known.kind(outputs)
         out = super().dispatch(func, types, args, kwargs)
-        if key is not None and key not in self._known:
-            if len(self._known) >= _MOST:
-                self._known.clear()
-            self._known[key] = _learned(out, inputs)
+        if key is not None and key not in _KNOWN:
+            if len(_KNOWN) >= _MOST:
+                _KNOWN.clear()
+            _KNOWN[key] = _learned(out, inputs)
         return out
 
     def _again(self, made: _Made | None, inputs: list[object]) -> object:
@@ -109,17 +108,11 @@ def _key(func: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -
         return None
     parts: list[Hashable] = [func, torch.get_default_dtype(), *kwargs]
     for given in (*args, *kwargs.values()):
-        if isinstance(given, list | tuple):
-            parts.append(len(given))
-            keys = [_argument_key(one) for one in given]
-            if None in keys:
-                return None
-            parts += keys
-        else:
-            key = _argument_key(given)
-            if key is None:
-                return None
-            parts.append(key)
+        several = isinstance(given, list | tuple)
+        keys = [_argument_key(one) for one in given] if several else [_argument_key(given)]
+        if None in keys:
+            return None
+        parts += [len(keys), *keys] if several else keys
     return tuple(parts)
 
 

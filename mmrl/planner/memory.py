@@ -16,6 +16,7 @@ import sys
 from collections.abc import Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -421,23 +422,15 @@ def once(pipeline: Pipeline, live: LiveBytes) -> Generator[None]:
             out = original(*args, **kwargs)
             working = live.peak - before
             live.peak = max(highest, live.peak)
-            blanks = tree_map(lambda x: Blank(x.new_empty(0), x.shape) if isinstance(x, Tensor) else x, out)
+            blanks = tree_map(lambda x: partial(x.new_empty(0).new_empty, x.shape) if isinstance(x, Tensor) else x, out)
             seen[key] = blanks, working, live.work.since(work)
             return out
         blanks, working, work = seen[key]
         live.again(working, work)
-        return tree_map(lambda x: x.like.new_empty(x.shape) if isinstance(x, Blank) else x, blanks)
+        return tree_map(lambda x: x() if isinstance(x, partial) else x, blanks)
 
     module.forward = forward
     try:
         yield
     finally:
         module.forward = original
-
-
-@dataclass(frozen=True)
-class Blank:
-    """The shape of a tensor; ``like`` is an empty tensor of its dtype and device."""
-
-    like: Tensor
-    shape: torch.Size

@@ -193,12 +193,17 @@ def tensors_of(args: Sequence[object]) -> list[Tensor]:
 @cache
 def _formula(func: Operator) -> _Formula | None:
     packet = getattr(func, "overloadpacket", None)
-    aten = torch.ops.aten
-    if packet is getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", ...):
-        return lambda args, _: attention(*tensors_of(args[:3]))
-    if packet is getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", ...):
-        return lambda args, _: attention_backward(*tensors_of(args[1:4]))
-    if packet is getattr(aten, "_grouped_mm", ...):
-        return lambda args, _: times_expert(*tensors_of(args[:2]))
     known = flop_registry.get(packet)
-    return None if known is None else lambda args, out: known(*args, out_val=out)
+    if known is None:
+        return _FORMULAS.get(str(packet))
+    return lambda args, out: known(*args, out_val=out)
+
+
+_FORMULAS: dict[str, _Formula] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda args, _: attention(*tensors_of(args[:3])),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": lambda args, _: attention_backward(
+        *tensors_of(args[1:4])
+    ),
+    "aten._grouped_mm": lambda args, _: times_expert(*tensors_of(args[:2])),
+}
+"""Those of operators that torch counts none of."""

@@ -195,8 +195,8 @@ def _time(
     known = {one.label: found for one in asked if first and (found := _answering(made, one, first)) is not None}
     judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked if one.label not in known)
     answers = [(found, ceil(c.samples / found.rows / split.judging)) for found in known.values()]
-    step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
-    step = replace(step, answering=answers, encoding=made.encoding if made.gpu is None else 0.0)
+    encoding = made.encoding if made.gpu is None else 0.0
+    step = Step(made.recipe, c, m, split.rollout, models_of(made.recipe), judged, answers, encoding)
     return estimated(step, rates, description, objective, made.episodes)
 
 

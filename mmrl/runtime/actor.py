@@ -6,6 +6,7 @@ import atexit
 import os
 import pickle
 import platform
+import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from mmrl.runtime.launchers import Launched
 from mmrl.runtime.process import RunProcess
 from mmrl.runtime.program import log_to, sees, versions
 from mmrl.runtime.rendezvous import meet
-from mmrl.runtime.shipped import Bundle, moved, removed
+from mmrl.runtime.shipped import Bundle, moved
 from mmrl.training.callbacks import AnyCallback
 
 NO_VARIABLES: Mapping[str, str] = {}
@@ -115,7 +116,7 @@ class Actor:
         ``callbacks``: ``packed``, for it to call."""
         if self._given is not None:
             loaded = moved(loaded, self._given)
-            atexit.register(removed, loaded)
+            atexit.register(shutil.rmtree, loaded.root, ignore_errors=True)
         whole = RunDir(path)
         log_to(whole.path / "controllers" / processes.log(self._number), keep=resume)
         found = Launched("ray", self._number, len(processes.where), 0, host, port)

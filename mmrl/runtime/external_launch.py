@@ -23,7 +23,7 @@ import torch
 from mmrl.app.resume import flatten
 from mmrl.app.trainer import Outcome
 from mmrl.config.checks import impossibilities
-from mmrl.config.left_to_plan import KEYS, with_values
+from mmrl.config.left_to_plan import KEYS, value_of, with_values
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import devices_of_workers, in_workers
 from mmrl.config.schema import Recipe
@@ -225,8 +225,7 @@ def _begin(run: OpenRun, store: RendezvousStore, others: dict[int, JsonObject], 
     mark = path / f".seen-{uuid.uuid4().hex}"
     mark.touch()
     recipe = run.recipe
-    settings = recipe.model_dump(mode="json", include={key.partition(".")[0] for key in _MADE_HERE})
-    choices: JsonObject = {key: settings[key.partition(".")[0]].get(key.partition(".")[2]) for key in _MADE_HERE}
+    choices: JsonObject = {key: value_of(recipe, key) for key in _MADE_HERE}
     try:
         store.write("begin", {"path": str(path), "mark": str(mark), "resume": resume, "choices": choices})
         waiting = [f"sees/{rank}" for rank in others if rank]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +30,6 @@ class Bundle:
 
     root: Path
     files: Mapping[str, bytes]
-
-    def unpack(self, folder: Path) -> None:
-        for name, content in self.files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
 
 
 def variables(recipe: Recipe) -> dict[str, str]:
@@ -109,14 +102,11 @@ def bundle(loaded: LoadedRecipe, lacking: Mapping[str, Path], node: str) -> Bund
 def moved(loaded: LoadedRecipe, given: Bundle) -> LoadedRecipe:
     """The recipe with the bundle's files, in a folder of this node that ends with the process."""
     folder = Path(tempfile.mkdtemp(prefix="mmrl-recipe-"))
-    given.unpack(folder)
+    for name, content in given.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
     settings = _with_root(loaded.resolved(), str(given.root), str(folder))
     return replace(loaded, recipe=Recipe.model_validate(settings), root=folder)
-
-
-def removed(loaded: LoadedRecipe) -> None:
-    """Delete the folder that ``moved`` made."""
-    shutil.rmtree(loaded.root, ignore_errors=True)
 
 
 def _with_root(value: Json, before: str, after: str) -> Json:

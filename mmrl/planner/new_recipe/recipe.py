@@ -40,21 +40,14 @@ class Wanted:
         return self.model.modality in TEXTS or self.model.tokens is not None
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    prompts: int
-    group: int
-    micro: int
-    heldout: int
-
-
 _SIZES = {
-    Modality.text: _Sizes(8, 8, 4, 32),
-    Modality.vision_language: _Sizes(8, 8, 4, 32),
-    Modality.pictures: _Sizes(4, 8, 4, 16),
-    Modality.clips: _Sizes(2, 4, 2, 8),
+    Modality.text: (8, 8, 4, 32),
+    Modality.vision_language: (8, 8, 4, 32),
+    Modality.pictures: (4, 8, 4, 16),
+    Modality.clips: (2, 4, 2, 8),
 }
-"""Of a first run: its steps are short, and groups are large enough to compare samples."""
+"""Of a first run the prompts of a step, the samples of a group and of a micro-batch, and those of an evaluation: its
+steps are short, and groups are large enough to compare samples."""
 _TOKENS = {Modality.text: 256, Modality.vision_language: 128}
 
 
@@ -83,16 +76,13 @@ def text_of(wanted: Wanted) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _model_name(wanted: Wanted) -> str:
-    given = wanted.model.given
-    return in_recipe(given, wanted.home) if Path(given).exists() else wanted.model.path
-
-
 def _model(wanted: Wanted) -> Iterator[str]:
-    like = wanted.model.like
-    yield "model:"
-    yield f"  path: {_yaml(_model_name(wanted))}"
-    yield "  dtype: auto # of the frozen weights: bfloat16 where the device computes with it, else float32"
+    like, given = wanted.model.like, wanted.model.given
+    yield from (
+        "model:",
+        f"  path: {_yaml(in_recipe(given, wanted.home) if Path(given).exists() else wanted.model.path)}",
+        "  dtype: auto # of the frozen weights: bfloat16 where the device computes with it, else float32",
+    )
     if wanted.lora:
         shaped: Json = {"rank": 32, "alpha": 64}
         if like and like.same and isinstance(own := like.section("model").get("lora"), Mapping):
@@ -109,12 +99,10 @@ def _data(wanted: Wanted) -> Iterator[str]:
     options: dict[str, Json] = dict(data.options)
     if data.renamed:
         options["columns"] = data.renamed
-    yield "data:"
-    yield f"  name: {_yaml(data.name)}"
+    yield from ("data:", f"  name: {_yaml(data.name)}")
     if options:
         held = " # a tenth of the records is held out, for evaluation" if "heldout" in options else ""
-        yield f"  train: {_yaml(options)}{held}"
-        yield f"  heldout: {_yaml(options)}"
+        yield from (f"  train: {_yaml(options)}{held}", f"  heldout: {_yaml(options)}")
 
 
 def _sampling(wanted: Wanted) -> Iterator[str]:
@@ -155,19 +143,19 @@ def _sampling(wanted: Wanted) -> Iterator[str]:
 def _environment(wanted: Wanted) -> Iterator[str]:
     if wanted.tools:
         most = min(4 * _TOKENS[wanted.model.modality], (wanted.model.context or 10**9) // 2)
-        yield "environment: # the model can call these functions (docs/environments.md)"
-        yield "  name: tools"
-        yield f"  options: {_yaml({'tools': list(wanted.tools)})}"
-        yield "  max_turns: 4 # a turn without a call is the answer"
-        yield f"  max_tokens: {most} # of all turns and results together"
+        yield from (
+            "environment: # the model can call these functions (docs/environments.md)",
+            "  name: tools",
+            f"  options: {_yaml({'tools': list(wanted.tools)})}",
+            "  max_turns: 4 # a turn without a call is the answer",
+            f"  max_tokens: {most} # of all turns and results together",
+        )
 
 
 def _rewards(wanted: Wanted) -> Iterator[str]:
-    if wanted.offline:
-        return
-    yield "rewards: # their weighted sum counts; mmrl score tries one alone"
-    for name in wanted.rewards:
-        yield f"  - name: {_yaml(name)}"
+    if not wanted.offline:
+        yield "rewards: # their weighted sum counts; mmrl score tries one alone"
+        yield from (f"  - name: {_yaml(name)}" for name in wanted.rewards)
 
 
 def _algorithm(wanted: Wanted) -> Iterator[str]:
@@ -180,27 +168,26 @@ def _algorithm(wanted: Wanted) -> Iterator[str]:
 
 
 def _training(wanted: Wanted) -> Iterator[str]:
-    sizes = _SIZES[wanted.model.modality]
-    group, prompts = (1, sizes.prompts * 2) if wanted.offline else (sizes.group, sizes.prompts)
-    compared = "records of pairs or responses are given" if wanted.offline else "samples of a prompt, compared"
-    rate, why = _rate(wanted)
-    yield "train:"
-    yield "  steps: 20 # a first look; hundreds for a result"
-    yield f"  prompts_per_step: {prompts} # more make steps less noisy and longer"
-    yield (
-        f"  group_size: {group} # {compared} with one another"
-        if not wanted.offline
-        else f"  group_size: 1 # {compared}"
-    )
+    prompts, group, micro, heldout = _SIZES[wanted.model.modality]
+    compared = f"{group} # samples of a prompt, compared with one another"
+    if wanted.offline:
+        prompts, compared = 2 * prompts, "1 # records of pairs or responses are given"
+    at_once = "auto # samples at once: what a GPU's memory holds, by the plan; 8 on a CPU"
     if wanted.device == "cpu":
-        yield f"  micro_batch_size: {sizes.micro} # samples at once: as many as memory holds; fewer change no result"
-    else:
-        yield "  micro_batch_size: auto # samples at once: what a GPU's memory holds, by the plan; 8 on a CPU"
-    yield "optim:"
-    yield f"  lr: {rate:.1e} # {why}"
-    yield "eval:"
-    yield "  every: 5 # steps; also before the first"
-    yield f"  samples: {sizes.heldout} # of held-out prompts; a few hundred for a smooth curve"
+        at_once = f"{micro} # samples at once: as many as memory holds; fewer change no result"
+    rate, why = _rate(wanted)
+    yield from (
+        "train:",
+        "  steps: 20 # a first look; hundreds for a result",
+        f"  prompts_per_step: {prompts} # more make steps less noisy and longer",
+        f"  group_size: {compared}",
+        f"  micro_batch_size: {at_once}",
+        "optim:",
+        f"  lr: {rate:.1e} # {why}",
+        "eval:",
+        "  every: 5 # steps; also before the first",
+        f"  samples: {heldout} # of held-out prompts; a few hundred for a smooth curve",
+    )
     if not wanted.offline and not wanted.texts and wanted.model.like is not None:
         steps = wanted.model.like.section("eval").get("steps")
         if steps:
