@@ -106,8 +106,6 @@ class FeatureStore:
         if key in self._loaded:
             features = self._loaded[key] = self._loaded.pop(key)
             return features
-        if key not in self._refs:
-            raise KeyError(key)
         self._load(key, self._spill.read(key))
         return self._loaded[key]
 

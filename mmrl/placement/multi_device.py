@@ -320,8 +320,7 @@ class MultiDevice(Devices):
             (heard,) = self._put([device], device_tasks.cpu_seconds, ())
             heard.add_done_callback(lambda answer, device=device: self._record_cpu_seconds(device, answer))
         answers = all_of(self._put(self._trainers, device_tasks.cpu_seconds, ()))
-        for device, seconds in zip(self._trainers, answers, strict=True):
-            self._cpu_of[device] = seconds
+        self._cpu_of[: len(answers)] = answers
         self._cpu = sum(self._cpu_of)
         return self._cpu
 
@@ -458,7 +457,7 @@ class OnDevices:
         return answer
 
     def close(self) -> None:
-        pass
+        """The devices go on until their queue is closed."""
 
 
 class Outside:

@@ -312,7 +312,8 @@ class SimulatedDevices:
         A device that trains keeps a judge that it has, and the weights to sample with until it is back.
         """
         role, awake = task.to or task.role, self._awake[device]
-        needed = {f"judge {name}" for name in self._judges_of(task)} if role == "judge" else {role}
+        judges = [task.judge] if task.judge else self.scheduler.judges.names or [""]
+        needed = {f"judge {name}" for name in judges} if role == "judge" else {role}
         if self.scheduler.roles[device] != "train":
             if self.scheduler.ahead:
                 return self._moved(device, role, needed, task.updates)
@@ -326,10 +327,6 @@ class SimulatedDevices:
         turn = 0.0 if needed <= awake else self._price[role]
         awake |= needed
         return turn
-
-    def _judges_of(self, task: SimulatedTask) -> list[str]:
-        """The judges that a task needs: its own, or all."""
-        return [task.judge] if task.judge else self.scheduler.judges.names or [""]
 
     def _moved(self, device: int, role: Role, needed: set[str], updates: int | None) -> float:
         """The ``_turn`` of a device that samples ahead: it keeps the judges that it has had. New weights take time
@@ -364,7 +361,7 @@ class SimulatedDevices:
 
 
 def _nothing() -> None:
-    pass
+    """What follows a task that only switches a device's role."""
 
 
 def _last_of(count: int, then: Callable[[], None]) -> Callable[[], None]:

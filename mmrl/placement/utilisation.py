@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -41,20 +42,16 @@ class Sampler:
                 self._sum, self._count = self._sum + now, self._count + 1
 
 
-_open: dict[torch.device, Sampler | None] = {}
-"""The samplers by device; a process has one."""
-
-
 def of_gpu(device: torch.device) -> float | None:
     """Mean share (0 to 1) of the time since the last call in which the GPU ``device`` was busy, for any process. None
     if it is not a GPU, without the package nvidia-ml-py, and at the first call."""
-    if device not in _open:
-        _open[device] = _sampler(device)
-    sampler = _open[device]
+    sampler = _sampler(device)
     return None if sampler is None else sampler.mean()
 
 
+@cache
 def _sampler(device: torch.device) -> Sampler | None:
+    """That of the process; it is made once."""
     if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         return None
     try:

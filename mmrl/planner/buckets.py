@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 from mmrl.config.sampling import Sampling, Size
-from mmrl.core.media import Media
-from mmrl.core.trajectory import AskedSize, Prompt
 
 MOST = 4
 """Numbers of pixels whose work is measured; prompts of other sizes count as the nearest of these."""
@@ -19,22 +17,17 @@ def largest(sampling: Sampling) -> Size:
     return max(sampling.sizes, key=_pixels)
 
 
-def prompt_of(size: Size, media: tuple[Media, ...]) -> Prompt:
-    """A prompt that is sampled at ``size``, with ``media``."""
-    return Prompt("plan", "plan", media=media, size=AskedSize(*size))
-
-
 def others(counts: Mapping[Size, int], most: Size) -> list[tuple[Size, float]]:
     """Which sizes besides ``most`` the work of a step is measured of, and the share of prompts that count for each; of
     the rest it is that of ``most``. Sizes of equal area are the same work. ``counts``: the prompts of each size."""
     areas, total = Counter[int](), sum(counts.values())
     for size, n in counts.items():
         areas[_pixels(size)] += n
-    kept = [area for area, n in areas.most_common(MOST) if n]
+    areas = +areas
+    kept = [area for area, _ in areas.most_common(MOST)]
     shares = Counter[int]()
     for area, n in areas.items():
-        if n:
-            shares[min(kept, key=lambda one: abs(math.log(one / area)))] += n
+        shares[min(kept, key=lambda one: abs(math.log(one / area)))] += n
     first = {area: next(size for size in counts if _pixels(size) == area) for area in shares}
     return [(first[area], n / total) for area, n in shares.items() if area != _pixels(most)]
 

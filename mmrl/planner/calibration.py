@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from mmrl.core.stored import Text
 from mmrl.logging.environment import cpu_name
 from mmrl.planner.fake_tensors import LiveBytes
+from mmrl.planner.operations import NAMES_OF
 
 ROUNDS, LEAST = 5, 0.008
 """A measurement is the median of so many rounds, each of at least so many seconds."""
@@ -93,7 +94,7 @@ def measure(device: torch.device | str = "cpu", dtypes: Sequence[torch.dtype] = 
     name = cpu_name() if of.type == "cpu" else torch.cuda.get_device_name(of)
     kind: Literal["cpu", "cuda"] = "cpu" if of.type == "cpu" else "cuda"
     timings = tuple(products(of, dtypes) + copies(of, dtypes))
-    named = tuple(dict.fromkeys([*map(_name, dtypes), *(one.dtype for one in timings)]))
+    named = tuple(dict.fromkeys([*(NAMES_OF[dtype] for dtype in dtypes), *(one.dtype for one in timings)]))
     return Calibration(name, kind, named, launches(of), timings)
 
 
@@ -233,11 +234,7 @@ def _timing(
             run(*one)
 
     spent = timed(each, device) / len(pool)
-    return Timing(kind, _name(dtype), sizes, work, max(spent, 1e-9))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Timing(kind, NAMES_OF[dtype], sizes, work, max(spent, 1e-9))
 
 
 def _attention(device: torch.device | str, dtype: torch.dtype) -> Iterator[Timing]:

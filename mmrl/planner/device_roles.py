@@ -220,7 +220,8 @@ def _asleep(recipe: Recipe, *who: str) -> str:
 
 def shares(plan: Plan) -> str:
     """How the counts of a step are divided among a controller's devices."""
-    (c, _), recipe = plan.known, plan.recipe
+    c, recipe = plan.counts, plan.recipe
+    assert c is not None
     split, parts = servers_of(plan), []
     if c.micro_batches:
         together = recipe.train.width if recipe.sampling.type != "text" else 1

@@ -122,7 +122,7 @@ def call_of(func: Operator, args: Sequence[object], kwargs: Mapping[str, object]
     given = [x for x in leaves(args, kwargs) if isinstance(x, Tensor)]
     made = out if isinstance(out, Tensor) else next((x for x in _listed(out) if isinstance(x, Tensor)), None)
     of = next(iter(given), made) if made is None or kind in _PRODUCTS else made
-    dtype = "" if of is None else _NAMES_OF[of.dtype]
+    dtype = "" if of is None else NAMES_OF[of.dtype]
     without = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
     mode = "graph" if torch.is_grad_enabled() else without
     if kind == "view" or of is None:
@@ -164,7 +164,7 @@ _NOTHING = frozenset(
     {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach"}
 )
 """Operators that touch no data, as views do."""
-_NAMES_OF = {of: str(of).removeprefix("torch.") for of in vars(torch).values() if isinstance(of, torch.dtype)}
+NAMES_OF = {of: str(of).removeprefix("torch.") for of in vars(torch).values() if isinstance(of, torch.dtype)}
 
 
 def _listed(out: object) -> Sequence[object]:

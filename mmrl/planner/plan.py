@@ -35,7 +35,7 @@ from mmrl.core.hub_files import check_files, check_weights
 from mmrl.core.media import Media
 from mmrl.core.media.images import png_bytes
 from mmrl.core.packages.places import lacking
-from mmrl.core.trajectory import Prompt
+from mmrl.core.trajectory import AskedSize, Prompt
 from mmrl.data.buckets import count_by_size
 from mmrl.data.loading import in_order, load_prompts
 from mmrl.episodes.loading import draws
@@ -489,16 +489,16 @@ def _rows(
             made.problems += problems
             made.notes += notes
         return prompt, row_tokens, []
-    sampling = recipe.sampling
+    plain, sampling = Prompt("plan", "plan", media=media), recipe.sampling
     if description.too_long is not None:
         made.notes += description.too_long([p for split in prompts for p in _counted(split, recipe)])
     if sampling.type == "text" or sampling.buckets is None:
-        return Prompt("plan", "plan", media=media), 0, []
+        return plain, 0, []
     of = count_by_size(_looked_at(prompts[0]) if prompts else [], sampling)
     made.notes.append(buckets.note_of(of, sampling))
     most = buckets.largest(sampling)
-    others = [(buckets.prompt_of(size, media), share) for size, share in buckets.others(of, most)]
-    return buckets.prompt_of(most, media), 0, others
+    others = [(replace(plain, size=AskedSize(*size)), share) for size, share in buckets.others(of, most)]
+    return replace(plain, size=AskedSize(*most)), 0, others
 
 
 def _shards(made: Plan, description: Description, trainers: int) -> int | Fraction | None:

@@ -12,7 +12,8 @@ from mmrl.planner.plan_data import PhaseMemory, Plan
 def as_json(plan: Plan) -> JsonObject:
     """The output of ``mmrl plan`` as data: sizes in bytes, times in seconds, and null for unknown values."""
     recipe, c, peak, time = plan.recipe, plan.counts, plan.peak, plan.time
-    algorithm = recipe.algorithm.model_dump(mode="json")
+    share = peak.total / plan.device_memory if peak is not None and plan.device_memory else None
+    devices = [{"device": device, "generate": generate, "train": train} for device, generate, train in rows(plan)]
     return {
         "recipe": recipe.name,
         "possible": not plan.problems,
@@ -24,16 +25,16 @@ def as_json(plan: Plan) -> JsonObject:
         "devices_per_controller": recipe.devices_per_controller,
         "dtype": recipe.model.dtype,
         "sizes_from": plan.source or None,
-        "algorithm": algorithm,
+        "algorithm": recipe.algorithm.model_dump(mode="json"),
         "steps": recipe.train.steps,
         "step": None if c is None else asdict(c),
         "roles": [asdict(role) for role in plan.roles],
         "phases": [_phase(phase) for phase in plan.phases],
         "loading": _phase(plan.load) if plan.load else None,
-        "peak": None if peak is None else {**_phase(peak), "share": _share(peak, plan.device_memory)},
+        "peak": None if peak is None else {**_phase(peak), "share": share},
         "host_bytes": plan.host,
         "rewards_on_devices": [asdict(replace(one, models=())) for one in plan.asked],
-        "placement": {"type": recipe.placement.type, "devices": _devices(plan)},
+        "placement": {"type": recipe.placement.type, "devices": devices},
         "between_devices_bytes": plan.inside,
         "seconds": None
         if time is None
@@ -50,14 +51,5 @@ def as_json(plan: Plan) -> JsonObject:
     }
 
 
-def _devices(plan: Plan) -> list[JsonObject]:
-    named = ("device", "generate", "train")
-    return [dict(zip(named, row, strict=True)) for row in rows(plan)]
-
-
 def _phase(phase: PhaseMemory) -> JsonObject:
     return {"name": phase.name, "bytes": phase.total, "parts": phase.parts}
-
-
-def _share(phase: PhaseMemory, memory: int | None) -> float | None:
-    return phase.total / memory if memory else None

@@ -141,10 +141,6 @@ class HeartbeatMonitor:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._second = threading.Thread(target=self._see_store, name="heartbeat-store", daemon=True)
 
-    def begin(self) -> None:
-        """Give the first sign of life."""
-        self._beat(0)
-
     def watch(self) -> None:
         """Start, once all have given a first sign of life."""
         self._thread.start()
@@ -158,7 +154,7 @@ class HeartbeatMonitor:
         self._end = end
         if end is not None and not self.lost:
             with suppress(GoneError):
-                self._beat(-1)
+                self.beat(-1)
 
     def all_ended(self) -> bool:
         """Wait until all watched processes have ended; False if one was lost, or ended with an error."""
@@ -187,7 +183,7 @@ class HeartbeatMonitor:
             number += 1
             try:
                 self._asked = time.monotonic()
-                self._beat(number)
+                self.beat(number)
                 self.lost = self._look()
             except GoneError:
                 called, first = self._called(0), self._processes.name(0)
@@ -214,7 +210,8 @@ class HeartbeatMonitor:
                 if not self._closing.wait(_LEAVE):
                     self._leave(why)
 
-    def _beat(self, number: int) -> None:
+    def beat(self, number: int) -> None:
+        """Give a sign of life: the first is 0, the last -1."""
         self._signs[self._number] = sign = Sign() if self._end else self._pulse.sign(begun())
         note: dict[str, Json] = {"n": number, "broken": self._broken, "end": self._end}
         note |= {"said": self._said, "lines": list(self._lines), "sign": asdict(sign)}

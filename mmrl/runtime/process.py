@@ -13,8 +13,9 @@ from mmrl.app.trainer import Outcome, Trainer
 from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import leaders
-from mmrl.controller import Controller
-from mmrl.controller.preflight import UnreachedError
+from mmrl.controller import Controller, preflight
+from mmrl.controller.peers import Group
+from mmrl.controller.preflight import FirstSum, UnreachedError
 from mmrl.core import notices
 from mmrl.core.checkpoint_manifest import entries
 from mmrl.core.errors import LostProcessError, UserError
@@ -22,16 +23,17 @@ from mmrl.core.json_types import Json, as_integer
 from mmrl.core.signals import Stop
 from mmrl.families.text.pipeline import keep_episodes
 from mmrl.inference import server_devices
+from mmrl.inference.this_machine import choose_device
 from mmrl.logging.rundir import RunDir
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.rewards.last_words import in_a_call
 from mmrl.runtime.heartbeat import HeartbeatMonitor, Processes
 from mmrl.runtime.launchers import Launched
-from mmrl.runtime.program import PATIENCE, join, train_part, watchdog
+from mmrl.runtime.program import PATIENCE, before_cuda, watchdog
 from mmrl.runtime.rendezvous import GoneError, RendezvousStore
 from mmrl.runtime.stall_watchdog import BETWEEN
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, connect, serve
-from mmrl.training.callbacks import AnyCallback
+from mmrl.training.callbacks import AnyCallback, Callbacks
 
 _SETTLE = 5.0
 """Seconds at most for a save that has begun, when the run ends."""
@@ -80,7 +82,7 @@ class RunProcess:
         """Do this process's part, to the end of the run."""
         monitor, name, number = self.monitor, self._processes.name, self._found.rank
         try:
-            monitor.begin()
+            monitor.beat(0)
             waiting = [f"beat/{n}" for n in self._processes.where]
             if missing := self._store.lacking(waiting, self._loaded.recipe.runtime.patience):
                 return self._lost(f"{name(int(missing[0].partition('/')[2]))} ended before the run began")
@@ -114,10 +116,18 @@ class RunProcess:
             self._trainer.saver.wait()
 
     def _join(self, worker: int) -> Controller:
-        recipe = self._loaded.recipe
-        hosts = self._processes.hosts(recipe.placement.training(recipe.devices_per_controller))
-        where = self._found.host, self._found.port
-        return join(recipe, self._rank, worker, self._store.store, where, hosts, self._pulse.waiting)
+        """The controller, connected to the others if this ``worker`` of it trains. Raises ``UnreachedError``."""
+        recipe, found = self._loaded.recipe, self._found
+        before_cuda(recipe)
+        trainers = recipe.placement.training(recipe.devices_per_controller)
+        place, size = self._rank * trainers + worker, recipe.controllers * trainers
+        if worker >= trainers or size == 1:  # it does not train, or trains alone
+            return Controller(recipe.seed, self._rank, recipe.controllers)
+        sizes = sorted({n for n in (recipe.train.shard_size, recipe.train.width) if n is not None and 1 < n < size})
+        seconds = preflight.seconds_of(recipe.runtime.patience)
+        first = FirstSum(str(choose_device(recipe.device)), sizes, seconds, self._processes.hosts(trainers))
+        peers = Group(place, size, found.host, found.port, trainers, self._pulse.waiting, self._store.store, first)
+        return Controller(recipe.seed, self._rank, recipe.controllers, peers)
 
     def _train(self, stop: Stop, *, resume: bool) -> Outcome:
         """The part of a controller."""
@@ -128,12 +138,25 @@ class RunProcess:
         with self._pulse(BETWEEN):
             controller = self._join(0)
             devices = None if listener is None else self._devices(listener, workers)
-            arguments = self._loaded, self._whole, controller, devices, self._pulse, stop, self._begun
-            outcome = train_part(*arguments, resume=resume, callbacks=self._callbacks)
+            outcome = self._train_part(controller, devices, stop, resume=resume)
             self._store.write(f"done/{self._rank}", outcome.finished)
             if self._found.leads and not outcome.error and not self.monitor.all_ended():
                 outcome = self._lost(self.monitor.lost)
         return outcome
+
+    def _train_part(self, controller: Controller, devices: MultiDevice | None, stop: Stop, *, resume: bool) -> Outcome:
+        """Load, and train the controller's part of the run."""
+        recipe, directory = self._loaded.recipe, self._whole.of_controller(self._rank)
+        called = Callbacks(self._callbacks, recipe, directory.path, stop) if self._callbacks else None
+        try:
+            self._trainer = trainer = Trainer(
+                self._loaded, directory, controller, self._whole.checkpoints, devices, self._pulse, called
+            )
+            if devices is not None:
+                devices.open(trainer.run)
+            return trainer.begin(stop, resume=resume)
+        except UserError as error:
+            return Outcome(False, 0, 0, 0.0, str(error))
 
     def _devices(self, listener: WorkerListener, workers: int) -> MultiDevice:
         """The controller's devices, after the others have connected."""
@@ -141,9 +164,6 @@ class RunProcess:
         others = [RemoteWorker(n, one, notices.tell, notices.starting) for n, one in enumerate(connections, 1)]
         recipe = self._loaded.recipe
         return MultiDevice(others, recipe.placement, notices.starting, leaders(recipe))
-
-    def _begun(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
     def _serve(self) -> Outcome:
         """The part of another device: the tasks of its controller."""

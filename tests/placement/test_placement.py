@@ -261,7 +261,7 @@ def test_a_gpu_that_tells_no_utilisation_ends_no_run(monkeypatch, error):
     """What NVML's package raises under MIG, on a vGPU or without a driver has no class that torch names."""
     monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(utilisation, "_open", {})
+    utilisation._sampler.cache_clear()
     asked = []
 
     def refuses(device):
