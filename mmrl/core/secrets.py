@@ -175,12 +175,12 @@ def _without_forms(text: str) -> str:
 
 def masks(settings: Json) -> list[tuple[str | int, ...]]:
     """Where settings hold a mask in place of a secret: the keys that lead there."""
-    return [path for path, _, value in _leaves(settings) if isinstance(value, str) and MASK in value]
+    return [path for path, _, value in leaves(settings) if isinstance(value, str) and MASK in value]
 
 
 def remember(settings: Json) -> None:
     """Hide the secrets of ``settings`` from now on in what this process writes and prints."""
-    for _, name, value in _leaves(settings):
+    for _, name, value in leaves(settings):
         if is_secret(name, value):
             _known.add(str(value))
         elif isinstance(value, str):
@@ -197,7 +197,7 @@ def hidden(text: str) -> str:
 
 def mask_text(text: str, settings: Json) -> str:
     """The text of a recipe, or of one ``key=value``, with ``<secret>`` for each secret of its ``settings``."""
-    for _, name, value in _leaves(settings):
+    for _, name, value in leaves(settings):
         if is_secret(name, value):
             before = rf"({re.escape(name)}[\"']?\s*[:=]\s*[\"']?){re.escape(str(value))}(?![\w])"
             text = re.sub(before, lambda found: found[1] + MASK, text)
@@ -226,16 +226,16 @@ def given_again(settings: dict[str, MutableJson]) -> dict[str, MutableJson]:
     return settings
 
 
-def _leaves(
+def leaves(
     value: Json, path: tuple[str | int, ...] = (), name: str = ""
 ) -> Iterator[tuple[tuple[str | int, ...], str, Json]]:
     """Each single value with the keys that lead to it and the last of them that is a name."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, key), str(key))
+            yield from leaves(inner, (*path, key), str(key))
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
-            yield from _leaves(inner, (*path, i), name)
+            yield from leaves(inner, (*path, i), name)
     else:
         yield path, name, value
 

@@ -283,7 +283,7 @@ class MultiDevice(Devices):
         }
         decides = self.settings.follows and bool(context.rewards.on_device)
         work = board.tell(board.scheduler.work_of, step)
-        tried = what_if.of_step(board.measured(), self.settings, self.state, work) if decides else []
+        tried = what_if.of_step(board.measured(), self.state, work) if decides else []
         if decides:
             board.note(TRIED, tried)
         rows = as_rows(board.events, step + 1, context.controller.rank, board.entries())

@@ -94,7 +94,7 @@ class Replay:
         elif what == MEASURED:
             self._measured = what_if.measured(self._heard)
         elif what == TRIED:
-            tried = what_if.of_step(self._measured or self._heard, self.settings, self._known, self._worked)
+            tried = what_if.of_step(self._measured or self._heard, self._known, self._worked)
             self._compare("seconds under each candidate", given[0], tried)
             self.tried = tried
         else:

@@ -7,11 +7,9 @@ does the step's work several times in a row, beside training. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from mmrl.config.placement import Placement
 from mmrl.core.grouping import grouped
 from mmrl.placement.adaptive import Candidate, State, candidates
 from mmrl.placement.scheduler import Scheduler
@@ -33,14 +31,13 @@ def measured(scheduler: Scheduler[T]) -> Scheduler[T]:
     return found
 
 
-def of_step(scheduler: Scheduler[Any], settings: Placement, state: State, work: Sequence[Event]) -> list[float]:
+def of_step(scheduler: Scheduler[Any], state: State, work: Sequence[Event]) -> list[float]:
     """The seconds of the scheduler's step under each candidate; empty if nothing was judged. ``work``: what was done
     for the step that was trained, where it was sampled ahead."""
-    if not settings.apart:
+    if not scheduler.settings.apart:
         return tried(scheduler, state)
-    trainers = settings.training(len(scheduler.roles))
-    beside = Beside(training(scheduler.events, trainers), trainers, settings.staleness or 1, settings.lend)
-    return tried_ahead(scheduler, state, work, beside)
+    trainers = scheduler.settings.training(len(scheduler.roles))
+    return tried_ahead(scheduler, state, work, training(scheduler.events, trainers))
 
 
 def tried(scheduler: Scheduler[Any], state: State) -> list[float]:
@@ -59,51 +56,41 @@ def tried(scheduler: Scheduler[Any], state: State) -> list[float]:
     return found
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What happens beside sampling and judging where devices sample ahead: ``training``, the seconds of a step's
-    training; ``trainers``, the devices that train; ``lend``, whether they are lent; ``staleness``, in steps."""
-
-    training: float
-    trainers: int
-    staleness: int
-    lend: bool
-
-
 def training(events: Iterable[Event], trainers: int) -> float:
     """The seconds from the begin of a step's training to its end; 0 if nothing was trained."""
     own = [event for event in events if event.role == "train" and event.device < trainers]
     return max((event.ended for event in own), default=0.0) - min((event.began for event in own), default=0.0)
 
 
-def tried_ahead(scheduler: Scheduler[Any], state: State, done: Iterable[Event], beside: Beside) -> list[float]:
-    """The seconds between two updates under each candidate, if every step had the work of one, ``done``; empty if
-    nothing was judged."""
+def tried_ahead(scheduler: Scheduler[Any], state: State, done: Iterable[Event], trained: float) -> list[float]:
+    """The seconds between two updates under each candidate, if every step had the work of one, ``done``, and took
+    ``trained`` seconds of training beside it; empty if nothing was judged."""
     work = rounds(done)
     if not any(batch.judging for one in work for batch in one):
         return []
     known = candidates(state.devices, inside=state.inside, ahead=True)
-    return [_period(scheduler, state.devices, candidate, work, beside) for candidate in known]
+    return [_period(scheduler, candidate, work, trained) for candidate in known]
 
 
-def _period(scheduler: Scheduler[Any], workers: int, candidate: Candidate, work: Rounds, beside: Beside) -> float:
+def _period(scheduler: Scheduler[Any], candidate: Candidate, work: Rounds, trained: float) -> float:
     """The mean of two steps that have others before them and after them."""
+    settings, staleness = scheduler.settings, scheduler.settings.staleness or 1
     to_judge, back, home = (scheduler.price(role) for role in ("judge", "rollout", "train"))
-    devices = SimulatedDevices(beside.trainers + workers, to_judge, back=back, home=home, settings=scheduler.settings)
+    devices = SimulatedDevices(len(scheduler.roles), to_judge, back=back, home=home, settings=settings)
     devices.scheduler.expect(scheduler)
     devices.apart(candidate.split, candidate.moves)
     devices.warm()
-    count = 2 * beside.staleness + 3
+    count = 2 * staleness + 3
     run = SimulatedAhead(
         [devices],
         [[work]] * count,
-        [beside.training] * count,
-        beside.staleness,
+        [trained] * count,
+        staleness,
         lambda step: devices.apart(candidate.split, candidate.moves),
-        lend=beside.lend,
+        lend=settings.lend,
     )
     ends = run.trained()
-    return (ends[-1 - beside.staleness] - ends[beside.staleness]) / 2
+    return (ends[-1 - staleness] - ends[staleness]) / 2
 
 
 def slowest(tried: Sequence[Sequence[float]]) -> list[float]:

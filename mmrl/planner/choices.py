@@ -14,7 +14,6 @@ from importlib.util import find_spec
 
 from mmrl.config.checks import impossibilities
 from mmrl.config.left_to_plan import left_open, value_of, with_values
-from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.core.durations import duration
 from mmrl.core.json_types import Json
@@ -30,53 +29,49 @@ TOKENS = 16_384
 _UPDATE, _SAMPLING = ("train", "optimizer"), ("encode", "sample", "decode")
 
 
-def _with(loaded: LoadedRecipe, values: Mapping[str, Json]) -> LoadedRecipe:
-    return replace(loaded, recipe=with_values(loaded.recipe, values))
-
-
-def chosen(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+def chosen(recipe: Recipe, planned: Callable[[Recipe], Plan]) -> Plan:
     """The plan of the recipe with what it leaves open chosen, and a note on each choice. As the recipe stands where
     nothing is open, the device is no GPU, or its memory or that of a step is not known."""
     planned = _each_once(planned)
-    text = loaded.recipe.sampling.type == "text"
-    keys = [key for key in left_open(loaded.recipe) if key != ("model.offload" if text else "train.micro_batch_tokens")]
-    sizes = "train.micro_batch_size" in keys and not loaded.recipe.algorithm.whole
-    probes = sizes and loaded.recipe.device.startswith("cuda")
-    first = planned(_alike(loaded, _probed_sizes(loaded.recipe)[0]) if probes else loaded)  # what probing needs, too
+    text = recipe.sampling.type == "text"
+    keys = [key for key in left_open(recipe) if key != ("model.offload" if text else "train.micro_batch_tokens")]
+    sizes = "train.micro_batch_size" in keys and not recipe.algorithm.whole
+    probes = sizes and recipe.device.startswith("cuda")
+    first = planned(_alike(recipe, _probed_sizes(recipe)[0]) if probes else recipe)  # what probing needs, too
     if not keys or not first.device.startswith("cuda") or first.device_memory is None or first.measured is None:
-        return planned(loaded) if probes else first
-    made = _best(loaded, first, planned, keys)
+        return planned(recipe) if probes else first
+    made = _best(recipe, first, planned, keys)
     if not made.problems:
-        made = _compiled(loaded, made, planned) if "performance.compile" in keys else made
-        made = _kept(loaded, made, planned) if "model.offload" in keys else made
+        made = _compiled(made, planned) if "performance.compile" in keys else made
+        made = _kept(made, planned) if "model.offload" in keys else made
     open_values = {key: value_of(made.recipe, key) for key in left_open(made.recipe)}
     made.recipe = with_values(made.recipe, open_values)  # else the start of the run would choose once more
     return made
 
 
-def _each_once(planned: Callable[[LoadedRecipe], Plan]) -> Callable[[LoadedRecipe], Plan]:
+def _each_once(planned: Callable[[Recipe], Plan]) -> Callable[[Recipe], Plan]:
     """``planned``, which computes nothing twice for equal recipes: a plan of large models takes many seconds."""
     known: list[tuple[Recipe, Plan]] = []
 
-    def plan(loaded: LoadedRecipe) -> Plan:
-        made = next((plan for recipe, plan in known if recipe == loaded.recipe), None)
+    def plan(recipe: Recipe) -> Plan:
+        made = next((plan for other, plan in known if other == recipe), None)
         if made is None:
-            made = planned(loaded)
-            known.append((loaded.recipe, made))
+            made = planned(recipe)
+            known.append((recipe, made))
         return replace(made, notes=[*made.notes], problems=[*made.problems])
 
     return plan
 
 
-def _best(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], Plan], keys: list[str]) -> Plan:
+def _best(recipe: Recipe, first: Plan, planned: Callable[[Recipe], Plan], keys: list[str]) -> Plan:
     known = "model.gradient_checkpointing" not in keys
-    checkpointed = [loaded.recipe.model.gradient_checkpointing] if known else [False, True]
-    if "train.micro_batch_size" not in keys or loaded.recipe.algorithm.whole:
-        return first if known else _fitting(loaded, first, planned)
+    checkpointed = [recipe.model.gradient_checkpointing] if known else [False, True]
+    if "train.micro_batch_size" not in keys or recipe.algorithm.whole:
+        return first if known else _fitting(recipe, first, planned)
     tell(f"the plan chooses {', '.join(keys)} for {first.where}, which can take a minute")
     found: list[_Choice] = []
     for way in checkpointed:
-        one = _with(loaded, {"model.gradient_checkpointing": way})
+        one = with_values(recipe, {"model.gradient_checkpointing": way})
         found.append(_largest(one, planned, "sampling.batch_size" in keys))
         if found[-1].enough:
             break
@@ -122,10 +117,10 @@ def _why_checkpointed(best: _Choice, found: list[_Choice]) -> str:
     return f"model.gradient_checkpointing: auto is {why}"
 
 
-def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_sampling: bool) -> _Choice:
+def _largest(recipe: Recipe, planned: Callable[[Recipe], Plan], of_sampling: bool) -> _Choice:
     """The largest micro-batch that fits with a margin and still saves time. ``of_sampling``: a batch that is sampled is
     chosen, too; of pictures it is the micro-batch, so that first ratios stay 1."""
-    recipe, probe = loaded.recipe, _probed(loaded, planned)
+    probe = _probed(recipe, planned)
     text, most = recipe.sampling.type == "text", probe.most
     by_tokens = recipe.train.micro_batch_tokens is not None  # what limits a slice whatever the number of rows
     n = most if by_tokens else probe.largest(_UPDATE if text else PHASES, most)
@@ -133,7 +128,9 @@ def _largest(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan], of_s
     batch = probe.largest(_SAMPLING, probe.plan.known[0].samples) if apart else 0
     while True:
         n, batch = even(probe.samples, n), batch and even(probe.plan.known[0].samples, batch)
-        made = planned(_with(loaded, {"train.micro_batch_size": n} | ({"sampling.batch_size": batch} if batch else {})))
+        made = planned(
+            with_values(recipe, {"train.micro_batch_size": n} | ({"sampling.batch_size": batch} if batch else {}))
+        )
         over = _over(made, SHARE)
         if over and batch > 1 and made.peak is not None and made.peak.name in _SAMPLING:
             batch = batch * 3 // 4
@@ -183,14 +180,14 @@ def _limit_tokens(made: Plan, samples: int, n: int, over: bool) -> None:
     )
 
 
-def _again(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Plan], key: str, value: Json) -> Plan:
+def _again(made: Plan, planned: Callable[[Recipe], Plan], key: str, value: Json) -> Plan:
     """The plan with one more value, and the notes on those that were chosen before."""
-    new = planned(replace(loaded, recipe=with_values(made.recipe, {key: value})))
+    new = planned(with_values(made.recipe, {key: value}))
     new.notes += [note for note in made.notes if ": auto is " in note and note not in new.notes]
     return new
 
 
-def _compiled(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+def _compiled(made: Plan, planned: Callable[[Recipe], Plan]) -> Plan:
     key, recipe = "performance.compile", made.recipe
     compiled = with_values(recipe, {key: True})
     if refused := [one for one in impossibilities(compiled) if one.startswith(key)]:
@@ -204,7 +201,7 @@ def _compiled(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe]
     elif made.gpu is None and find_spec("triton") is None:
         made.notes.append(f"{key}: auto is false, because triton is not installed")
     else:
-        new, sizes = _again(loaded, made, planned, key, True), len(recipe.denoising.sizes)
+        new, sizes = _again(made, planned, key, True), len(recipe.denoising.sizes)
         saved = made.lasts - new.lasts
         if saved > COMPILING * sizes and not _over(new, SHARE):
             new.notes.append(f"{key}: auto is true, which saves {duration(saved)} of the run by the estimate")
@@ -214,11 +211,9 @@ def _compiled(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe]
     return made
 
 
-def _kept(loaded: LoadedRecipe, made: Plan, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+def _kept(made: Plan, planned: Callable[[Recipe], Plan]) -> Plan:
     """With the models that are idle in some phases on the GPU in all, where there is room."""
-    if made.recipe.sampling.type == "text":
-        return made
-    key, new = "model.offload", _again(loaded, made, planned, "model.offload", value=False)
+    key, new = "model.offload", _again(made, planned, "model.offload", value=False)
     if _over(new, SHARE) or new.problems:
         larger = _next_larger(made)
         fits = larger is not None and new.peak is not None and new.peak.total <= SHARE * larger.memory
@@ -270,9 +265,9 @@ def _on(made: Plan, value: str, differs: bool = True) -> str:
     return f"; on {larger.name} it would be {value}" if larger is not None and differs else ""
 
 
-def _probed(loaded: LoadedRecipe, planned: Callable[[LoadedRecipe], Plan]) -> _Probe:
-    more, fewer = _probed_sizes(loaded.recipe)
-    made = [planned(_alike(loaded, n)) for n in (more, fewer)]
+def _probed(recipe: Recipe, planned: Callable[[Recipe], Plan]) -> _Probe:
+    more, fewer = _probed_sizes(recipe)
+    made = [planned(_alike(recipe, n)) for n in (more, fewer)]
     counts, _ = made[0].known
     sizes = [min(n, counts.samples // counts.optimizer_steps) for n in (more, fewer)]
     large, small = ({phase.name: phase.total for phase in one.phases} for one in made)
@@ -287,10 +282,10 @@ def _probed_sizes(recipe: Recipe) -> tuple[int, int]:
     return (2, 1) if long else (8, 4)
 
 
-def _alike(loaded: LoadedRecipe, n: int) -> LoadedRecipe:
+def _alike(recipe: Recipe, n: int) -> Recipe:
     """``n`` samples in every batch."""
-    drawn = {"sampling.batch_size": n} if "batch_size" in loaded.recipe.sampling.open_keys else {}
-    return _with(loaded, {"train.micro_batch_size": n} | drawn)
+    drawn = {"sampling.batch_size": n} if "batch_size" in recipe.sampling.open_keys else {}
+    return with_values(recipe, {"train.micro_batch_size": n} | drawn)
 
 
 def _over(made: Plan, share: float = 1.0) -> bool:
@@ -298,13 +293,13 @@ def _over(made: Plan, share: float = 1.0) -> bool:
     return made.peak is not None and made.device_memory is not None and made.peak.total > share * made.device_memory
 
 
-def _fitting(loaded: LoadedRecipe, first: Plan, planned: Callable[[LoadedRecipe], Plan]) -> Plan:
+def _fitting(recipe: Recipe, first: Plan, planned: Callable[[Recipe], Plan]) -> Plan:
     """With checkpointing, where a recipe with its own micro-batches does not fit without it."""
     key = "model.gradient_checkpointing"
     if not _over(first):
         first.notes.append(f"{key}: auto is false, because the recipe fits without it")
         return first
-    made, larger = planned(_with(loaded, {key: True})), _next_larger(first)
+    made, larger = planned(with_values(recipe, {key: True})), _next_larger(first)
     if made.peak is None or first.peak is None or made.peak.total >= first.peak.total:
         return first
     fits = larger is not None and first.peak.total <= larger.memory

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mmrl.algorithms.objective import Objective, prepared_by
 from mmrl.config.replicas import of_engine
 from mmrl.planner.operations import Work
-from mmrl.planner.rates import Rates, seconds
+from mmrl.planner.rates import CALIBRATED, UNCALIBRATED, Rates, seconds
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
@@ -118,7 +118,7 @@ def estimated(
     return Estimate(
         {name: n for name, n in found.items() if n},
         recipe.placement.apart,
-        rates.spread,
+        CALIBRATED if rates.calibrated else UNCALIBRATED,
         rates.calibrated,
         basis(rates, recipe, episodes),
     )

@@ -32,7 +32,8 @@ def does_not_fit(plan: Plan) -> list[str]:
         has = torch.cuda.device_count()
         lacks = f"{_all(plan)} take a GPU each, and this machine has {has}" if n > has else None
     else:
-        total = n * peak.total - (n - plan.recipe.controllers) * _of_controller(peak)
+        of_controller = sum(peak.parts.get(name, 0) for name in ("trajectories", "pictures for the rewards"))
+        total = n * peak.total - (n - plan.recipe.controllers) * of_controller  # only its main process has these
         lacks = f"{_all(plan)} need {size(total)} together in {peak.name}, and this machine has {size(memory)}"
         lacks = lacks if total > memory else None
     if lacks is None:
@@ -47,11 +48,6 @@ def _all(plan: Plan) -> str:
     if devices == 1:
         return str(n)
     return f"{n * devices} devices ({n} controller{'s' * (n > 1)} x {devices})"
-
-
-def _of_controller(peak: PhaseMemory) -> int:
-    """Bytes that only a controller's main process holds."""
-    return sum(peak.parts.get(name, 0) for name in ("trajectories", "pictures for the rewards"))
 
 
 def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:

@@ -120,7 +120,8 @@ def measure(
             drawn = _sampled(pipeline, uncut, objective, trained[0], counts, slots, ids)[-1]
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, made.bytes)
     optimizer, state, stepped = _optimizers(trained, recipe)
-    work = [(_operations(live.work, drawn, whole, stepped), 1 - sum(share for _, share in others))]
+    largest = Operations(live.work, drawn.sample, drawn.decode, whole.work, whole.forward, stepped, drawn.token)
+    work = [(largest, 1 - sum(share for _, share in others))]
     work += [(_work(pipeline, recipe, objective, trained, counts, other), share) for other, share in others]
     pipeline.features.budget_bytes = budget
     return Measured(
@@ -158,12 +159,7 @@ def _work(
         recipe = with_values(recipe, _UNCUT)
     trajectory, _, _, _, drawn = _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
-    return _operations(live.work, drawn, made)
-
-
-def _operations(encode: Work, drawn: Drawn, made: _Slice, optimizer: Work | None = None) -> Operations:
-    """The operators of the parts of a step, put together."""
-    return Operations(encode, drawn.sample, drawn.decode, made.work, made.forward, Work(optimizer or {}), drawn.token)
+    return Operations(live.work, drawn.sample, drawn.decode, made.work, made.forward, token=drawn.token)
 
 
 def _part(pipeline: Pipeline, recipe: Recipe) -> AbstractContextManager[context.Cut | sequence.Cut | None]:

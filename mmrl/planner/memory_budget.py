@@ -115,11 +115,6 @@ def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 
 
-def kept_by_resting(description: Description) -> int:
-    """Bytes in the host's memory of models of which one computes at a time."""
-    return sum(component.resting.kept for component in description.components if component.resting)
-
-
 def on_host(made: Plan, description: Description, sizes: dict[int, Size], objective: Objective) -> int:
     """Bytes of the optimizer's state and of the reference in the host's memory, for each device."""
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")

@@ -61,7 +61,7 @@ from mmrl.planner.gpus import Gpu, cpu, like
 from mmrl.planner.judge_work import Answering, answering, sample_like
 from mmrl.planner.judges import Asked, on_devices
 from mmrl.planner.memory import measure
-from mmrl.planner.memory_budget import kept_by_resting, load_of, offloads, on_host, phases_of, roles_of, sizes_of
+from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.prompt_check import lacking_truths, unread_messages, unreadable, unscored
 from mmrl.planner.rates import Assumed, Calibrated, Rates
@@ -88,7 +88,9 @@ def plan(
     """
     if gpu is not None:
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
-    made = chosen(loaded, lambda one: _planned(one, device_memory, gpu, gpus, episodes))
+    made = chosen(
+        loaded.recipe, lambda recipe: _planned(replace(loaded, recipe=recipe), device_memory, gpu, gpus, episodes)
+    )
     made.problems = [*dict.fromkeys([*made.problems, *problems_of_first_stage(loaded)])]  # two parts may say the same
     if loaded.recipe.warm_start is not None:
         made.notes.append("warm_start: a run of its own comes first, which this plan does not count")
@@ -434,8 +436,8 @@ def _account(
     if made.device != "cpu" or in_parts:
         made.load = load_of(made, description, sizes)
     if offloads(made):
-        moved = (c for c in description.components if len(c.needed) < len(PHASES))
-        made.host = sum(sizes[id(c)].total for c in moved) + kept_by_resting(description)
+        made.host += sum(sizes[id(c)].total for c in description.components if len(c.needed) < len(PHASES))
+        made.host += sum(c.resting.kept for c in description.components if c.resting)  # one of them computes at a time
     made.host += on_host(made, description, sizes, objective)
     if recipe.placement.sleep and made.device != "cpu":
         made.host += sum(one.weights for one in made.asked if one.sleeps)

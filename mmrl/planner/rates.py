@@ -41,7 +41,6 @@ class Assumed:
 
     gpu: Gpu
     tf32: bool | None = None
-    spread: float = UNCALIBRATED
     calibrated: bool = False
 
     @property
@@ -90,7 +89,6 @@ class Calibrated:
 
     of: Calibration
     tf32: bool | None = None
-    spread: float = CALIBRATED
     calibrated: bool = True
     _known: dict[Call, float] = field(default_factory=dict, repr=False, compare=False)
 

@@ -6,7 +6,6 @@ import atexit
 import os
 import pickle
 import platform
-import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,10 +26,8 @@ from mmrl.runtime.launchers import Launched
 from mmrl.runtime.process import RunProcess
 from mmrl.runtime.program import log_to, sees, versions
 from mmrl.runtime.rendezvous import meet
-from mmrl.runtime.shipped import Bundle, moved
+from mmrl.runtime.shipped import Bundle, moved, removed
 from mmrl.training.callbacks import AnyCallback
-
-NO_VARIABLES: Mapping[str, str] = {}
 
 
 def packed(callbacks: Sequence[AnyCallback], dumps: Callable[[object], bytes]) -> bytes:
@@ -63,7 +60,7 @@ class Actor:
     """Final class, in a separate process: number ``number`` of the run. ``run`` runs in one thread, while other threads
     answer."""
 
-    def __init__(self, number: int, folder: str, variables: Mapping[str, str] = NO_VARIABLES) -> None:
+    def __init__(self, number: int, folder: str, variables: Mapping[str, str]) -> None:
         os.environ.update(variables)
         be_quiet()
         warn_plainly()
@@ -116,7 +113,7 @@ class Actor:
         ``callbacks``: ``packed``, for it to call."""
         if self._given is not None:
             loaded = moved(loaded, self._given)
-            atexit.register(shutil.rmtree, loaded.root, ignore_errors=True)
+            atexit.register(removed, loaded)
         whole = RunDir(path)
         log_to(whole.path / "controllers" / processes.log(self._number), keep=resume)
         found = Launched("ray", self._number, len(processes.where), 0, host, port)

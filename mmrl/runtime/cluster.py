@@ -114,7 +114,6 @@ class Local(Cluster):
         self._own = set(own)
         self._core = {process: name for process in own if (name := _name(process)) in _CORE}
         self._stopped: set[psutil.Process] = set()
-        self._known: set[int] = set()
         super().__init__(ray, {})
 
     def check_nodes(self) -> None:
@@ -138,10 +137,8 @@ class Local(Cluster):
 
     def register(self, pid: int) -> None:
         """Register a controller's process, which would stay alive if the raylet is lost."""
-        if pid not in self._known:
-            self._known.add(pid)
-            with suppress(psutil.Error):
-                self._own.add(psutil.Process(pid))
+        with suppress(psutil.Error):
+            self._own.add(psutil.Process(pid))
 
     def close(self) -> None:
         """End the cluster. A lost cluster cannot end its processes itself."""

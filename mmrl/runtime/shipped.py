@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mmrl
 from mmrl.config.drop_ins import split_file
+from mmrl.config.errors import format_key
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
-from mmrl.core.secrets import is_secret
+from mmrl.core.secrets import is_secret, leaves
 from mmrl.core.sizes import size
 
 MOST = 64 << 20
@@ -69,11 +71,12 @@ def named_files(loaded: LoadedRecipe) -> dict[str, Path]:
     ours = _ours()
     settings = {key: value for key, value in loaded.resolved().items() if key not in _NOT_READ}
     found = {}
-    for key, text in _leaves(settings):
-        file, _ = split_file(text)
-        path = Path(file or text)
+    for key, _, text in leaves(settings):
+        if not isinstance(text, str) or "\n" in text or len(text) >= 1000:
+            continue
+        path = Path(split_file(text)[0] or text)
         if path.is_absolute() and path.exists() and not any(path.is_relative_to(folder) for folder in ours):
-            found[key] = path
+            found[format_key(key)] = path
     return found
 
 
@@ -109,6 +112,11 @@ def moved(loaded: LoadedRecipe, given: Bundle) -> LoadedRecipe:
     return replace(loaded, recipe=Recipe.model_validate(settings), root=folder)
 
 
+def removed(loaded: LoadedRecipe) -> None:
+    """Delete the folder that ``moved`` made."""
+    shutil.rmtree(loaded.root, ignore_errors=True)
+
+
 def _with_root(value: Json, before: str, after: str) -> Json:
     """``value`` with the paths of unpacked files where they are now; what this node sees stays where it is."""
     if isinstance(value, Mapping):
@@ -119,17 +127,6 @@ def _with_root(value: Json, before: str, after: str) -> Json:
         return value
     there = f"{after}{value[len(before) :]}"
     return there if Path(split_file(there)[0] or there).exists() else value
-
-
-def _leaves(value: Json, key: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for n, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}[{n}]")
-    elif isinstance(value, str) and "\n" not in value and len(value) < 1000:
-        yield key, value
 
 
 def _ours() -> list[Path]:

@@ -281,17 +281,17 @@ def test_where_nothing_fits_the_smallest_is_taken_and_the_smallest_gpu_named(nam
 def test_nothing_is_planned_twice_for_equal_recipes():
     asked = []
 
-    def once(loaded):
-        asked.append(loaded.recipe.train.micro_batch_size)
-        return Plan(loaded.recipe, "cuda", H100.memory, notes=["first"])
+    def once(recipe):
+        asked.append(recipe.train.micro_batch_size)
+        return Plan(recipe, "cuda", H100.memory, notes=["first"])
 
-    sums = load_recipe(["sums"], ["train.micro_batch_size=3"])
+    sums = load_recipe(["sums"], ["train.micro_batch_size=3"]).recipe
     plan_once = _each_once(once)
     first = plan_once(sums)
     first.notes.append("of the first alone")
-    again = plan_once(replace(sums, recipe=sums.recipe.model_copy()))
-    assert (again.notes, again.recipe) == (["first"], sums.recipe)
-    plan_once(replace(sums, recipe=with_values(sums.recipe, {"train.micro_batch_size": 4})))
+    again = plan_once(sums.model_copy())
+    assert (again.notes, again.recipe) == (["first"], sums)
+    plan_once(with_values(sums, {"train.micro_batch_size": 4}))
     assert asked == [3, 4]
 
 

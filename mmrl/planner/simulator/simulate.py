@@ -170,7 +170,7 @@ def three_roles(
     trace: Trace, cluster: Cluster, train: int, staleness: int, how: Literal["greedy", "adaptive"], *, lend: bool = True
 ) -> Outcome:
     """``disaggregated``, but the devices that do not train move between sampling and judging (``split``)."""
-    settings = Placement(type="disaggregated", trainers=train, split=how, lend=lend)
+    settings = Placement(type="disaggregated", trainers=train, split=how, staleness=staleness, lend=lend)
     name = f"three roles {cluster.devices - train}+{train}, {how}"
     return sampled_ahead(trace, cluster, settings, staleness, name if lend else f"{name}, not lent")
 
@@ -195,10 +195,9 @@ def sampled_ahead(
         nonlocal state
         out.splits.append(state.split)
         if settings.follows:
-            beside = what_if.Beside(training[step], trainers, staleness, settings.lend)
             work = [devices.scheduler.work_of(step) for devices in controllers]
             tried = [
-                what_if.tried_ahead(devices.scheduler, state, done, beside)
+                what_if.tried_ahead(devices.scheduler, state, done, training[step])
                 for devices, done in zip(controllers, work, strict=True)
             ]
             state, decision = decide(state, what_if.slowest(tried))
