@@ -127,16 +127,9 @@ class Group:
         if name := interface_to(host):  # their default is the interface of the host's own name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        if store is None:
-            wait = timedelta(minutes=3)
-            store = dist.TCPStore(
-                host,
-                port,
-                size,
-                is_master=rank == 0,
-                timeout=wait,
-                wait_for_workers=False,
-            )
+        store = store or dist.TCPStore(
+            host, port, size, is_master=rank == 0, timeout=timedelta(minutes=3), wait_for_workers=False
+        )
         self._store: dist.Store | None = store
         self._controllers: dist.ProcessGroup | None = None
 

@@ -221,10 +221,13 @@ class Scheduler(Generic[T]):
         role = self.roles[device]
         if role == "train":
             return None
-        if self._tasks[role]:
-            return self._pop(role, device)
+        return self._pop(role, device) if self._tasks[role] else self._turned(device)
+
+    def _turned(self, device: int, step: int | None = None) -> T | None:
+        """A task of the other role that ``step`` (None: any) waits for, if the device then changes its own."""
+        role = self.roles[device]
         other: Role = "judge" if role == "rollout" else "rollout"
-        if not self._tasks[other] or not self._may_turn(role, other):
+        if not self._tasks.first_for(other, step) or not self._may_turn(role, other, step):
             return None
         task, self.roles[device] = self._pop(other, device), other
         self.moves += 1
@@ -258,12 +261,7 @@ class Scheduler(Generic[T]):
                     self._hand(found, device, task)
             free = sorted(self.waiting.intersection(free), reverse=True)
             for device in free:
-                role = self.roles[device]
-                other: Role = "judge" if role == "rollout" else "rollout"
-                if self._tasks.first_for(other, step) and self._may_turn(role, other, step):
-                    task, self.roles[device] = self._pop(other, device), other
-                    assert task is not None  # what comes from another role takes any judge
-                    self.moves += 1
+                if (task := self._turned(device, step)) is not None:
                     self._hand(found, device, task)
             free = sorted(self.waiting.intersection(free), key=self._first)
 

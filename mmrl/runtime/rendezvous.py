@@ -27,13 +27,12 @@ class RendezvousStore:
     """Final class: notes by key, JSON. Each thread needs its own (``again``): a connection does one thing at a time."""
 
     def __init__(self, store: dist.Store, found: Launched, patience: float) -> None:
-        self.store, self._found, self._patience = store, found, patience
+        self.store = dist.PrefixStore(f"mmrl/{found.restarts}", store)
+        self._found, self._patience = found, patience
 
     def again(self) -> RendezvousStore:
         """A second connection to the same store."""
-        return RendezvousStore(
-            _prefixed(_connected(self._found, self._patience), self._found), self._found, self._patience
-        )
+        return RendezvousStore(_connected(self._found, self._patience), self._found, self._patience)
 
     def write(self, key: str, value: Json) -> None:
         """Raises ``GoneError``."""
@@ -87,14 +86,17 @@ def meet(found: Launched, patience: float, listening: socket.socket | None = Non
     """Open the store, in process 0 unless torchrun has opened it; ``listening``: a socket that it has there already.
     Raises ``UserError`` where that fails."""
     if found.agent or not found.leads:
-        store = _connected(found, patience)
-    else:
-        store = _opened(found, listening or _listening(found))
-    return RendezvousStore(_prefixed(store, found), found, patience)
-
-
-def _prefixed(store: dist.Store, found: Launched) -> dist.Store:
-    return dist.PrefixStore(f"mmrl/{found.restarts}", store)
+        return RendezvousStore(_connected(found, patience), found, patience)
+    store = dist.TCPStore(
+        found.host,
+        found.port,
+        found.size,
+        is_master=True,
+        timeout=timedelta(days=1),
+        wait_for_workers=False,
+        master_listen_fd=(listening or _listening(found)).detach(),
+    )
+    return RendezvousStore(store, found, patience)
 
 
 def _connected(found: Launched, patience: float) -> dist.Store:
@@ -109,18 +111,6 @@ def _connected(found: Launched, patience: float) -> dist.Store:
             f"{found.host}:{found.port} within {duration(patience)} (runtime.patience). See whether process 0 runs and "
             f"what it printed. {address} open between the hosts"
         ) from error
-
-
-def _opened(found: Launched, listening: socket.socket) -> dist.Store:
-    return dist.TCPStore(
-        found.host,
-        found.port,
-        found.size,
-        is_master=True,
-        timeout=timedelta(days=1),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
 
 
 def _listening(found: Launched) -> socket.socket:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mmrl.controller.preflight import FirstSum, UnreachedError, seconds_of
 from tests.support.ranks import free_port, launched
@@ -103,10 +102,16 @@ class StartsCuda(Exception):  # no error: it ends the test there
         (["devices_per_controller=2"], None, None),
     ],
 )
-def test_what_cuda_reads_once_is_set_before_a_process_first_asks_for_its_device(monkeypatch, words, own, expected):
+def test_what_cuda_reads_once_is_set_before_a_process_first_asks_for_its_device(
+    monkeypatch, tmp_path, words, own, expected
+):
     """Megatron-Core wants one queue, so that kernels run in the order of their launch; the user's own value stays."""
     from mmrl.config.loader import load_recipe
-    from mmrl.runtime import program
+    from mmrl.logging.rundir import RunDir
+    from mmrl.runtime import process
+    from mmrl.runtime.heartbeat import Processes, whereabouts
+    from mmrl.runtime.launchers import Launched
+    from mmrl.runtime.rendezvous import meet
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", own or "")  # so that it is as before after the test
     if own is None:
@@ -117,9 +122,11 @@ def test_what_cuda_reads_once_is_set_before_a_process_first_asks_for_its_device(
         seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         raise StartsCuda
 
-    monkeypatch.setattr(program, "choose_device", first_asks)
+    monkeypatch.setattr(process, "choose_device", first_asks)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: first_asks(""))
-    recipe = load_recipe(["sums"], words).recipe
+    loaded, found = load_recipe(["sums"], words), Launched("torchrun", 0, 2, 0, "127.0.0.1", free_port())
+    where = Processes({n: whereabouts() for n in range(2)}, 2, range(2))
+    first = process.RunProcess(loaded, RunDir(tmp_path), found, meet(found, 60.0), where, lambda outcome: None)
     with pytest.raises(StartsCuda):
-        program.join(recipe, 0, 0, dist.HashStore(), ("localhost", 1), {0: "localhost"})
+        first._join(0)
     assert seen == [expected]
