@@ -3,7 +3,6 @@ name the arguments of Python."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -25,24 +24,12 @@ _OPTION = re.compile(
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
     """A function of the Python interface."""
-
-    @functools.wraps(function)
-    def called(*arguments: P.args, **named: P.kwargs) -> R:
-        with as_before(), quietly(), errors_of_python():
-            return function(*arguments, **named)
-
-    return called
+    return as_before()(step_of_run(function))
 
 
 def step_of_run(function: Callable[P, R]) -> Callable[P, R]:
     """A function that opens a run, or is called while one is open: a run that is open listens to signals."""
-
-    @functools.wraps(function)
-    def called(*arguments: P.args, **named: P.kwargs) -> R:
-        with quietly(), errors_of_python():
-            return function(*arguments, **named)
-
-    return called
+    return quietly()(errors_of_python()(function))
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class Run:
     def finished(self) -> bool:
         """Whether training has come to its end: the last step, or the end that early stopping or a guard chose."""
         if self._training is not None:
-            return self._training.finished
+            return self._training.trainer.finished
         ended = read_ended(self.path)
         return read_run(self.path).status == "finished" if ended is None else ended.how in ("finished", "early")
 
@@ -198,10 +198,6 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self._steps = self.trainer.steps(self.run.stop)
-
-    @property
-    def finished(self) -> bool:
-        return self.trainer.finished
 
     def step(self) -> dict[str, float]:
         if self._over:

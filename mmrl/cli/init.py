@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
@@ -96,6 +96,8 @@ def init(
     In a terminal it asks for anything you did not pass. It looks at the model's configuration, the data's columns and
     the reward; it loads no weight. Exit code 1 where mmrl plan finds problems in what it wrote.
     """
+    from mmrl.planner.new_recipe.recipe import Wanted, name_of
+
     ask = _Asker(on=not yes and sys.stdin.isatty())
     _check_target(file, ask, overwrite=overwrite)
     if model is None:
@@ -107,23 +109,12 @@ def init(
     algorithm = algorithm or ask.text("--algorithm", "Algorithm (docs/algorithms.md)", chosen.usual_algorithm)
     adapters = ask.yes("Train LoRA adapters, and not all weights?", default=True) if lora is None else lora
     where = device or ask.one_of("--device", "Computes on", get_args(Device), "auto")
-    wanted, begun = _wanted(file, _Chosen(chosen, found, reward, algorithm, str(where), adapters, tool or []), ask)
+    home = file.absolute().parent
+    asked = Wanted(name_of(file), home, chosen, found, reward or [], algorithm, str(where), adapters, tools=tool or [])
+    wanted, begun = _wanted(asked, ask)
     _write(file, wanted, begun)
     if not _usable(file, wanted):
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """What the flags and answers come to; ``rewards`` is None where no flag says them."""
-
-    model: FirstModel
-    data: FirstData
-    rewards: list[str] | None
-    algorithm: str
-    device: str
-    lora: bool
-    tools: list[str]
 
 
 def _check_target(file: Path, ask: _Asker, *, overwrite: bool) -> None:
@@ -170,31 +161,30 @@ def _model(name: str, modality: Modality | None, algorithm: str | None, data: Fi
     return found
 
 
-def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path, str]]:
-    """What the recipe is for, and the texts of the files of rewards that are to be begun. Raises ``UserError``."""
+def _wanted(asked: Wanted, ask: _Asker) -> tuple[Wanted, dict[Path, str]]:
+    """What the recipe is for, of what flags and answers come to, and the texts of the files of rewards that are to be
+    begun. Raises ``UserError``."""
     from mmrl.config.algorithms import find_algorithm
     from mmrl.planner.new_recipe.model import TEXTS
-    from mmrl.planner.new_recipe.recipe import Wanted, name_of
     from mmrl.planner.new_recipe.reward import files_to_begin, named_in_recipe, tools_to_begin, usual_reward
 
-    home, modality, answers = file.absolute().parent, chosen.model.modality, chosen.data.answers
-    offline = find_algorithm(chosen.algorithm).settings.kind == "offline"
-    if offline and chosen.rewards:
-        raise UserError(f"--reward: {chosen.algorithm} trains on what the data gives, and asks no reward; leave it out")
-    rewards = chosen.rewards or []
+    home, modality, answers = asked.home, asked.model.modality, asked.data.answers
+    offline = find_algorithm(asked.algorithm).settings.kind == "offline"
+    if offline and asked.rewards:
+        raise UserError(f"--reward: {asked.algorithm} trains on what the data gives, and asks no reward; leave it out")
+    rewards = asked.rewards
     if not offline and not rewards:
         usual = usual_reward(modality, answers)
-        asked = ask.text("--reward", "Reward: a name (mmrl ls rewards), or FILE.py:function, which may be new", usual)
-        rewards = [asked]
-    if chosen.tools and (offline or modality not in TEXTS):
-        which = chosen.algorithm if offline else f"a model of {modality.value}"
+        question = "Reward: a name (mmrl ls rewards), or FILE.py:function, which may be new"
+        rewards = [ask.text("--reward", question, usual)]
+    if asked.tools and (offline or modality not in TEXTS):
+        which = asked.algorithm if offline else f"a model of {modality.value}"
         raise UserError(f"--tool: {which} acts over no turns, and calls nothing; leave it out")
-    begun = files_to_begin(rewards, home, modality, answers=bool(answers)) | tools_to_begin(chosen.tools, home)
+    begun = files_to_begin(rewards, home, modality, answers=bool(answers)) | tools_to_begin(asked.tools, home)
     named = [named_in_recipe(name, home) for name in rewards]
-    algorithm = named_in_recipe(chosen.algorithm, home)
-    name, model, data = name_of(file), chosen.model, chosen.data
-    tools = [named_in_recipe(tool, home) for tool in chosen.tools]
-    return Wanted(name, home, model, data, named, algorithm, chosen.device, chosen.lora, offline, tools), begun
+    algorithm = named_in_recipe(asked.algorithm, home)
+    tools = [named_in_recipe(tool, home) for tool in asked.tools]
+    return replace(asked, rewards=named, algorithm=algorithm, offline=offline, tools=tools), begun
 
 
 def _write(file: Path, wanted: Wanted, begun: dict[Path, str]) -> None:

@@ -100,8 +100,7 @@ def preparing(
     from mmrl.runtime.launchers import use_own_device
 
     def prepare(values: JsonObject) -> JsonObject:
-        threads = values.get("threads", Recipe.model_fields["threads"].default)
-        use_threads(threads if isinstance(threads, int) else None)  # before a choice imports torch
+        use_threads(values.get("threads", Recipe.model_fields["threads"].default))  # before a choice imports torch
         if found is not None:
             use_own_device(found, values.get("device"))
         if gpu is not None:
@@ -116,9 +115,9 @@ def preparing(
     return prepare
 
 
-def use_threads(threads: int | None) -> None:
+def use_threads(threads: object) -> None:
     """Limit the threads of libraries that are not imported yet; OMP_NUM_THREADS of the user goes first."""
-    if threads:
+    if threads and isinstance(threads, int):
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
@@ -129,8 +128,7 @@ def use_threads_of(run: Path) -> None:
         settings = read_object(resolved)
     except FileNotFoundError:
         raise UserError(f"{run} is no run directory: it has no resolved.json; name one that mmrl train made") from None
-    threads = settings.get("threads")
-    use_threads(threads if isinstance(threads, int) else None)
+    use_threads(settings.get("threads"))
 
 
 def refuse_unknown(kind: Kind, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,12 +25,9 @@ def with_template_read(root: Path, values: JsonObject) -> JsonObject:
     said = model.get("chat_template") if isinstance(model, Mapping) else None
     if not isinstance(said, str) or not said or _is_template(said):
         return values
-    file = resolve(root, said)
-    if not os.path.isfile(file):
-        return values
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        text = Path(resolve(root, said)).read_text(encoding="utf-8")
+    except (OSError, ValueError):  # no file, or none of UTF-8
         return values
     return {**values, "model": {**as_object(model), "chat_template": text}}
 

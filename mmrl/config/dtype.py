@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from mmrl.core.json_types import JsonObject
-from mmrl.core.stored import read_object
+from mmrl.core.json_types import JsonObject, value_at
+from mmrl.core.stored import object_if_whole
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -73,8 +73,5 @@ def with_choice(values: JsonObject, dtype: Dtype | None = None) -> JsonObject:
 
 def chosen_by(run: Path) -> Dtype | None:
     """The dtype of the run in the directory ``run``; None if there is no run, or a damaged one."""
-    try:
-        found = read_object(run / "resolved.json")["model"]["dtype"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found: Any = value_at(object_if_whole(run / "resolved.json"), ("model", "dtype"))
     return found if found in get_args(Dtype) and found != "auto" else None

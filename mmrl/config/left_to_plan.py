@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmrl.config.schema import Recipe
 from mmrl.core.json_types import Json
-from mmrl.core.stored import read_object
+from mmrl.core.stored import object_if_whole
 
 KEYS = (
     *("train.micro_batch_size", "train.micro_batch_tokens", "sampling.batch_size"),
@@ -17,14 +17,8 @@ KEYS = (
 
 def left_open(recipe: Recipe) -> list[str]:
     """Those of ``KEYS`` that nothing has set."""
-    sections = {
-        "train": recipe.train,
-        "sampling": recipe.sampling,
-        "model": recipe.model,
-        "performance": recipe.performance,
-    }
     split = [(key, *key.split(".")) for key in KEYS]
-    return [key for key, section, name in split if name in sections[section].open_keys]
+    return [key for key, section, name in split if name in getattr(recipe, section).open_keys]
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Json]) -> Recipe:
@@ -45,10 +39,7 @@ def value_of(recipe: Recipe, key: str) -> Json:
 def chosen_before(recipe: Recipe, run: Path) -> dict[str, Json]:
     """What the run in the directory ``run`` chose for the keys that ``recipe`` leaves open; nothing where there is no
     run, or a damaged one."""
-    try:
-        stored = read_object(run / "resolved.json")
-    except (OSError, ValueError):
-        return {}
+    stored = object_if_whole(run / "resolved.json")
     found = dict[str, Json]()
     for key in left_open(recipe):
         section, _, name = key.partition(".")

@@ -24,7 +24,7 @@ from mmrl.core.json_types import Json, JsonObject, value_at
 from mmrl.core.packages import places
 from mmrl.core.packages.table import PREFIX
 from mmrl.core.plugins.loading import Kind, folders
-from mmrl.core.stored import read_object
+from mmrl.core.stored import object_if_whole
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -186,10 +186,7 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
 def refuse_moved(run: Path) -> None:
     """Raise ``UserError`` where the run in the directory ``run`` cannot go on, because a file or folder that it names
     is no more where it was. Nothing records the content of these, so that another path may be another run."""
-    try:
-        values = read_object(run / "resolved.json")
-    except (OSError, ValueError):  # whoever reads it next says so
-        return
+    values = object_if_whole(run / "resolved.json")  # of a damaged one whoever reads it next says so
     absent = {
         format_key(key): file
         for key, file in _places(values)

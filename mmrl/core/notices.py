@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from mmrl.core.secrets import hidden
@@ -136,11 +136,9 @@ def tell(line: str) -> None:
         _tell(line)
 
 
-@contextmanager
-def starting() -> Generator[None]:
-    """Something is started, and that is no time of the phase that waits for it."""
-    with nullcontext() if _pulse is None else _pulse.starting():
-        yield
+def starting() -> AbstractContextManager[None]:
+    """Something is started inside, and that is no time of the phase that waits for it."""
+    return nullcontext() if _pulse is None else _pulse.starting()
 
 
 def alive() -> None:

@@ -75,6 +75,14 @@ def read_object(path: Path, most: int = LARGEST) -> dict[str, Any]:
     return found
 
 
+def object_if_whole(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty where there is no file, or a damaged one."""
+    try:
+        return read_object(path)
+    except (OSError, BadFileError):
+        return {}
+
+
 def read_as(kind: type[M], path: Path, most: int = LARGEST) -> M:
     """The content of a JSON file, which must fit the schema ``kind``. Raises as ``read_bytes``."""
     return fitted(kind, read_object(path, most), str(path))

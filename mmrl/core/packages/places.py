@@ -11,7 +11,7 @@ from pathlib import Path
 from mmrl.core.errors import UserError
 from mmrl.core.installing import version_of
 from mmrl.core.packages.table import BY_NAME, PREFIX, Package
-from mmrl.core.untrusted import read_json
+from mmrl.core.stored import object_if_whole
 
 ORIGIN = "mmrl_origin.json"
 """A file beside the weights that says where they come from; written last, and read for the card of an export."""
@@ -71,8 +71,4 @@ def lacking(text: str) -> str:
 
 def origin_of(folder: Path) -> Mapping[str, str]:
     """What ``ORIGIN`` in ``folder`` says; empty where there is no such file."""
-    try:
-        read = read_json(folder / ORIGIN, most=1 << 20)
-    except (OSError, ValueError):
-        return {}
-    return {str(k): str(v) for k, v in read.items()} if isinstance(read, dict) else {}
+    return {key: str(value) for key, value in object_if_whole(folder / ORIGIN).items()}
