@@ -173,20 +173,17 @@ def _taskset(vf: Any, taskset: str, config: JsonObject) -> Any:
 
 def _refusal(vf: Any, taskset: Any, tasks: Sequence[Any]) -> str:
     """Why these tasks cannot be scored here; an empty text where they can."""
-    first = tasks[0]
-    if type(taskset).toolsets(taskset.config) or type(first).toolsets(first.config):
-        return "has tools"
-    if first.NEEDS_CONTAINER or any(task.data.image for task in tasks):
-        return "needs a container"
-    if first.config.judges:
-        return "has judges"
-    if type(first).setup is not vf.Task.setup or type(first).finalize is not vf.Task.finalize:
-        return "prepares a runtime"
+    first, kind = tasks[0], type(tasks[0])
     rewards = first.hooks("reward")
-    if not rewards:
-        return "has no reward"
+    faults = {
+        "has tools": type(taskset).toolsets(taskset.config) or kind.toolsets(first.config),
+        "needs a container": first.NEEDS_CONTAINER or any(task.data.image for task in tasks),
+        "has judges": first.config.judges,
+        "prepares a runtime": kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize,
+        "has no reward": not rewards,
+    }
     for hook in (*rewards, *first.hooks("metric")):
         given = inspect.signature(hook).parameters.get("runtime")
-        if given is not None and given.default is inspect.Parameter.empty:
-            return f"has {hook.__name__}, which needs a runtime"
-    return ""
+        needs = given is not None and given.default is inspect.Parameter.empty
+        faults[f"has {hook.__name__}, which needs a runtime"] = needs
+    return next((fault for fault, found in faults.items() if found), "")

@@ -1,5 +1,6 @@
 """Types of JSON data: what `json.loads` returns, what records, metrics and endpoints hold."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -11,6 +12,11 @@ Cell: TypeAlias = "JsonScalar | bytes | Sequence[Cell] | Mapping[str, Cell]"
 """A value of a data set's record: JSON data, or bytes in a table."""
 MutableJson: TypeAlias = "JsonScalar | list[MutableJson] | dict[str, MutableJson]"
 """JSON data that is changed in place, such as the values of a recipe whose layers are merged."""
+
+
+def finite(value: float | None) -> float | None:
+    """``value``, or None where it is no number that JSON has (nan, the infinities)."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def as_integer(value: Json) -> int:

@@ -8,7 +8,7 @@ and clips are ordered by the rest of their names, numbers as numbers. Other memb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -86,8 +86,8 @@ def load_index(path: Path, verify: Verify) -> ShardIndex | None:
     return None
 
 
-def build_index(path: Path, verify: Verify, advance: Callable[[int], None] = lambda n: None) -> ShardIndex:
-    """Index the shard at ``path`` and store the index. ``advance(n)``: ``n`` bytes more. Raises ``OSError``."""
+def build_index(path: Path, verify: Verify) -> ShardIndex:
+    """Index the shard at ``path`` and store the index. Raises ``OSError``."""
     stamp = _stamp(path, verify)
     members, bad = read_members(path)
     index = ShardIndex(path, bad=[BadRecord(b.where, b.why) for b in bad])
@@ -98,7 +98,6 @@ def build_index(path: Path, verify: Verify, advance: Callable[[int], None] = lam
             index.entries.append(_entry(path, key, parts, verify, ignored))
         except ValueError as error:
             leave_out(index.bad, where, str(error), path.name)
-        advance(sum(m.size for m in parts))
     index.ignored = dict(ignored)
     dumped = _PARTS.dump_python((index.entries, index.bad, index.ignored), mode="json", exclude_none=True)
     if stamp == _stamp(path, verify):  # else the shard is being written just now

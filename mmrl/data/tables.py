@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def _loaded(path: str, source_split: str, subset: str | None) -> Any:
 
     file = Path(path)
     if file.is_dir():
-        _checked_folder(file)
+        with _refusing(file):
+            check_folder(file)
         if (file / _STATE).is_file() or (file / _SPLITS).is_file():
             _check_saved(file)
             return _of_split(datasets.load_from_disk(path), path, source_split)
@@ -149,49 +151,43 @@ def _loaded(path: str, source_split: str, subset: str | None) -> Any:
 def _parquet(files: Sequence[Path]) -> Any:
     import datasets
 
-    try:
+    with _refusing(files[0] if len(files) == 1 else files[0].parent):
         most = max(check_parquet(file, file.parent if len(files) > 1 else None) for file in files)
-    except (OSError, ValueError) as error:
-        raise _refused(files[0] if len(files) == 1 else files[0].parent, error) from error
     at_once = max(1, min(1000, ROWS * _AT_ONCE // max(1, most)))
     return datasets.load_dataset("parquet", data_files=list(map(str, files)), split="train", batch_size=at_once)
 
 
-def _checked_folder(folder: Path) -> None:
+@contextmanager
+def _refusing(path: Path) -> Generator[None]:
+    """What is wrong inside with a file of a stranger, at ``path`` or below it, is a ``UserError``."""
     try:
-        check_folder(folder)
+        yield
     except OSError as error:
-        raise _refused(folder, error) from error
-
-
-def _refused(path: Path, error: OSError | ValueError) -> UserError:
-    """What to say of a file of a stranger that is not read."""
-    if isinstance(error, OSError):
-        named, why = printable(str(error.filename or path)), error.strerror
-        return UserError(f"path: {named} is not read: {why}; remove it, or name another path")
-    return UserError(f"path: {error}; take a part of it, or save it anew")
+        named = printable(str(error.filename or path))
+        raise UserError(f"path: {named} is not read: {error.strerror}; remove it, or name another path") from error
+    except ValueError as error:
+        raise UserError(f"path: {error}; take a part of it, or save it anew") from error
 
 
 def _check_saved(folder: Path) -> None:
     """Check the files of a folder of ``save_to_disk``, which its state names. Raises ``UserError``."""
-    try:
-        splits = [folder]
-        if (folder / _SPLITS).is_file():
-            said = read_json(folder / _SPLITS, most=LIMITS.beside, root=folder)
-            splits = [folder / name for name in _texts(said, "splits")]
-        for split in splits:
-            resolved(split, folder)
-            said = read_json(split / _STATE, most=LIMITS.beside, root=folder)
-            files = said.get("_data_files") if isinstance(said, Mapping) else None
-            for one in files if isinstance(files, list) else ():
-                check_arrow(split / _texts(one, "filename", several=False)[0], folder)
-            read_json(split / "dataset_info.json", most=LIMITS.beside, root=folder)
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            raise _refused(folder, error) from error
-        raise UserError(
-            f"path: {folder} is no folder of save_to_disk that can be read: {error}; save it again"
-        ) from error
+    with _refusing(folder):
+        try:
+            splits = [folder]
+            if (folder / _SPLITS).is_file():
+                said = read_json(folder / _SPLITS, most=LIMITS.beside, root=folder)
+                splits = [folder / name for name in _texts(said, "splits")]
+            for split in splits:
+                resolved(split, folder)
+                said = read_json(split / _STATE, most=LIMITS.beside, root=folder)
+                files = said.get("_data_files") if isinstance(said, Mapping) else None
+                for one in files if isinstance(files, list) else ():
+                    check_arrow(split / _texts(one, "filename", several=False)[0], folder)
+                read_json(split / "dataset_info.json", most=LIMITS.beside, root=folder)
+        except ValueError as error:
+            raise UserError(
+                f"path: {folder} is no folder of save_to_disk that can be read: {error}; save it again"
+            ) from error
 
 
 def _texts(said: Json, key: str, *, several: bool = True) -> list[str]:
@@ -229,7 +225,7 @@ def _from_builder(path: str, source_split: str, subset: str | None) -> Any:
 def _check_files(files: Sequence[Path], folder: Path) -> None:
     """Check the files that a local folder's own card or layout names. Raises ``UserError``."""
     for file in files:
-        try:
+        with _refusing(folder):
             with open_file(file, root=folder) as opened:
                 head = opened.read(512)
             packed = next((kind for begin, kind in _PACKED.items() if head.startswith(begin)), None)
@@ -241,8 +237,6 @@ def _check_files(files: Sequence[Path], folder: Path) -> None:
                 check_arrow(file, folder)
             elif file.suffix.lower() in SUFFIXES:
                 open_text(file, folder)
-        except (OSError, ValueError) as error:
-            raise _refused(folder, error) from error
 
 
 def _of_split(found: Any, path: str, source_split: str) -> Any:

@@ -162,14 +162,15 @@ def _before_after(folder: Path, directory: RunDir, step: int) -> str:
 
 
 def _sheet(pairs: Sequence[tuple[Shown, Shown]]) -> Image.Image:
-    images = []
-    for before, after in pairs:
-        assert before.path
-        assert after.path
-        with Image.open(before.path) as a, Image.open(after.path) as b:
-            images.append((a.copy(), b.copy()))
     notes = [(score_line(before.scores), score_line(after.scores)) for before, after in pairs]
-    return before_after([a for a, _ in images], [b for _, b in images], [shown.prompt for shown, _ in pairs], notes)
+    before, after = ([_picture(shown) for shown in of] for of in zip(*pairs, strict=True))
+    return before_after(before, after, [shown.prompt for shown, _ in pairs], notes)
+
+
+def _picture(shown: Shown) -> Image.Image:
+    assert shown.path
+    with Image.open(shown.path) as image:
+        return image.copy()
 
 
 def _texts(folder: Path, pairs: Sequence[tuple[Shown, Shown]], first: int, last: int) -> str:

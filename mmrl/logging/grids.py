@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import numpy
 from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.core.files import remove, write_atomic
+from mmrl.core.json_types import finite
 from mmrl.core.media import evenly
 from mmrl.core.media.images import png_bytes
 from mmrl.logging.rundir import RunDir
@@ -21,6 +21,8 @@ SMALL = 128
 """Pictures below this are enlarged to about it, without smoothing: every pixel stays a pixel."""
 LARGE = 320
 """Pictures above this are shrunk to it in a grid (the pictures themselves are kept beside it)."""
+COLUMNS = 8
+"""Of an evaluation's grid."""
 FPS = 8
 """Frames a second of the stored clips: a model does not say its own rate."""
 Ink = tuple[int, int, int]
@@ -37,16 +39,16 @@ class _Cell:
     notes: list[str] = field(default_factory=list)
 
 
-def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int, scale: int | None = None) -> Image.Image:
+def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -> Image.Image:
     """Draw pictures of any sizes and modes in rows of ``columns``, each over its caption.
 
-    The first line of a caption is the prompt, further lines (scores) are dimmer; both are wrapped to the column.
-    ``scale`` enlarges by a whole number; None brings every picture to a readable size. Returns RGB. Raises
-    ``ValueError`` for no pictures, fewer than one column, or a number of captions that differs.
+    The first line of a caption is the prompt, further lines (scores) are dimmer; both are wrapped to the column. Every
+    picture is brought to a readable size. Returns RGB. Raises ``ValueError`` for no pictures, fewer than one column, or
+    a number of captions that differs.
     """
     if len(images) != len(captions):
         raise ValueError(f"{len(images)} pictures but {len(captions)} captions")
-    return _draw([_Cell([_fit(image, scale)], text) for image, text in zip(images, captions, strict=True)], columns)
+    return _draw([_Cell([_fit(image)], text) for image, text in zip(images, captions, strict=True)], columns)
 
 
 def before_after(
@@ -55,7 +57,6 @@ def before_after(
     captions: Sequence[str],
     notes: Sequence[tuple[str, str]] | None = None,
     columns: int = 4,
-    scale: int | None = None,
 ) -> Image.Image:
     """Draw pairs of pictures of the same prompts and seeds, in rows of ``columns`` pairs.
 
@@ -68,7 +69,7 @@ def before_after(
             f"{len(before)} pictures before, {len(after)} after, {len(captions)} captions, {len(notes)} notes"
         )
     rows = zip(before, after, captions, notes, strict=True)
-    return _draw([_Cell([_fit(a, scale), _fit(b, scale)], text, list(note)) for a, b, text, note in rows], columns)
+    return _draw([_Cell([_fit(a), _fit(b)], text, list(note)) for a, b, text, note in rows], columns)
 
 
 def film_strip(frames: Sequence[Image.Image], most: int = 5) -> Image.Image:
@@ -87,13 +88,11 @@ def write_samples(
     made: Sequence[Image.Image | Sequence[Image.Image]],
     prompts: Sequence[str],
     scores: Sequence[Mapping[str, float]],
-    captions_keys: Sequence[str] | None = None,
-    columns: int = 8,
 ) -> Image.Image:
     """Keep the pictures of an evaluation, or its clips (frames in order), in ``samples/`` and return the grid of them.
 
     Pictures are kept as PNG, clips as WebP that moves; the grid shows a clip's ``film_strip``.
-    ``scores`` are keyed ``label`` and ``label/part``; ``captions_keys`` says which the grid shows (None: the labels).
+    ``scores`` are keyed ``label`` and ``label/part``; the grid shows those of the labels.
     The list ``step_NNNNNN.json`` is written last: where it stands, the pictures it names are whole. Raises
     ``ValueError`` where the three differ in length.
     """
@@ -102,8 +101,8 @@ def write_samples(
     clips = [None if isinstance(one, Image.Image) else list(one) for one in made]
     images = [one if isinstance(one, Image.Image) else film_strip(one) for one in made]
     name = f"step_{step:06d}"
-    captions = [f"{_flat(p)}\n{score_line(s, captions_keys)}" for p, s in zip(prompts, scores, strict=True)]
-    picture = grid(images, captions, columns)
+    captions = [f"{_flat(p)}\n{score_line(s)}" for p, s in zip(prompts, scores, strict=True)]
+    picture = grid(images, captions, COLUMNS)
     (run.samples / f"{name}.json").unlink(missing_ok=True)
     partial = run.samples / f".{name}.{os.getpid()}.tmp"
     remove(partial)
@@ -116,11 +115,13 @@ def write_samples(
         else:
             storable = image if image.mode in ("RGB", "RGBA", "L") else rgb(image)
             storable.save(partial / file)
-        samples.append({"prompt": prompt, "file": f"{name}/{file}", "scores": _finite(row)})
+        samples.append(
+            {"prompt": prompt, "file": f"{name}/{file}", "scores": {k: finite(float(v)) for k, v in row.items()}}
+        )
     remove(run.samples / name)
     partial.rename(run.samples / name)
     write_atomic(run.samples / f"{name}.png", png_bytes(picture, optimize=True))
-    listing = {"step": step, "columns": columns, "samples": samples}
+    listing = {"step": step, "columns": COLUMNS, "samples": samples}
     write_atomic(run.samples / f"{name}.json", json.dumps(listing, indent=1, ensure_ascii=False) + "\n")
     return picture
 
@@ -135,10 +136,9 @@ def moving(frames: Sequence[Image.Image], *, lossless: bool = True) -> bytes:
     return buffer.getvalue()
 
 
-def score_line(scores: Mapping[str, float], keys: Sequence[str] | None = None) -> str:
-    """``shapes=1 jpeg=0.412``: the scores of one sample; ``keys`` None shows labels and leaves out their parts."""
-    shown = [key for key in scores if "/" not in key] if keys is None else [key for key in keys if key in scores]
-    return " ".join(f"{key}={scores[key]:.3g}" for key in shown)
+def score_line(scores: Mapping[str, float]) -> str:
+    """``shapes=1 jpeg=0.412``: the scores of one sample, without their parts."""
+    return " ".join(f"{key}={value:.3g}" for key, value in scores.items() if "/" not in key)
 
 
 def rgb(image: Image.Image) -> Image.Image:
@@ -153,11 +153,9 @@ def rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _fit(image: Image.Image, scale: int | None) -> Image.Image:
+def _fit(image: Image.Image) -> Image.Image:
     image = rgb(image)
     longest = max(image.size)
-    if scale is not None:
-        return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
     if longest < SMALL:
         factor = -(-SMALL // longest)
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
@@ -241,7 +239,3 @@ def _clip(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: 
 def _flat(text: str) -> str:
     """``text`` as one line of printable characters: a prompt may hold any character."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[:400]).split())
-
-
-def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
-    return {key: float(value) if math.isfinite(value) else None for key, value in row.items()}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mmrl.core.episode import Line
 from mmrl.core.files import remove, write_atomic
+from mmrl.core.json_types import finite
 from mmrl.core.media import BadMediaError, open_clip, open_image
 from mmrl.core.trajectory import Sample
 from mmrl.logging.rundir import RunDir
@@ -55,7 +55,7 @@ def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Seque
             "text": encodable(sample.transcript),
             "truncated": sample.truncated,
             "pictures": [file for of in files.values() for file in of],
-            "scores": {k: v if math.isfinite(v) else None for k, v in row.items()},
+            "scores": {k: finite(v) for k, v in row.items()},
         }
         if sample.episode is not None:
             told = {n - media: of[0] for n, of in files.items() if n >= media}

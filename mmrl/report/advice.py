@@ -66,11 +66,10 @@ class Facts:
             return verdict
         return "fell" if verdict == "rose" else "rose"
 
-    def mean(self, key: str, *, first: bool = False) -> float | None:
-        """A metric of training, mean over the last steps, or over the first; None where it was not recorded."""
+    def mean(self, key: str) -> float | None:
+        """A metric of training, mean over the last steps; None where it was not recorded."""
         values = [value for _, value in self.run.column(key) if value is not None]
-        chosen = values[:RECENT] if first else values[-RECENT:]
-        return statistics.fmean(chosen) if chosen else None
+        return statistics.fmean(values[-RECENT:]) if values else None
 
     def above(self, key: str, limit: float) -> float | None:
         """That mean over the last steps, where it is above ``limit``."""

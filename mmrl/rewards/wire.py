@@ -20,13 +20,12 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, finite
 from mmrl.core.media import BadMediaError, Media, read_bytes
 from mmrl.core.media.images import MAX_PIXELS, BadImageError, png_bytes, read_rgb, to_tensor
 from mmrl.core.media.sound import BadSoundError, read_wav, wav_bytes
@@ -166,8 +165,8 @@ def picture_bytes(request: Request, *, tensor: bool) -> int:
 
 def encode_reply(reply: Reply) -> bytes:
     """The answer to ``POST /score``; numbers that are not finite become null."""
-    parts = {name: [_finite(v) for v in values] for name, values in reply.parts.items()}
-    scores = [_finite(v) for v in reply.scores]
+    parts = {name: [finite(v) for v in values] for name, values in reply.parts.items()}
+    scores = [finite(v) for v in reply.scores]
     message: dict[str, Json] = {"version": VERSION, "scores": scores, "parts": parts, "errors": reply.errors}
     return _dump(message if reply.spans is None else {**message, "spans": reply.spans})
 
@@ -377,7 +376,3 @@ def _spans(values: Json, n: int) -> list[Spans | None]:
         except (TypeError, ValueError, OverflowError) as error:
             raise WireError(f"spans: expected lists of [start, end, value] and null: {error}") from None
     return found
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

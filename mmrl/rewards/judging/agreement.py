@@ -22,7 +22,7 @@ from pathlib import Path
 import mmrl
 from mmrl.config.schema import Reward
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, finite
 from mmrl.core.media import Media
 from mmrl.core.media.images import BadImageError, read_rgb
 from mmrl.core.reward_contract import Span
@@ -286,10 +286,6 @@ def _name(case: Case) -> str:
 
 def as_json(agreement: Agreement) -> JsonObject:
     """Ready for JSON; NaN becomes null."""
-
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
     made = agreement.calibration
     return {
         **vars(agreement),

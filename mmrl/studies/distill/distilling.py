@@ -26,7 +26,7 @@ from mmrl.config.schema import Recipe, Reward
 from mmrl.controller import Controller
 from mmrl.core.clock import Clock
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import JsonObject, as_object, as_text
+from mmrl.core.json_types import JsonObject, as_object, as_text, finite
 from mmrl.core.randomness import seed_of
 from mmrl.core.trajectory import Sample, Slot
 from mmrl.logging.progress import Progress
@@ -403,13 +403,13 @@ class Agreement:
         return {
             "samples": self.samples,
             "prompts": self.prompts,
-            "order": [_finite(value) for value in self.order],
+            "order": [finite(value) for value in self.order],
             "pairs": self.pairs,
-            "spearman": _finite(self.spearman),
-            "kendall": _finite(self.kendall),
-            "auc": _finite(self.area),
-            "calibration_error": _finite(self.calibration),
-            "mean_error": _finite(self.error),
+            "spearman": finite(self.spearman),
+            "kendall": finite(self.kendall),
+            "auc": finite(self.area),
+            "calibration_error": finite(self.calibration),
+            "mean_error": finite(self.error),
         }
 
 
@@ -423,7 +423,7 @@ class Asking:
     order: float
 
     def as_json(self) -> JsonObject:
-        return {"judge_below": self.threshold, "asked": self.asked, "order": _finite(self.order)}
+        return {"judge_below": self.threshold, "asked": self.asked, "order": finite(self.order)}
 
 
 def agreement(said: Tensor, verdicts: Tensor, groups: Sequence[int], prompts: Sequence[int]) -> Agreement:
@@ -484,7 +484,3 @@ def askings(said: Tensor, verdicts: Tensor, groups: Sequence[int]) -> list[Askin
         order = alike / pairs if pairs else math.nan
         found.append(Asking(threshold, float(asked.double().mean()), order))
     return found
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -16,7 +16,7 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
-from mmrl.core.json_types import JsonObject
+from mmrl.core.json_types import JsonObject, finite
 from mmrl.data.loading import load_prompts
 from mmrl.studies.soup.formulas import (
     Point,
@@ -289,6 +289,6 @@ def _front_json(front: Front) -> JsonObject:
     return {
         "hypervolume": front.hypervolume,
         "controllability": front.controllability,
-        "sparsity": front.sparsity if math.isfinite(front.sparsity) else None,
+        "sparsity": finite(front.sparsity),
         "points": [{"mu": one.mu, "lambda": one.weights, "rewards": one.rewards} for one in front.points],
     }
