@@ -9,21 +9,22 @@ A token that starts with ``$`` names an environment variable, so that the secret
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 import mmrl
+from mmrl.core.addresses import address, is_loopback
 from mmrl.core.errors import UserError
 from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError, certificates
 from mmrl.core.reward_contract import Context, Declaration, Input, Parts
+from mmrl.core.secrets import from_environment
 from mmrl.core.trajectory import Sample
 from mmrl.rewards import wire
+from mmrl.rewards.patience import one_line
 
 _PAUSES_S = (0.1, 0.5)
 """Before a request whose connection broke is sent again."""
@@ -59,12 +60,8 @@ class Http:
         *,
         spans: bool = False,
     ) -> None:
-        try:
-            parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            parts, valid = None, False
-        if parts is None or not valid:
+        parts = address(url)
+        if parts is None:
             raise UserError(f"options.url: {url!r} is no address; write it as http://host:8765")
         if per not in ("sample", "group"):
             raise UserError(f"options.per: {per!r}; write sample or group")
@@ -75,7 +72,7 @@ class Http:
             tuple(inputs), "group" if per == "group" else "sample", spans=spans, reads=_reads
         )
         secret = _secret(token)
-        trust_env = parts.hostname not in ("localhost", "127.0.0.1", "::1")  # a proxy cannot reach our loopback
+        trust_env = not is_loopback(parts.hostname)  # a proxy cannot reach our loopback
         self._client = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -150,7 +147,7 @@ class Http:
         if kind != "application/json":
             raise UserError(
                 f"{address} answered {reply.status_code} with {kind or 'no content type'}, not JSON: "
-                f"{_first_words(reply.text)!r}; another service or a proxy answers there, check options.url"
+                f"{one_line(reply.text, 120)!r}; another service or a proxy answers there, check options.url"
             )
         if reply.status_code != 200:
             raise UserError(f"{address} answered {reply.status_code}: {_refusal(reply)}")
@@ -185,19 +182,12 @@ score = Http
 def _secret(token: str | None) -> str | None:
     if token is None or not token.startswith("$"):
         return token
-    found = os.environ.get(token[1:])
-    if not found:
-        raise UserError(f"options.token: the environment variable {token[1:]} is not set; export it before the run")
-    return found
+    return from_environment(token, "options.token")
 
 
 def _refusal(reply: httpx.Response) -> str:
     try:
         said = str(reply.json()["error"])
     except (ValueError, KeyError, TypeError):
-        said = _first_words(reply.text)
+        said = one_line(reply.text, 120)
     return said + ("; set options.token" if reply.status_code == 401 else "")
-
-
-def _first_words(text: str) -> str:
-    return " ".join(text.split())[:120]

@@ -142,6 +142,15 @@ _FORMS = [
 ]
 
 
+def from_environment(name: str, option: str) -> str:
+    """The secret that ``option`` gives as ``name``: ``$`` and the name of an environment variable. Raises
+    ``UserError``."""
+    found = os.environ.get(name[1:])
+    if not found:
+        raise UserError(f"{option}: the environment variable {name[1:]} is not set; export it first")
+    return found
+
+
 def is_secret(name: str, value: object) -> bool:
     """Whether an option ``name`` with this value holds a secret."""
     if not isinstance(value, str | int) or isinstance(value, bool) or str(value).startswith("$") or value in ("", MASK):

@@ -19,7 +19,6 @@ What differs from vLLM, by those documents:
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import json
 import os
 import shutil
@@ -27,11 +26,11 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 from torch import Tensor
 
+from mmrl.core.addresses import address, is_loopback
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.rollout_engine import Request, Settings
@@ -269,14 +268,8 @@ def require_sglang() -> None:
 
 def check_url(url: str) -> None:
     """Raise ``UserError`` for an address that would send prompts and the key in the clear to another machine."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-    except ValueError:
-        raise UserError(f"rollout.options.url: {url!r} is no address; write it as https://host:port") from None
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not (parts.scheme == "https" or (parts.scheme == "http" and loopback)):
+    parts = address(url)
+    if parts is None:
+        raise UserError(f"rollout.options.url: {url!r} is no address; write it as https://host:port")
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise UserError(f"the SGLang server's url {url} must be https, or http on the loopback interface")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import io
-import ipaddress
 import json
 import math
 import socket
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from urllib.parse import urlsplit
 
+from mmrl.core.addresses import is_loopback
 from mmrl.core.errors import UserError
 from mmrl.core.http_server import HttpHandler, HttpServer
 from mmrl.core.json_types import JsonObject
@@ -296,14 +296,6 @@ def serve(
             tell = ready or partial(print, flush=True)
             tell(line)
             server.serve_forever(poll_interval=0.1)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` can be reached from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _error(why: str) -> bytes:

@@ -24,13 +24,14 @@ from PIL import Image, PngImagePlugin
 import mmrl
 import mmrl.rewards.http
 from mmrl.config.schema import Reward
+from mmrl.core.addresses import is_loopback
 from mmrl.core.errors import UserError
 from mmrl.core.media import Media
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import subprocess_server, wire
 from mmrl.rewards.scoring import RewardError, RewardSet
-from mmrl.rewards.serve import RewardServer, is_loopback
+from mmrl.rewards.serve import RewardServer
 from mmrl.rewards.subprocess_server import started_elsewhere
 from tests.support import judging
 

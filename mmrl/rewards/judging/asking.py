@@ -14,11 +14,14 @@ from PIL.Image import Image
 
 from mmrl.core.json_types import Json
 from mmrl.core.trajectory import SampleId
+from mmrl.rewards.patience import one_line
 
 Verdict: TypeAlias = float | list[int] | dict[str, float | str]
 """A number in [0, 1], a ranking (numbers of the candidates, best first), the numbers of the wrong steps, or of each
 criterion a number or what was extracted for it."""
 
+SHOWN = 160
+"""Characters in a message of what a judge or its endpoint said."""
 REASK_TEMPERATURE = 0.7
 """At least this when a judge is asked again: at 0 it would write the same once more."""
 
@@ -85,16 +88,10 @@ def named(image: Image) -> str:
     return f"{image.width}x{image.height} {picture_digest(image)[:8]}"
 
 
-def first_words(text: str, length: int = 160) -> str:
-    """The start of something from outside, on one line, for a message."""
-    line = " ".join(text.split())
-    return line if len(line) <= length else line[: length - 3] + "..."
-
-
 def unread(why: str, raw: Sequence[str]) -> str:
     """The reason of a question whose answers could not be read."""
     times = f" ({len(raw)} times)" if len(raw) > 1 else ""
-    return f"the judge's answer {why}{times}: {first_words(raw[-1])!r}"
+    return f"the judge's answer {why}{times}: {one_line(raw[-1], SHOWN)!r}"
 
 
 Keep: TypeAlias = Callable[[int, Outcome], None]

@@ -13,7 +13,6 @@ import asyncio
 import email.utils
 import json
 import math
-import os
 import ssl
 import time
 from collections import Counter
@@ -22,22 +21,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 from PIL.Image import Image
 
+from mmrl.core.addresses import address, is_loopback
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.reply_bytes import ASK, ReplyBytes, ReplyError, certificates
 from mmrl.core.reward_contract import before_loading
+from mmrl.core.secrets import from_environment
 from mmrl.inference.server_process import png_url
 from mmrl.rewards.judging.answers import Kind, Words, read, schema_of
-from mmrl.rewards.judging.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, seeded, unread
+from mmrl.rewards.judging.asking import REASK_TEMPERATURE, SHOWN, Ask, Keep, Outcome, Settings, seeded, unread
 from mmrl.rewards.judging.json_answer import UnreadableError
 from mmrl.rewards.judging.replay import recorded_here
 from mmrl.rewards.judging.usage import request, used
-from mmrl.rewards.serve import is_loopback
+from mmrl.rewards.patience import one_line
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
 """Seconds before the first retry, with up to as much again at random; doubled for each further one, up to the second,
@@ -116,18 +116,16 @@ class Endpoint:
     ) -> None:
         host = _checked(url, insecure)
         self.url, self.name = url.rstrip("/"), name
-        requests = requests or Requests()
-        self.timeout, self.retries, self.concurrency = requests.timeout, requests.retries, requests.concurrency
-        self.extra = dict(requests.extra)
-        self.identity = f"{identity or f'{self.url} {name}'} {sorted(self.extra.items())}"
+        self.requests = requests or Requests()
+        self.identity = f"{identity or f'{self.url} {name}'} {sorted(self.requests.extra.items())}"
         secret = secret or _secret(token)
         self._options: _ClientOptions = {
             "headers": {"Authorization": f"Bearer {secret}"} if secret else {},
             "trust_env": not is_loopback(host),  # a proxy cannot reach our loopback
-            "limits": httpx.Limits(max_connections=self.concurrency),
+            "limits": httpx.Limits(max_connections=self.requests.concurrency),
         }
         self._state, self._socket_path = state, socket_path
-        self._form = len(FORMS) if "response_format" in self.extra else 0
+        self._form = len(FORMS) if "response_format" in self.requests.extra else 0
         self._loop: asyncio.AbstractEventLoop | None = None
         before_loading()
         if recorded_here() is None:
@@ -153,9 +151,9 @@ class Endpoint:
             self._loop = loop
             transport = self._transport(httpx.AsyncHTTPTransport)
             self._client = httpx.AsyncClient(
-                timeout=self.timeout, transport=transport, verify=self._trusted(), **self._options
+                timeout=self.requests.timeout, transport=transport, verify=self._trusted(), **self._options
             )
-            self._turns = asyncio.Semaphore(self.concurrency)
+            self._turns = asyncio.Semaphore(self.requests.concurrency)
 
         async def one(number: int, ask: Ask) -> Outcome:
             outcome = await self._one(ask, kind, settings, sent)
@@ -220,7 +218,7 @@ class Endpoint:
             body |= {"temperature": 1.0, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP}
             if self._socket_path is not None:  # a server of ours, whose chat templates may know this
                 body["chat_template_kwargs"] = {"enable_thinking": False}
-        return {key: value for key, value in (body | self.extra).items() if value is not None}
+        return {key: value for key, value in {**body, **self.requests.extra}.items() if value is not None}
 
     async def _complete(self, body: JsonObject, seed: int, patience: float, sent: Counter[str]) -> JsonObject:
         """The first choice of a reply. Raises ``EndpointError`` after the last retry, and where no retry can help."""
@@ -228,28 +226,28 @@ class Endpoint:
         content, media = json.dumps(body).encode(), _media_bytes(body)
         words = bool(body.get("logprobs"))
         failure = _PassingError("was not asked")
-        for attempt in range(self.retries + 1):
+        for attempt in range(self.requests.retries + 1):
             try:
                 async with self._turns:
                     with request(sent, media, len(content) - media):
-                        status, kind, reply = await asyncio.wait_for(self._post(content), self.timeout)
+                        status, kind, reply = await asyncio.wait_for(self._post(content), self.requests.timeout)
                 choices, usage = _completion(status, kind, reply)
                 sent.update(used(usage))
                 return _choice(choices, words)
             except TimeoutError:
-                failure = _PassingError(f"no answer within {self.timeout:g} s; raise options.timeout")
+                failure = _PassingError(f"no answer within {self.requests.timeout:g} s; raise options.timeout")
             except httpx.HTTPError as error:
                 failure = _PassingError(f"the connection failed: {type(error).__name__} {error}".rstrip())
             except _PassingError as error:
                 failure = error
             if gone := self._state():
                 raise EndpointError(f"{failure}{gone}")
-            if attempt < self.retries:
+            if attempt < self.requests.retries:
                 if failure.after and time.monotonic() + min(failure.after, MAX_BACKOFF_S) > until:
                     raise EndpointError(f"{failure} (it asks to wait {failure.after:g} s, over scoring.patience)")
                 jitter = 1 + seeded(seed, attempt) / 2**31
                 await asyncio.sleep(min(max(FIRST_BACKOFF_S * 2**attempt * jitter, failure.after), MAX_BACKOFF_S))
-        raise EndpointError(f"{failure} (after {self.retries + 1} attempts)")
+        raise EndpointError(f"{failure} (after {self.requests.retries + 1} attempts)")
 
     async def _post(self, content: bytes) -> tuple[int, httpx.Headers, bytes]:
         headers = {"Content-Type": "application/json", **ASK}
@@ -296,7 +294,7 @@ class Endpoint:
         except (ValueError, KeyError, TypeError, RecursionError):
             listed = None
         if listed is None:
-            said = first_words(listing.decode("utf-8", "replace"))
+            said = one_line(listing.decode("utf-8", "replace"), SHOWN)
             raise UserError(
                 f"{where} answered {reply.status_code} {_media_type(reply.headers)}, not a list of models: "
                 f"{said!r}; give the address of an OpenAI-compatible endpoint, up to and with /v1"
@@ -307,7 +305,7 @@ class Endpoint:
 
 def _completion(status: int, headers: httpx.Headers, reply: bytes) -> tuple[list[JsonObject], Json]:
     """The choices of a reply, and its field ``usage``."""
-    said = first_words(reply.decode("utf-8", "replace"))
+    said = one_line(reply.decode("utf-8", "replace"), SHOWN)
     if status in _AGAIN or status >= 500:
         raise _PassingError(f"answered {status}: {said!r}", _retry_after(headers.get("retry-after")))
     if status != 200:
@@ -357,7 +355,7 @@ def _cause(choice: JsonObject) -> str:
         hits = {name: what for name, what in found.items() if isinstance(what, dict) and what.get("filtered")}
         found = hits or found
     said = found or (message.get("refusal") or message.get("content") if isinstance(message, dict) else None)
-    return f": {first_words(said if isinstance(said, str) else json.dumps(said))}" if said else ""
+    return f": {one_line(said if isinstance(said, str) else json.dumps(said), SHOWN)}" if said else ""
 
 
 def _cut(choice: JsonObject, settings: Settings) -> str:
@@ -376,7 +374,7 @@ def _text(choice: JsonObject) -> str:
     if text is None and isinstance(message, dict) and _end(choice) in _CUT:
         return ""  # the server kept a thought apart that had no end
     if not isinstance(text, str):
-        raise EndpointError(f"answered a choice without text: {first_words(json.dumps(choice))!r}")
+        raise EndpointError(f"answered a choice without text: {one_line(json.dumps(choice), SHOWN)!r}")
     return text
 
 
@@ -463,23 +461,19 @@ def _media_type(headers: httpx.Headers) -> str:
     return headers.get("content-type", "").partition(";")[0].strip() or "no content type"
 
 
-def _checked(url: str, insecure: bool) -> str:
+def _checked(url: str, insecure: bool) -> str | None:
     """The host of ``url``. Raises ``UserError`` where it is none, or would send prompts and the token in the clear."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
-    except ValueError:
-        host, parts = None, None
-    if not host or parts is None:
+    parts = address(url)
+    if parts is None:
         raise UserError(f"options.model.url: {url!r} is no address; write it as https://host/v1")
     if parts.username or parts.password:
         raise UserError("options.model.url: keep the password out of the address; set options.model.token: $NAME")
-    if parts.scheme == "http" and not insecure and not is_loopback(host):
+    if parts.scheme == "http" and not insecure and not is_loopback(parts.hostname):
         raise UserError(
             f"options.model.url: {url} is plain HTTP to another machine, which sends prompts and token in the clear; "
             "use https, or set options.model.insecure: true for a network that is yours"
         )
-    return host
+    return parts.hostname
 
 
 def _secret(token: str | None) -> str | None:
@@ -487,10 +481,7 @@ def _secret(token: str | None) -> str | None:
         return None
     if not token.startswith("$"):
         raise UserError("options.model.token: name an environment variable ($NAME), so that the secret stays outside")
-    found = os.environ.get(token[1:])
-    if not found:
-        raise UserError(f"options.model.token: the environment variable {token[1:]} is not set; export it first")
-    return found
+    return from_environment(token, "options.model.token")
 
 
 def response_format(form: str, schema: JsonObject) -> JsonObject:
