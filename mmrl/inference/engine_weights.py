@@ -1,7 +1,7 @@
 """Shared code of engines with their own weights: limits of a request, counts of an update, and adapters.
 
 ``VllmEngine``, ``VllmServer`` and ``SglangServer`` differ in how a request is sent. Its limits, and the checks of the
-answer, are the same for all and are here.
+answer, are the same for all and are here; ``mmrl.inference.weighted_engine`` is their base class.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mmrl.core.hub_files import folder_of, json_of
 from mmrl.core.json_types import JsonObject
 from mmrl.core.randomness import seed_of
 from mmrl.core.rollout_engine import Completion, Request, Settings
+from mmrl.core.tensor_files import header
 
 _SEEDS = 2**31
 """Of an engine."""
@@ -158,9 +159,9 @@ def values_of(model: Path) -> int:
     """How many values the safetensors files of ``model`` have, without weights that its config ties to others."""
     total, tied = 0, 0
     for file in sorted(model.glob("*.safetensors")):
-        for name, shape in _shapes(file).items():
-            total += math.prod(shape)
-            tied += math.prod(shape) if name.endswith("lm_head.weight") else 0
+        for name, stored in header(file).items():
+            total += math.prod(stored.shape)
+            tied += math.prod(stored.shape) if name.endswith("lm_head.weight") else 0
     config = json_of(str(model), "config.json")
     return total - (tied if _ties(config) else 0)
 
@@ -168,13 +169,6 @@ def values_of(model: Path) -> int:
 def _ties(config: JsonObject) -> bool:
     text = config.get("text_config", {})
     return bool(config.get("tie_word_embeddings") or (isinstance(text, Mapping) and text.get("tie_word_embeddings")))
-
-
-def _shapes(file: Path) -> dict[str, Sequence[int]]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
-        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
 
 
 def model_folder(path: str, engine: str) -> Path:

@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -26,7 +26,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.inference.server_process import Client, Process, Timeouts, flags, free_port, private_folder
 from mmrl.inference.sglang import check_url
-from mmrl.inference.weight_files import Room, Sending, write_weights
+from mmrl.inference.weight_files import Room, Sending
 
 COMPONENT = "transformer"
 _CODE = "from sglang.cli.main import main; main()"
@@ -76,7 +76,6 @@ class PictureServer:
         said = "SGLang's diffusion server"
         if url is not None:
             check_url(url)
-            self._process = None
             self._client = Client(said, url, timeout_s=timeouts.request_s)
             if not self._client.healthy():
                 raise UserError(f"no diffusion server of SGLang answers at {url}/health; start it, or leave out url")
@@ -99,9 +98,9 @@ class PictureServer:
         }
         variables = {k: v for k, v in os.environ.items() if k not in _NOT_ITS_OWN} | dict(environment or {})
         command = [python, "-c", _CODE, "serve", *flags({**arguments, **options}, off=None)]
-        self._process = Process(said, command, variables, private, private / "log")
-        self._client = Client(said, f"http://127.0.0.1:{port}", process=self._process, timeout_s=timeouts.request_s)
-        self._process.wait_until(self._client.healthy, timeouts.start_s)
+        process = Process(said, command, variables, private, private / "log")
+        self._client = Client(said, f"http://127.0.0.1:{port}", process=process, timeout_s=timeouts.request_s)
+        process.wait_until(self._client.healthy, timeouts.start_s)
 
     def ask(self, bodies: Sequence[JsonObject]) -> list[Drawn]:
         """One sample for each body of ``/rollout/generate``, in their order. Raises ``UserError``."""
@@ -116,26 +115,16 @@ class PictureServer:
     def update(self, weights: Iterable[tuple[str, Tensor]], need: int) -> None:
         """Replace the named weights of the model that predicts; the others stay. ``need``: their bytes at most."""
         self._room = self._room or Room(need)
-        folder = self._room.folder(self._sending.transport)
-        try:
-            folder.mkdir(mode=0o700)
-            write_weights(folder / COMPONENT, self._cast(weights), self._sending.bucket_bytes)
+        cast = ((name, tensor.to(self._dtype)) for name, tensor in weights)
+        with self._room.written(cast, self._sending, inside=COMPONENT) as folder:
             body: dict[str, Json] = {"model_path": str(folder), "target_modules": [COMPONENT]}
             answer = self._client.post("/update_weights_from_disk", body)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise UserError(f"SGLang's diffusion server did not take new weights: {str(answer)[:600]}")
-
-    def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            yield name, tensor.to(self._dtype)
 
     def close(self) -> None:
         """End the server, if mmrl started it. Harmless when called twice."""
         self._client.close()
-        if self._process is not None:
-            self._process.close()
         if self._room is not None:
             self._room.close()
 

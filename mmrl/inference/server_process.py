@@ -230,9 +230,12 @@ class Client:
                     self._http.post(path, json=body(name), timeout=_ABORT_S)
 
     def close(self) -> None:
+        """End the connections, and the server, if it is ours. Harmless when called twice."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._http.close()
+        if self.process is not None:
+            self.process.close()
 
     def lost(self) -> LostServerError | None:
         """Why a server that mmrl started broke a connection or answered with an error; None if it is healthy."""

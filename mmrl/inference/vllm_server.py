@@ -19,7 +19,6 @@ import os
 import shutil
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -37,23 +36,14 @@ from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.notices import tell
 from mmrl.core.rollout_engine import Request, Settings
-from mmrl.inference.engine_weights import (
-    Allowance,
-    Counted,
-    check_prompt,
-    check_rank,
-    label,
-    model_folder,
-    values_of,
-    write_adapter,
-)
-from mmrl.inference.server_process import Client, Process, Timeouts, flags, new_key, png_url, private_folder
+from mmrl.inference.engine_weights import Allowance, Counted, check_prompt, label
+from mmrl.inference.server_process import Client, Process, Timeouts, flags, new_key, png_url
 from mmrl.inference.sleep_mode import SleepMode
-from mmrl.inference.under_way import OneByOne
 from mmrl.inference.vllm import ADAPTER, REPLACE, engine_arguments, sampling_parameters, shown_ids
 from mmrl.inference.vllm_api import environment, mend, require_vllm
-from mmrl.inference.weight_files import Room, Sending, checkpoint_dtypes, write_weights
+from mmrl.inference.weight_files import Room, Sending, checkpoint_dtypes
 from mmrl.inference.weight_groups import Backend, WeightGroup
+from mmrl.inference.weighted_engine import WeightedEngine
 
 _NAME = "policy"
 _FORGET_TRIES = 20
@@ -170,7 +160,7 @@ class GroupSender:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class VllmServer(OneByOne[str]):
+class VllmServer(WeightedEngine):
     """Final class. Arguments as of ``VllmEngine``; several devices are possible (``options: {tensor_parallel_size}``).
 
     ``environment``: further environment variables of its processes (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: the file
@@ -193,18 +183,16 @@ class VllmServer(OneByOne[str]):
         timeouts: Timeouts | None = None,
         sending: Sending | None = None,
     ) -> None:
-        folder = model_folder(model, "the vLLM server")
+        super().__init__("the vLLM server", model, max_model_len, lora_rank, "mmrl-vllm-")
         timeouts = timeouts or Timeouts()
         require_vllm()
-        super().__init__("the vLLM server", max_model_len)
         self._sending = sending or Sending()
-        self._lora_rank, self._versions, self._adapter = lora_rank, 0, False
-        self._values = values_of(folder)
+        self._adapter = False
         variables = {**_variables(new_key()), **(environment or {})}
         wanted = dict(options or {})
         self.sleeps = bool(wanted.get("enable_sleep_mode"))
         arguments = engine_arguments(
-            str(folder.resolve()),
+            str(self._folder.resolve()),
             cpu=_cpu(),
             max_model_len=max_model_len,
             dtype=dtype,
@@ -213,12 +201,10 @@ class VllmServer(OneByOne[str]):
             lora_rank=lora_rank,
             options=wanted,
         )
-        self._dtypes = checkpoint_dtypes(folder, str(arguments["dtype"]))
+        self._dtypes = checkpoint_dtypes(self._folder, str(arguments["dtype"]))
         self._room = Room(4 * self._values)
         if self._sending.transport not in GROUPED and lora_rank is None:
             self._room.folder(self._sending.transport)  # before the server starts, which takes long
-        self._private = private_folder("mmrl-vllm-")
-        self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         path = self._private / "socket"
         command = _command(arguments, path)
         self._process = Process("the vLLM server", command, variables, self._private, log or self._private / "log")
@@ -285,24 +271,16 @@ class VllmServer(OneByOne[str]):
         self._forget()
 
     def _update_by_files(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        folder = self._room.folder(self._sending.transport)
-        try:
-            counted = Counted(weights)
-            write_weights(folder, counted, self._sending.bucket_bytes, self._dtypes)
+        counted = Counted(weights)
+        with self._room.written(counted, self._sending, self._dtypes) as folder:
             counted.check(self._values, "the vLLM server")
             rpc = {"method": REPLACE, "kwargs": {"weights_path": str(folder)}}
             with self._mode.filled():
                 self._client.post("/collective_rpc", rpc)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
-        self._refuse("new weights come")
-        check_rank(rank, self._lora_rank)
-        self._versions += 1
-        folder = self._private / f"adapter-{self._versions}"
-        write_adapter(folder, tensors, rank, alpha, targets)
+        folder = self._written(tensors, rank, alpha, targets)
         current = self._private / "adapter"
         shutil.rmtree(current, ignore_errors=True)
         folder.rename(current)
@@ -324,7 +302,6 @@ class VllmServer(OneByOne[str]):
         if self._group is not None:
             self._group.close()
         self._client.close()
-        self._process.close()
         self._remove()
         self._room.close()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.sizes import size
+from mmrl.core.tensor_files import header
 
 BUCKET_BYTES = 512 * 2**20
 """The most bytes of weights in a file; a larger tensor has its own."""
@@ -83,15 +84,12 @@ def checkpoint_dtypes(model: Path, dtype: str) -> dict[str, torch.dtype]:
     ``dtype``: ``auto`` or torch's name of one. Sending these in the stored dtype changes no bit of the engine's
     weights: it would round them itself.
     """
-    from safetensors import safe_open
-
     found: dict[str, torch.dtype] = {}
     for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                stored = _DTYPES.get(tensors.get_slice(name).get_dtype())
-                if stored is not None and stored.is_floating_point and dtype in ("auto", str(stored)[len("torch.") :]):
-                    found[name] = stored
+        for name, tensor in header(file).items():
+            stored = _DTYPES.get(tensor.dtype)
+            if stored is not None and stored.is_floating_point and dtype in ("auto", str(stored)[len("torch.") :]):
+                found[name] = stored
     return found
 
 
@@ -129,6 +127,25 @@ class Room:
             self._place = place_for(transport, self._need)
             self._end = weakref.finalize(self, shutil.rmtree, self._place, True)
         return self._place / "weights"
+
+    @contextmanager
+    def written(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        sending: Sending,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        inside: str = "",
+    ) -> Generator[Path]:
+        """The folder with the ``weights``, or with a folder ``inside`` it that has them (``write_weights``); it is
+        removed afterwards. Raises ``UserError``."""
+        folder = self.folder(sending.transport)
+        try:
+            if inside:
+                folder.mkdir(mode=0o700)
+            write_weights(folder / inside, weights, sending.bucket_bytes, dtypes)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         if self._place is not None:

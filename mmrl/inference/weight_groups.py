@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,16 +42,9 @@ _OF_BYTES: dict[str, Any] = {"tensor_cls": Tensor, "storage_cls": torch.storage.
 """What names every bucket."""
 
 
-class Sharing(Protocol):
-    """How a bucket's memory is named for another process, and opened there."""
-
-    def handle(self, bucket: Tensor) -> JsonObject: ...
-
-    def opened(self, handle: JsonObject) -> Tensor: ...
-
-
-class _Cuda:
-    """Memory of a GPU, by CUDA's IPC handles as torch.multiprocessing makes them. They travel as JSON, not pickled."""
+class Sharing:
+    """How a bucket's memory on a GPU is named for another process, and opened there: by CUDA's IPC handles as
+    torch.multiprocessing makes them. They travel as JSON, not pickled."""
 
     def handle(self, bucket: Tensor) -> JsonObject:
         torch.cuda.synchronize(bucket.device)
@@ -76,7 +69,7 @@ class _Cuda:
 class WeightGroup:
     """Final class. Rank ``rank`` of ``size``, which meet in the file ``meeting``: 0 sends, the others receive.
 
-    ``device``: where buckets lie. ``sharing``: for ``ipc``, CUDA's unless given. Raises ``RuntimeError`` where the
+    ``device``: where buckets lie. ``sharing``: for ``ipc``. Raises ``RuntimeError`` where the
     others do not come within ``patience`` seconds.
     """
 
@@ -93,7 +86,7 @@ class WeightGroup:
     ) -> None:
         store = dist.FileStore(str(meeting), size)
         self._device, self._rank, self._size = device, rank, size
-        self._sharing = (sharing or _Cuda()) if backend == "ipc" else None
+        self._sharing = (sharing or Sharing()) if backend == "ipc" else None
         self._group: Any = _group(store, rank, size, "nccl" if backend == "nccl" else "gloo", patience)
         self._words = device if backend == "nccl" else torch.device("cpu")
 

@@ -105,7 +105,6 @@ class VllmServer:
     def close(self) -> None:
         """End the server and all its processes."""
         self._client.close()
-        self._process.close()
 
 
 class ServedJudge:
