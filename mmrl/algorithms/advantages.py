@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mmrl.config.algorithm_settings import Spread
 
-_EPSILON = 1e-4
+EPSILON = 1e-4
+"""Added to a standard deviation that advantages are divided by."""
 
 AllSum = Callable[[Tensor], Tensor]
 """Sums a small float64 tensor over all controllers. Each must call it equally often, also with no rows to add."""
@@ -103,14 +104,26 @@ def group_advantages(rewards: Tensor, groups: Tensor, std: Spread, all_sum: AllS
     stats = group_statistics(rewards, valid, groups)
     r = torch.where(valid, rewards.double(), 0.0)
     centred = torch.where(valid, r - stats.mean[groups], 0.0)
-    if std == "group":
-        scale = stats.variance.sqrt()[groups] + _EPSILON
-    elif std == "batch":
-        scale = batch_statistics(rewards, valid, all_sum)[1].sqrt() + _EPSILON
-    else:
-        scale = torch.tensor(1.0, dtype=torch.double)
-    values = torch.where(stats.flat[groups], 0.0, centred / scale)
+    values = torch.where(stats.flat[groups], 0.0, centred / scale(rewards, groups, std, all_sum))
     return Advantages(values.float(), valid, len(stats.flat), int(stats.flat.sum()))
+
+
+def scale(values: Tensor, groups: Tensor, std: Spread, all_sum: AllSum = alone) -> Tensor:
+    """What ``values`` are divided by, float64: their standard deviation ``std`` plus 1e-4, or 1. ``groups`` are
+    integers, in the same shape; a value that is not finite counts in none."""
+    valid = torch.isfinite(values)
+    if std == "group":
+        return group_statistics(values.flatten(), valid.flatten(), groups.flatten()).variance.sqrt()[groups] + EPSILON
+    if std == "batch":
+        return batch_statistics(values, valid, all_sum)[1].sqrt() + EPSILON
+    return torch.tensor(1.0, dtype=torch.double)
+
+
+def uneven(of: Advantages, groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The valid rows of each group that has any advantage ``of`` ``[B]``, and their advantages."""
+    for rows in (torch.nonzero((groups == g) & of.valid).flatten() for g in groups.unique()):
+        if of.values[rows].any():
+            yield rows, of.values[rows]
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Advantages:
@@ -130,7 +143,7 @@ def token_group_advantages(rewards: Tensor, mask: Tensor, groups: Tensor) -> tup
     index = groups.unsqueeze(1).expand_as(rewards).flatten()
     stats = group_statistics(rewards.flatten(), mask.flatten(), index)
     scaled = (rewards.double() - stats.mean[groups].unsqueeze(1)) / (
-        stats.variance.sqrt()[groups].unsqueeze(1) + _EPSILON
+        stats.variance.sqrt()[groups].unsqueeze(1) + EPSILON
     )
     flat = stats.flat
     values = torch.where((mask > 0) & ~flat[groups].unsqueeze(1), scaled, 0.0)

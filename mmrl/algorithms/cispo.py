@@ -32,7 +32,6 @@ class CISPO(TokenObjective):
     def __init__(self, settings: CISPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.ratio_max = settings.ratio_max
-        self.advantage_std = settings.advantage_std
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         ratio = log_ratio.detach().exp()

@@ -75,11 +75,10 @@ class CRD(ForwardObjective):
         self.beta, self.adaptive_weight = settings.beta, settings.adaptive_weight
         self.pull = settings.kl_coef
         self.least = min(1.0, _LEAST_KL / settings.kl_coef) if settings.adaptive_kl and settings.kl_coef else 1.0
-        start, rate, most = settings.old_decay_start, settings.old_decay_rate, settings.old_decay_max
-        after, slope, end = settings.sampling_decay_after, settings.sampling_decay_rate, settings.sampling_decay_max
+        s = settings
         self.copies = {
-            "old": lambda n: min(start + rate * n, most),
-            "sampling": lambda n: min(max(0, n - after) * slope, end),
+            "old": lambda n: min(s.old_decay_start + s.old_decay_rate * n, s.old_decay_max),
+            "sampling": lambda n: min(max(0, n - s.sampling_decay_after) * s.sampling_decay_rate, s.sampling_decay_max),
         }
 
     def samples_with(self, step: int) -> str:

@@ -40,7 +40,6 @@ class DAPO(ClippedObjective):
 
     def __init__(self, settings: DAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.advantage_std: Spread = settings.advantage_std
         self.overlong_penalty = settings.overlong_penalty
         self.limit = length_limit(settings) if settings.overlong_buffer and settings.overlong_penalty else 0
         self.buffer = round(settings.overlong_buffer * self.limit)

@@ -18,7 +18,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.advantages import Advantages, group_advantages, uneven
 from mmrl.algorithms.forward_process import ForwardObjective, in_group
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
@@ -45,10 +45,8 @@ class DiffusionDPO(ForwardObjective):
     def advantages(self, scored: Scored) -> Advantages:
         plain = group_advantages(scored.rewards, scored.groups, "none")
         values = torch.zeros_like(plain.values)
-        for rows in (torch.nonzero(scored.groups == g).flatten() for g in scored.groups.unique()):
-            inside = plain.values[rows]
-            if inside.any():  # else all equal
-                values[rows[inside.argmax()]], values[rows[inside.argmin()]] = 1.0, -1.0
+        for rows, inside in uneven(plain, scored.groups):
+            values[rows[inside.argmax()]], values[rows[inside.argmin()]] = 1.0, -1.0
         return Advantages(values, values != 0, plain.groups, plain.zero_std_groups)
 
     def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:

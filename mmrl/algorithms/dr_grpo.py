@@ -8,10 +8,8 @@ The limit is the same for all responses. The paper leaves this constant open; TR
 
 from __future__ import annotations
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import ClippedObjective
-from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings, TurnSettings
+from mmrl.config.algorithm_settings import AggregationMode, ClippedSettings, Spread, TurnSettings
 
 
 class DrGRPOSettings(ClippedSettings, TurnSettings):
@@ -23,8 +21,7 @@ class DrGRPOSettings(ClippedSettings, TurnSettings):
 class DrGRPO(ClippedObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
+    advantage_std: Spread = "none"
+
     def __init__(self, settings: DrGRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, "none")

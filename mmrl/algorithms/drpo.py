@@ -35,7 +35,7 @@ class DRPO(TokenObjective):
 
     def __init__(self, settings: DRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.epsilon, self.advantage_std = settings.epsilon, settings.advantage_std
+        self.epsilon = settings.epsilon
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         ratio, mu = log_ratio.exp(), (log_probs - log_ratio).detach().exp()

@@ -37,7 +37,6 @@ class GMPO(TokenObjective):
     def __init__(self, settings: GMPOSettings) -> None:
         super().__init__(settings)
         self.low, self.high = settings.clip_low, settings.clip_high
-        self.advantage_std = settings.advantage_std
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         better = advantages > 0

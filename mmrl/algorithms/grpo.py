@@ -31,4 +31,3 @@ class GRPO(ClippedObjective):
 
     def __init__(self, settings: GRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.advantage_std = settings.advantage_std

@@ -34,7 +34,6 @@ class GSPO(ClippedObjective):
 
     def __init__(self, settings: GSPOSettings) -> None:
         super().__init__(settings)
-        self.advantage_std = settings.advantage_std
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

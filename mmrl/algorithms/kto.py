@@ -14,14 +14,14 @@ is split.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.advantages import AllSum
-from mmrl.algorithms.objective import Loss
+from mmrl.algorithms.objective import Loss, OfflineObjective
 from mmrl.config.algorithm_settings import ResponseSettings
 
 RATIO = "mismatched_log_ratio"
@@ -49,13 +49,11 @@ class KTOSettings(ResponseSettings):
         return self.labels
 
 
-class KTO:
+class KTO(OfflineObjective):
     """Final class; see ``mmrl.algorithms.objective.ComparesBatch``. ``B`` is a number of responses."""
 
-    kind: Literal["offline"] = "offline"
     needs = frozenset({"completion_log_probs", "reference_completion_log_probs"})
     prepares = frozenset({RATIO})
-    entries: int | None = None
 
     def __init__(self, settings: KTOSettings) -> None:
         self.settings = settings
@@ -65,10 +63,6 @@ class KTO:
         ratio = columns[RATIO].double()
         total, count = all_sum(torch.stack([(ratio * weights).sum(), weights.double().sum()]))
         return {"kl": (total / count.clamp(min=1)).clamp(min=0).float().expand(len(ratio)).clone()}
-
-    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
-        """The number of responses that count."""
-        return float(weights.double().sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: completion_log_probs and reference_completion_log_probs ``[B]``, summed over the response's tokens;

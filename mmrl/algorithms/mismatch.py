@@ -52,11 +52,6 @@ class Mismatch:
     tokens: Tensor
     """A number on the device, as the sums are."""
 
-    def metrics(self) -> dict[str, float]:
-        """The means and maxima of this batch."""
-        means = {name: (value / max(1.0, self.tokens.item())).item() for name, value in self.sums.items()}
-        return means | {name: value.item() for name, value in self.maxima.items()}
-
 
 @dataclass(frozen=True)
 class Correction:

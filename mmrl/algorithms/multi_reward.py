@@ -14,11 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from mmrl.algorithms.advantages import Advantages, batch_statistics, flat_groups
+from mmrl.algorithms.advantages import EPSILON, Advantages, batch_statistics, flat_groups
 from mmrl.algorithms.objective import Scored
 from mmrl.config.algorithm_settings import AdvantageAggregation
-
-_EPSILON = 1e-4
 
 
 def aggregated(of: Callable[[Scored], Advantages], scored: Scored, how: AdvantageAggregation) -> Advantages:
@@ -36,5 +34,5 @@ def aggregated(of: Callable[[Scored], Advantages], scored: Scored, how: Advantag
     valid = alone[0].valid
     if how == "gdpo":
         mean, variance = batch_statistics(values, valid, scored.all_sum)
-        values = torch.where(valid & ~flat[scored.groups], (values - mean) / (variance.sqrt() + _EPSILON), 0.0)
+        values = torch.where(valid & ~flat[scored.groups], (values - mean) / (variance.sqrt() + EPSILON), 0.0)
     return Advantages(values.float(), valid, len(flat), int(flat.sum()), metrics=alone[0].metrics)

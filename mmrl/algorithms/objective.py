@@ -71,6 +71,16 @@ class EqualEntries:
         return float((weights.double() * lengths).sum())
 
 
+class OfflineObjective:
+    """Base class: trains on given pairs, responses or pictures, of which each counts the same."""
+
+    kind: Literal["offline"] = "offline"
+    entries: int | None = None
+
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
+        return float(weights.double().sum())
+
+
 @dataclass(frozen=True)
 class GraphSteps:
     """Which sampling steps of a pathwise objective carry a graph: ``first`` to ``last``, counted from 0.

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal
 
 from torch import Tensor
 
-from mmrl.algorithms.objective import Loss
+from mmrl.algorithms.objective import Loss, OfflineObjective
 
 
-class PairObjective(ABC):
+class PairObjective(OfflineObjective, ABC):
     """Abstract; see ``mmrl.algorithms.objective.Offline``. ``B`` is a number of pairs."""
 
-    kind: Literal["offline"] = "offline"
     needs: frozenset[str]
-    entries: int | None = None
 
     @abstractmethod
     def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss ``[B]`` with its graph, and for the log each metric's values ``[B]``."""
-
-    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
-        """The number of pairs that count."""
-        return float(weights.double().sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``old``: weights ``[B]`` (0 leaves a pair out), and the tensors that ``pair_loss`` reads."""

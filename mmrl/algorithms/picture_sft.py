@@ -24,7 +24,7 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from mmrl.algorithms.objective import Loss
+from mmrl.algorithms.objective import Loss, OfflineObjective
 from mmrl.config.algorithm_settings import GivenPictureSettings, TrainsOn
 
 
@@ -58,19 +58,13 @@ class PictureSFTSettings(GivenPictureSettings):
         return min(max(u, 0.0), 1 - 1e-9)
 
 
-class PictureSFT:
+class PictureSFT(OfflineObjective):
     """Final class; see ``mmrl.algorithms.objective.Offline``. ``B`` is a number of pictures."""
 
-    kind: Literal["offline"] = "offline"
     needs = frozenset({"picture_error", "sigma"})
-    entries: int | None = None
 
     def __init__(self, settings: PictureSFTSettings) -> None:
         self.settings = settings
-
-    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
-        """The number of pictures that count."""
-        return float(weights.double().sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: picture_error ``[B]``, the squared error of the model's own prediction as a mean over dimensions,

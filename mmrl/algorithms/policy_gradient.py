@@ -77,6 +77,7 @@ class TokenObjective(ABC):
 
         Raises ``UserError`` where a length limit is needed and neither section gives one.
         """
+        self.advantage_std = getattr(settings, "advantage_std", self.advantage_std)
         self.kl_coef = settings.kl_coef if kl_in_loss else 0.0
         self.kl_estimator: KLEstimator = settings.kl_estimator
         self.kl_max = settings.kl_max

@@ -18,7 +18,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.advantages import Advantages, group_advantages, uneven
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
 from mmrl.config.algorithm_settings import AggregationMode, TokenSettings
@@ -43,10 +43,8 @@ class RAFT(TokenObjective):
     def advantages(self, scored: Scored) -> Advantages:
         plain = group_advantages(scored.rewards, scored.groups, "none")
         values = torch.zeros_like(plain.values)
-        for rows in (torch.nonzero((scored.groups == g) & plain.valid).flatten() for g in scored.groups.unique()):
-            inside = plain.values[rows]
-            if inside.any():  # else all are equal
-                values[rows[inside.sort(descending=True, stable=True).indices[: self.keep]]] = 1.0
+        for rows, inside in uneven(plain, scored.groups):
+            values[rows[inside.sort(descending=True, stable=True).indices[: self.keep]]] = 1.0
         return Advantages(values, values > 0, plain.groups, plain.zero_std_groups)
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:

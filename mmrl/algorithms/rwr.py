@@ -18,7 +18,7 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.advantages import Advantages, group_advantages, uneven
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
@@ -48,10 +48,7 @@ class RWR(ForwardObjective):
     def advantages(self, scored: Scored) -> Advantages:
         plain = group_advantages(scored.rewards, scored.groups, "group")
         values = torch.zeros_like(plain.values)
-        for rows in (torch.nonzero((scored.groups == g) & plain.valid).flatten() for g in scored.groups.unique()):
-            inside = plain.values[rows]
-            if not inside.any():  # all equal
-                continue
+        for rows, inside in uneven(plain, scored.groups):
             if self.best:
                 values[rows[inside.argmax()]] = 1.0
             else:

@@ -34,7 +34,6 @@ class SAPO(TokenObjective):
     def __init__(self, settings: SAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.tau_pos, self.tau_neg = settings.tau_pos, settings.tau_neg
-        self.advantage_std = settings.advantage_std
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         ratio = log_ratio.exp()

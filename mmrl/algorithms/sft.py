@@ -10,11 +10,10 @@ that of TRL's SFTTrainer on prompt-completion data.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from torch import Tensor
 
-from mmrl.algorithms.objective import Loss
+from mmrl.algorithms.objective import Loss, OfflineObjective
 from mmrl.config.algorithm_settings import ResponseSettings
 
 
@@ -22,12 +21,10 @@ class SFTSettings(ResponseSettings):
     """Supervised fine-tuning on given responses."""
 
 
-class SFT:
+class SFT(OfflineObjective):
     """Final class; see ``mmrl.algorithms.objective.Offline``. ``B`` is a number of responses."""
 
-    kind: Literal["offline"] = "offline"
     needs = frozenset({"completion_log_probs"})
-    entries: int | None = None
 
     def __init__(self, settings: SFTSettings) -> None:
         self.settings = settings

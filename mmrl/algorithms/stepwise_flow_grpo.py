@@ -22,14 +22,12 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, AllSum, alone, batch_statistics, group_statistics
+from mmrl.algorithms.advantages import Advantages, AllSum, alone, group_statistics, scale
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import clipped_surrogate
 from mmrl.config.algorithm_settings import Spread, StepSettings
 from mmrl.config.sampling import Sampling, TextSampling
-
-_EPSILON = 1e-4
 
 
 class StepwiseFlowGRPOSettings(StepSettings):
@@ -98,14 +96,8 @@ def gain_advantages(
     joint = group_statistics(gains.flatten(), gains.isfinite().flatten(), index.flatten())
     mean = joint.mean[index] if centre == "joint" else at_step.mean[of_step]
     centred = gains - mean
-    scale = torch.ones((), dtype=torch.double)
-    if std == "group":
-        spread = group_statistics(centred.flatten(), centred.isfinite().flatten(), index.flatten())
-        scale = spread.variance.sqrt()[index] + _EPSILON
-    elif std == "batch":
-        scale = batch_statistics(centred, centred.isfinite(), all_sum)[1].sqrt() + _EPSILON
     kept = valid.unsqueeze(1) & ~flat[index]
-    values = torch.where(kept, centred / scale, 0.0)
+    values = torch.where(kept, centred / scale(centred, index, std, all_sum), 0.0)
     sizes = gains.abs().nanmean(0).nan_to_num()
     metrics = {"advantage/first_gain": float(sizes[0]), "advantage/last_gain": float(sizes[-1])}
     return Advantages(values.float(), valid, len(flat), int(flat.sum()), metrics=metrics)

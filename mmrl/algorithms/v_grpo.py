@@ -15,7 +15,7 @@ a whole batch. The weight's denominator is at least 1e-5. ``kl_coef`` and ``adva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from pydantic import PositiveFloat, PositiveInt
@@ -69,8 +69,7 @@ class VGRPO(ForwardObjective):
         self.clip_range, self.soft_clip = settings.clip_range, settings.soft_clip
         self.old_kl_coef = settings.old_kl_coef
         self.advantage_clip, self.advantage_std = settings.advantage_clip, settings.advantage_std
-        old: dict[str, Callable[[int], float]] = {"old": lambda _: 0.0}
-        self.copies = old
+        self.copies = {"old": lambda _: 0.0}
 
     def in_one_update(self) -> None:
         self.copies, self.needs = {}, self.needs - {"v_old"}

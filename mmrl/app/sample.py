@@ -126,8 +126,8 @@ def _sampled(context: StepContext, prompts: Sequence[Prompt], n: int, seed: int)
     # An attempt each: samples of one attempt begin with the same noise where the recipe says so.
     places = [replace(slot, attempt=k) for slot in slots for k in range(n)]
     rows = [(slot, SampleId(-1, slot.index, slot.attempt, 0)) for slot in places]
-    most = recipe.sampling.batch_size or recipe.train.micro_batch_size
-    order = list(chunks_of_a_size([slot.prompt for slot in places], recipe.sampling, most))
+    prompts = [slot.prompt for slot in places]
+    order = list(chunks_of_a_size(prompts, recipe.sampling, recipe.sampled_at_once))
     keys: list[list[str]] = []
 
     def asked() -> Iterator[Chunk]:

@@ -128,17 +128,12 @@ def shape(recipe: Recipe, devices: int | None) -> Cluster:
     return Cluster(controllers, own)
 
 
-def _rows(recipe: Recipe) -> int:
-    """The samples of a micro-batch."""
-    return recipe.sampling.batch_size or recipe.train.micro_batch_size
-
-
 def micro_batches(recipe: Recipe, controllers: int) -> int:
     """The number of micro-batches that all controllers sample in a step."""
     train = recipe.train
     if recipe.midway is not None:
         raise UserError("midway: mmrl simulate does not know steps that prune groups; add midway=null to the command")
-    batch = _rows(recipe)
+    batch = recipe.sampled_at_once
     prompts = [len(range(rank, train.prompts_per_step, controllers)) for rank in range(controllers)]
     return sum(-(-n * train.group_size // batch) for n in prompts)
 
@@ -153,7 +148,7 @@ def _asked(recipe: Recipe, latency: float | None, concurrency: int | None, *, tr
         raise UserError("--latency and --concurrency: a trace has the run's own requests; leave them out, or --trace")
     if latency is None:
         raise UserError("--concurrency says how many requests are made at once; add --latency SECONDS of a request")
-    return HttpJudge(latency, _rows(recipe), concurrency or _concurrency(recipe))
+    return HttpJudge(latency, recipe.sampled_at_once, concurrency or _concurrency(recipe))
 
 
 def _concurrency(recipe: Recipe) -> int:

@@ -48,8 +48,7 @@ def of_moving(recipe: Recipe) -> Iterator[str]:
 
 def slots_at_once(recipe: Recipe) -> int:
     """The prompts that move together: the fewest whose samples fill whole micro-batches of sampling."""
-    most = recipe.sampling.batch_size or recipe.train.micro_batch_size
-    return most // gcd(most, recipe.train.group_size)
+    return recipe.sampled_at_once // gcd(recipe.sampled_at_once, recipe.train.group_size)
 
 
 def _portions(recipe: Recipe) -> Iterator[str]:

@@ -468,6 +468,11 @@ class Recipe(Section):
         return self.train.group_size if self.midway is None else self.midway.group_size
 
     @property
+    def sampled_at_once(self) -> int:
+        """The rows of a micro-batch of sampling."""
+        return self.sampling.batch_size or self.train.micro_batch_size
+
+    @property
     def replays_first(self) -> bool:
         """Whether old log-probs are recomputed with a gradient: compiled code rounds half precision differently without
         one, as in sampling."""

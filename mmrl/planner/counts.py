@@ -58,7 +58,7 @@ def count(
     train = recipe.train
     prompts = -(-train.prompts_per_step // recipe.controllers)
     samples = prompts * train.group_size
-    batch = recipe.sampling.batch_size or train.micro_batch_size if sampled else samples
+    batch = recipe.sampled_at_once if sampled else samples
     chunks = [range(start, min(start + batch, samples)) for start in range(0, samples, batch)]
     begun = prompts * recipe.midway.group_size if recipe.midway is not None else 0
     turns = [

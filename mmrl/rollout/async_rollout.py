@@ -59,6 +59,15 @@ class Begun:
     drawn: Future[PartialRound | None] = field(default_factory=Future)
     ended: Future[Replaced | None] = field(default_factory=Future)
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the ``work`` that sets both. Where it raises, who waits for them gets the error."""
+        try:
+            work()
+        except BaseException as error:
+            for future in (self.drawn, self.ended):
+                if not future.done():
+                    future.set_exception(error)
+
 
 class AsyncRollout(StepPart, RolloutStrategy):
     """Final class: what this controller samples for this step and the next ones, and the
@@ -139,57 +148,35 @@ class AsyncRollout(StepPart, RolloutStrategy):
         return max(0, step - self.staleness)
 
     def _begin(self, context: StepContext, step: int, clock: Clock) -> Begun:
-        version, valid = self._versions[self._of(step)], self._valid[self._of(step)]
-        inside = Clock(torch.device("cpu"))
+        version, inside = self._versions[self._of(step)], Clock(torch.device("cpu"))
         if self.partial is not None:
-            return self._begin_partial(step, partial(self.partial.draw, context, step, self._of(step), inside, version))
-        slots = context.controller.slots(step, context.prompts, context.recipe.train.prompts_per_step)
-        first = Sampling(context, slots, step, clock, inside, version)
-        begun = Begun(first)
+            draw, first = partial(self.partial.draw, context, step, self._of(step), inside, version), None
+        else:
+            slots = context.controller.slots(step, context.prompts, context.recipe.train.prompts_per_step)
+            first = Sampling(context, slots, step, clock, inside, version)
+            draw = first.collect
+        begun, before = Begun(first), [*self._begun.values()]
+        attempts = None if self.dynamic is None else self.dynamic.at(self._valid[self._of(step)])
 
-        def replaced() -> Replaced | None:
-            if self.dynamic is None:  # ``groups`` finishes the round: its statistics may be of all controllers
-                return None
-            rounds, metrics = [first.finish(inside)], StepMetrics()
+        def work() -> None:
+            for earlier in before:
+                earlier.ended.result()  # raises: the run ends, and unfinished responses are not known
+            begun.drawn.set_result(draw())
+            if first is not None and attempts is not None:
+                begun.ended.set_result(_replaced(context, attempts, first, step, inside, version))
+            else:  # ``groups`` finishes the round: its statistics may be of all controllers
+                begun.ended.set_result(None)
 
-            def again(slots: list[Slot]) -> Round:
-                return sample_and_score(context, slots, step, inside, version, len(rounds))
-
-            return resample(context, self.dynamic.at(valid), rounds, again, metrics), metrics.sums()
-
-        before = [earlier.ended for earlier in self._begun.values()]
-        Thread(target=_collect, args=(begun, before, replaced), name=f"mmrl-ahead-{step}", daemon=True).start()
-        return begun
-
-    def _begin_partial(self, step: int, draw: Callable[[], PartialRound]) -> Begun:
-        begun, before = Begun(), [earlier.drawn for earlier in self._begun.values()]
-        Thread(target=_sample_partial, args=(begun, before, draw), name=f"mmrl-ahead-{step}", daemon=True).start()
+        Thread(target=begun.run, args=(work,), name=f"mmrl-ahead-{step}", daemon=True).start()
         return begun
 
 
-def _sample_partial(begun: Begun, before: list[Future[PartialRound | None]], draw: Callable[[], PartialRound]) -> None:
-    try:
-        for earlier in before:
-            earlier.result()  # raises: after a failure the unfinished responses are not known
-        begun.drawn.set_result(draw())
-        begun.ended.set_result(None)
-    except BaseException as error:
-        _failed(begun, error)
+def _replaced(
+    context: StepContext, attempts: DynamicSampling, first: Sampling, step: int, inside: Clock, version: Version
+) -> Replaced:
+    rounds, metrics = [first.finish(inside)], StepMetrics()
 
+    def again(slots: list[Slot]) -> Round:
+        return sample_and_score(context, slots, step, inside, version, len(rounds))
 
-def _collect(begun: Begun, before: list[Future[Replaced | None]], replaced: Callable[[], Replaced | None]) -> None:
-    assert begun.first is not None
-    for earlier in before:
-        earlier.exception()
-    try:
-        begun.first.collect()
-        begun.drawn.set_result(None)
-        begun.ended.set_result(replaced())
-    except BaseException as error:
-        _failed(begun, error)
-
-
-def _failed(begun: Begun, error: BaseException) -> None:
-    for future in (begun.drawn, begun.ended):
-        if not future.done():
-            future.set_exception(error)
+    return resample(context, attempts, rounds, again, metrics), metrics.sums()

@@ -137,9 +137,8 @@ class Beginning:
 
 def chunked(context: StepContext, rows: Sequence[tuple[Slot, SampleId]]) -> tuple[list[Chunk], list[list[int]]]:
     """Samples in the micro-batches that they are drawn in, and the places of each micro-batch in ``rows``."""
-    recipe = context.recipe
-    most = recipe.sampling.batch_size or recipe.train.micro_batch_size
-    places = list(chunks_of_a_size([slot.prompt for slot, _ in rows], recipe.sampling, most))
+    recipe, prompts = context.recipe, [slot.prompt for slot, _ in rows]
+    places = list(chunks_of_a_size(prompts, recipe.sampling, recipe.sampled_at_once))
     return [Chunk([rows[n][0] for n in chunk], [rows[n][1] for n in chunk]) for chunk in places], places
 
 

@@ -53,7 +53,7 @@ class Coming(ComingChunks):
         controller, size = context.controller, slots_at_once(context.recipe)
         division = controller.division(step)
         self._lists = [portions(share, size, division.costs) for share in division.shares]
-        self._batches = size * context.recipe.train.group_size // _most(context.recipe)
+        self._batches = size * context.recipe.train.group_size // context.recipe.sampled_at_once
         counters = controller.peers.counters(str(step))
         devices = context.recipe.devices_per_controller
         self._claims = Claims(controller.rank, [*map(len, self._lists)], counters, devices)
@@ -133,12 +133,7 @@ def portions(share: Sequence[int], size: int, costs: Sequence[float] | None) -> 
 def whole_first(recipe: Recipe, whole: Round) -> Groups:
     """The groups of a round, last those whose micro-batch has fewer rows than others: an update then has the
     micro-batches of sampling."""
-    most, size = _most(recipe), [len(whole.micro_batches[m]) for m, _ in whole.places(0)]
+    most, size = recipe.sampled_at_once, [len(whole.micro_batches[m]) for m, _ in whole.places(0)]
     rows = len(size) // len(whole.slots)
     groups = [(min(size[n * rows : (n + 1) * rows]) < most, n) for n in range(len(whole.slots))]
     return Groups([whole], [(0, n) for _, n in sorted(groups)], recipe.train.group_size)
-
-
-def _most(recipe: Recipe) -> int:
-    """The rows of a micro-batch of sampling."""
-    return recipe.sampling.batch_size or recipe.train.micro_batch_size

@@ -249,8 +249,7 @@ class PartialRollout(StepPart, RolloutStrategy):
         going = _going(before).tolist()
         order = sorted(range(len(before)), key=lambda row: going[row])  # stable: complete rows first
         done, asked = order[: going.count(False)], order[going.count(False) :]
-        most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
-        parts = [before.rows(rows) for rows in chunks(asked, most)]
+        parts = [before.rows(rows) for rows in chunks(asked, context.recipe.sampled_at_once)]
         grown = context.compute.devices.continue_generation(context, parts, self.settings.cut_after, how, version)
         dated = [_with_steps(part, more, of) for part, more in zip(parts, grown, strict=True)]
         after = TextRows.join([*([before.rows(done)] if done else []), *dated])

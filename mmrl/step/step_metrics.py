@@ -18,10 +18,10 @@ FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
 """Largest |ratio - 1| allowed before the first update of a step. In half precision the same code on the same shapes is
 also exact, but an accelerator may choose different kernels."""
 
-
+_FIRST_RATIO = "policy/first_ratio_max_dev"
 _FIRST = {
     "policy/ratio_max_dev": "a log-probability that the update computed anew",
-    "policy/first_ratio_max_dev": "a log-probability that the update computed anew",
+    _FIRST_RATIO: "a log-probability that the update computed anew",
     "mismatch/log_prob_gap_max": "a log-probability that the update computed anew",
     "policy/loss": "the loss",
 }
@@ -60,7 +60,6 @@ class StepMetrics:
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._updates = 0
         self._maxima: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._first: list[Number] = []
         self._values: defaultdict[str, list[tuple[Number, float]]] = defaultdict(list)
         self._merged: list[Sums] = []
 
@@ -75,7 +74,7 @@ class StepMetrics:
         for name, value in loss.maxima.items():
             self._maxima[name].append(value.detach())
         if first_update and "policy/ratio_max_dev" in loss.maxima:
-            self._first.append(loss.maxima["policy/ratio_max_dev"].detach())
+            self._maxima[_FIRST_RATIO].append(loss.maxima["policy/ratio_max_dev"].detach())
 
     def gather(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], count: Number) -> None:
         """Add a slice with ``count`` tokens: ``sums`` become means over the step's tokens, ``maxima`` stay maxima."""
@@ -102,11 +101,10 @@ class StepMetrics:
         self._updates += 1
 
     def check_first_ratio(self, *, exact: bool) -> None:
-        """Raise ``UserError`` if sampling and replay disagree before any weight has changed."""
-        if not self._first:
-            return
+        """Raise ``UserError`` if sampling and replay disagree before any weight has changed, in slices that were
+        merged."""
         tolerance = FIRST_RATIO_TOLERANCE["float32" if exact else "half"]
-        found = _largest(map(_known(self._first), self._first))
+        found = _largest(one["maxima"].get(_FIRST_RATIO, 0.0) for one in self._merged)
         if not found <= tolerance:
             raise UserError(
                 f"before the first update the largest |ratio - 1| is {found:.3g}, above {tolerance:g}: sampling "
@@ -153,24 +151,19 @@ class StepMetrics:
     def merge(self, found: Sequence[Sums]) -> None:
         """Add the sums of other devices, each over its own slices."""
         self._merged += found
-        for one in found:
-            first = one["maxima"].get("policy/first_ratio_max_dev")
-            if first is not None:
-                self._first.append(first)
 
     def sums(self) -> Sums:
         """Everything that was added, for ``merge`` on another device or ``gather`` over controllers."""
         summed = {**self._pairs, **self._values}
         each = [value for of in (*self._means.values(), *self._maxima.values()) for value in of]
-        number = _known([*each, *self._first, *(value for of in summed.values() for pair in of for value in pair)])
-        first = {"policy/first_ratio_max_dev": _largest(map(number, self._first))} if self._first else {}
+        number = _known([*each, *(value for of in summed.values() for pair in of for value in pair)])
         pairs = {k: (sum(number(v) for v, _ in of), sum(number(n) for _, n in of)) for k, of in self._pairs.items()}
         values = {k: (sum(number(v) * w for v, w in of), sum(w for _, w in of)) for k, of in self._values.items()}
         own: Sums = {
             "updates": self._updates,
             "means": {name: sum(map(number, of)) for name, of in self._means.items()},
             "pairs": pairs | values,
-            "maxima": {name: _largest(map(number, of)) for name, of in self._maxima.items()} | first,
+            "maxima": {name: _largest(map(number, of)) for name, of in self._maxima.items()},
             "counts": self._counts,
         }
         return _added([own, *self._merged])

@@ -321,8 +321,8 @@ class Evaluator:
         keys, order, bad = list[list[str]](), list[list[int]](), list[Failure]()
 
         def asked() -> Iterator[Chunk]:
-            most = recipe.sampling.batch_size or recipe.train.micro_batch_size
-            for index in chunks_of_a_size([slot.prompt for slot in slots], recipe.sampling, most):
+            prompts = [slot.prompt for slot in slots]
+            for index in chunks_of_a_size(prompts, recipe.sampling, recipe.sampled_at_once):
                 usable, held, unusable = encode(run, [slots[n] for n in index], self._other)
                 bad.extend(unusable)
                 parts = by_size([slot.prompt for slot in usable], recipe.sampling)  # replaced ones may be of another

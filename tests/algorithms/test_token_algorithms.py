@@ -676,6 +676,12 @@ def test_groups_of_one_suit_those_who_do_not_compare():
 # The gap between engine and trainer.
 
 
+def figures(of):
+    """The means and maxima of a batch, by their names in the log."""
+    means = {name: (value / max(1.0, of.tokens.item())).item() for name, value in of.sums.items()}
+    return means | {name: value.item() for name, value in of.maxima.items()}
+
+
 def test_mismatch_estimates_the_divergence_of_engine_and_trainer():
     """Tokens of (1/2, 1/4, 1/4) in these very proportions: means over them are expectations under the engine."""
     engine = f64([0.5, 0.25, 0.25]).log()
@@ -684,7 +690,7 @@ def test_mismatch_estimates_the_divergence_of_engine_and_trainer():
     expected = sum(p * (math.log(p) - float(q)) for p, q in zip((0.5, 0.25, 0.25), trainer, strict=True))
     ones = torch.ones(2, 2)
     out = mismatch(trainer[drawn].view(2, 2), engine[drawn].view(2, 2), ones, Correction("token", cap=1.5))
-    metrics = out.metrics()
+    metrics = figures(out)
     assert metrics["mismatch/kl"] == pytest.approx(expected)
     assert metrics["mismatch/kl_k3"] == pytest.approx(expected)  # exp(d) - 1 has mean 0 under the engine
     assert metrics["mismatch/log_prob_gap_max"] == pytest.approx(math.log(1.6))
@@ -694,7 +700,7 @@ def test_mismatch_estimates_the_divergence_of_engine_and_trainer():
     assert metrics["mismatch/weight_mean"] == pytest.approx((0.8 * 3 + 1.5) / 4)
     assert metrics["mismatch/weight_clipped"] == 0.25
     uncut = mismatch(trainer[drawn].view(2, 2), engine[drawn].view(2, 2), ones, Correction("token", cap=100.0))
-    assert uncut.metrics()["mismatch/weight_mean"] == pytest.approx(1.0)
+    assert figures(uncut)["mismatch/weight_mean"] == pytest.approx(1.0)
 
 
 def test_sequence_weights_are_products_with_a_cap():
@@ -703,7 +709,7 @@ def test_sequence_weights_are_products_with_a_cap():
     assert out.weights is not None
     assert out.weights.shape == (2, 1)
     assert out.weights.flatten().tolist() == pytest.approx([math.exp(0.3), 2.0])
-    assert out.metrics()["mismatch/weight_clipped"] == pytest.approx(3 / 5)
+    assert figures(out)["mismatch/weight_clipped"] == pytest.approx(3 / 5)
     assert out.tokens == 5
 
 
@@ -715,7 +721,7 @@ def test_no_gap_has_weight_one_and_padding_is_ignored(level):
     if out.weights is not None:
         assert out.weights.eq(1).all()
         assert not out.weights.requires_grad
-    assert all(value == 0 for name, value in out.metrics().items() if name != "mismatch/weight_mean")
+    assert all(value == 0 for name, value in figures(out).items() if name != "mismatch/weight_mean")
 
 
 def test_huge_gaps_stay_numbers():
@@ -723,7 +729,7 @@ def test_huge_gaps_stay_numbers():
     out = mismatch(trainer, engine, torch.ones(1, 2), Correction("token"))
     assert out.weights is not None
     assert out.weights[0, 0] == 2.0
-    assert all(math.isfinite(v) for v in out.metrics().values())
+    assert all(math.isfinite(v) for v in figures(out).values())
 
 
 def rejecting(statistic, high, low=None):
@@ -763,7 +769,7 @@ def test_rejection_leaves_out_what_is_beyond(statistic, of, high, low):
         assert weights[: len(expected)] == expected if len(weights) > 1 else weights * len(expected) == expected
         rejected, tokens = rejected + expected.count(0.0), tokens + len(expected)
     assert 0 < rejected < tokens
-    assert out.metrics()["mismatch/rejected"] == pytest.approx(rejected / tokens)
+    assert figures(out)["mismatch/rejected"] == pytest.approx(rejected / tokens)
 
 
 # Printed by compute_rollout_rejection_mask of verl 0.9.1 for GAPS (trainer less engine) and COUNTED: which tokens stay.
@@ -846,7 +852,7 @@ def test_masked_weights_beyond_the_limits_are_zero_as_trls_sequence_mask():
     assert out.weights.flatten().tolist() == pytest.approx([0.0, math.exp(0.4), 0.0])
     cut = mismatch(d, torch.zeros_like(d), torch.ones_like(d), Correction("sequence", cap=3.0, floor=0.2))
     assert cut.weights.flatten().tolist() == pytest.approx([3.0, math.exp(0.4), 0.2])
-    assert out.metrics()["mismatch/weight_clipped"] == pytest.approx(2 / 3)
+    assert figures(out)["mismatch/weight_clipped"] == pytest.approx(2 / 3)
 
 
 def test_rejection_and_weights_multiply_and_each_test_must_be_passed():

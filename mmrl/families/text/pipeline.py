@@ -299,13 +299,12 @@ class LanguagePipeline:
             engine = self.engine.ready() if isinstance(self.engine, LazyEngine) else self.engine
             return engine if isinstance(engine, AnswersAsItGoes) else None
         if self._slots is None and self._cut is None and self._vocabulary is None:
-            most = self.recipe.sampling.batch_size or self.recipe.train.micro_batch_size
             self._slots = Slots(
                 self,
                 self._inputs,
                 self._autocast,
                 self.context or sys.maxsize,
-                most,
+                self.recipe.sampled_at_once,
                 record=self.recipe.performance.compile and self.device.type == "cuda",
             )
         return self._slots
