@@ -42,7 +42,7 @@ from mmrl.core.plugins.user_code import describe
 from mmrl.core.reply_bytes import ASK, ReplyBytes
 from mmrl.core.trajectory import Prompt
 from mmrl.core.untrusted import parse_json, printable
-from mmrl.episodes.pool import Pool
+from mmrl.episodes.pool import returned_within
 from mmrl.episodes.tools import refused
 
 _PATIENCE = 20.0
@@ -80,9 +80,7 @@ class Server:
     @cached_property
     def schemas(self) -> tuple[JsonObject, JsonObject]:
         """Those of an action, without its metadata, and of an observation. Raises ``UserError``."""
-        pool: Pool[str] = Pool(1, _PATIENCE)
-        pool.submit("schema", self._asked_schema)
-        ((_, returned),) = pool.ready(wait=True)
+        returned = returned_within(_PATIENCE, self._asked_schema)
         why = returned.error.replace("(environment.timeout)", "").strip()
         if not why:
             try:

@@ -48,10 +48,6 @@ class Coefficients:
     dt: Tensor
 
     @property
-    def steps(self) -> int:
-        return len(self.std)
-
-    @property
     def kl_std(self) -> Tensor:
         """What the authors of each noise divide the distance of two means by for their KL term, ``[T]``: ``std``, which
         is the KL of the two Gaussians; Flow-GRPO ``d``, so without the step's ``dt``."""

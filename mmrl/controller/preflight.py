@@ -6,13 +6,14 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
-from threading import Thread
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from mmrl.core.daemon import in_daemon
 from mmrl.core.durations import duration
 from mmrl.core.errors import UserError
 
@@ -47,20 +48,12 @@ def reach(store: dist.Store, rank: int, size: int, first: FirstSum, connect: Cal
     board: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # the other one may wait for ever
     board.set_timeout(timedelta(seconds=_ASK_S))
     board.set(f"preflight/came/{rank}", f"{platform.node()}, {first.device}")
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            connect()
-        except BaseException as error:  # this thread has nobody who sees it
-            errors.append(error)
-
-    thread = Thread(target=work, name="preflight", daemon=True)  # it may hang: the process ends without it
-    thread.start()
-    thread.join(first.seconds)
-    if not thread.is_alive() and not errors:
+    made = in_daemon(connect, "preflight")
+    wait([made], first.seconds)
+    error = made.exception() if made.done() else None
+    if made.done() and error is None:
         return
-    why = f"failed ({_first_line(errors[0])})" if errors else f"did not end within {duration(first.seconds)}"
+    why = f"did not end within {duration(first.seconds)}" if error is None else f"failed ({_first_line(error)})"
     raise UnreachedError(
         f"{size} ranks do not reach each other: a first sum over all {why}. {_answers(board, size, first.hosts)}"
     )

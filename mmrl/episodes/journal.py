@@ -59,7 +59,7 @@ class Journal:
                 self._known[id.step] = self._read(id.step)
                 for old in sorted(step for step in self._known if step >= 0)[:-_STEPS]:
                     del self._known[old]
-            found = self._known[id.step].get(_key(id, turn, after))
+            found = self._known[id.step].get((id.slot, id.attempt, id.sample, turn, after))
             self.taken += found is not None
             self.missing += found is None
             return found
@@ -93,8 +93,8 @@ class Journal:
         found: dict[_Key, Kept] = {}
         for folder in (root, *sorted(root.glob("controllers/*/"))):
             for file in sorted((folder / FOLDER).glob("evaluation-*.jsonl")) if step < 0 else ():
-                found |= {key: kept for key, kept in _kept(step, rows_of(file)).items() if key[2] == GROUP}
-            found |= _kept(step, rows_of(folder / FOLDER / self._file(step)))
+                found |= {key: kept for key, kept in _kept(rows_of(file)).items() if key[2] == GROUP}
+            found |= _kept(rows_of(folder / FOLDER / self._file(step)))
         return found
 
 
@@ -120,17 +120,13 @@ def _place(id: SampleId, turn: int, after: str) -> dict[str, int | str]:
     return {"slot": id.slot, "attempt": id.attempt, "sample": id.sample, "turn": turn, "after": after}
 
 
-def _key(id: SampleId, turn: int, after: str) -> _Key:
-    return id.slot, id.attempt, id.sample, turn, after
-
-
-def _kept(step: int, rows: Iterable[JsonObject]) -> dict[_Key, Kept]:
+def _kept(rows: Iterable[JsonObject]) -> dict[_Key, Kept]:
     """What the rows of a file say; a row that is not as this module writes it says nothing."""
     found: dict[_Key, Kept] = {}
     for row in rows:
         numbers = [row.get(name) for name in ("slot", "attempt", "sample", "turn")]
         slot, attempt, sample, turn = (n if isinstance(n, int) else -2 for n in numbers)
-        key = _key(SampleId(step, slot, attempt, sample), turn, str(row.get("after")))
+        key = slot, attempt, sample, turn, str(row.get("after"))
         kept = outcome_of(row)
         if not kept.lost:
             found[key] = kept

@@ -18,7 +18,7 @@ from mmrl.core.plugins.loading import load
 from mmrl.core.plugins.user_code import describe
 from mmrl.episodes.environment import Drawer, Environment
 from mmrl.episodes.isolated import Isolated, end
-from mmrl.episodes.pool import Pool, Returned
+from mmrl.episodes.pool import Returned, awaited, returned_within
 from mmrl.episodes.tools import Toolbox, of_class, schemas_of
 
 _MADE = 120.0
@@ -73,10 +73,8 @@ def _apart(settings: environment.Environment) -> Factory:
         raise _together(why)
     processes = Isolated(settings)
     first = processes.make()
-    pool: Pool[str] = Pool(1, max(_MADE, settings.timeout))
-    pool.submit("about", first.about)
     try:
-        ((_, returned),) = pool.ready(wait=True)
+        returned = returned_within(max(_MADE, settings.timeout), first.about)
     finally:
         closed(first, settings.timeout)
     if returned.error:
@@ -159,8 +157,7 @@ def closer_of(world: object) -> Callable[[], Any] | None:
 async def close(world: Environment) -> Returned | None:
     """Close it, where it can be closed. Raises what its method raises."""
     closer = closer_of(world)
-    made = None if closer is None else closer()
-    value = await made if inspect.isawaitable(made) else made
+    value = None if closer is None else await awaited(closer())
     return value if isinstance(value, Returned) else None
 
 
@@ -169,9 +166,6 @@ def closed(world: Environment, timeout: float) -> str:
     closed."""
     why = ""
     if closer_of(world) is not None:
-        pool: Pool[str] = Pool(1, timeout)
-        pool.submit("close", partial(close, world))
-        ((_, returned),) = pool.ready(wait=True)
-        why = returned.error
+        why = returned_within(timeout, partial(close, world)).error
     end(world)
     return why

@@ -82,15 +82,24 @@ class Pool(Generic[K]):
         self._returned.put((key, began, replace(returned, seconds=time.monotonic() - began)))
 
 
+def returned_within(seconds: float, call: Callable[[], Any]) -> Returned:
+    """What the ``call`` returned, or why it failed: also that it did not return within so many seconds."""
+    pool: Pool[None] = Pool(1, seconds)
+    pool.submit(None, call)
+    ((_, returned),) = pool.ready(wait=True)
+    return returned
+
+
 def returned_by(call: Callable[[], Any]) -> Returned:
     """Make the call, which may be ``async``, and may return a ``Returned``."""
     try:
         value = call()
-        value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        value = asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
         return value if isinstance(value, Returned) else Returned(value, "")
     except BaseException as error:  # of anybody's code
         return Returned(None, describe(error))
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
+async def awaited(value: Any) -> Any:
+    """``value``, or what it will be."""
+    return await value if inspect.isawaitable(value) else value

@@ -20,6 +20,7 @@ from mmrl.core.json_types import JsonObject
 from mmrl.core.plugins.loading import load
 from mmrl.core.plugins.user_code import describe
 from mmrl.core.trajectory import Prompt
+from mmrl.episodes.pool import awaited
 from mmrl.episodes.shown import content_of, is_content
 
 Tool = Callable[..., Any]
@@ -43,7 +44,7 @@ class Toolbox:
     async def reset(self, prompt: Prompt, seed: int) -> Content | None:
         if not hasattr(self.world, "reset"):
             return None
-        said = await _awaited(self.world.reset(**{**prompt.meta, "prompt": prompt.text}))
+        said = await awaited(self.world.reset(**{**prompt.meta, "prompt": prompt.text}))
         return None if said is None else shown(said)
 
     async def step(self, action: Action) -> list[Observation]:
@@ -52,7 +53,7 @@ class Toolbox:
         if action.calls:
             return [await self._made(call) for call in action.calls]
         asks = getattr(self.world, "get_reward", None)
-        reward = 0.0 if asks is None else float(await _awaited(asks()))
+        reward = 0.0 if asks is None else float(await awaited(asks()))
         return [Observation(reward=reward, done=True)]
 
     async def _made(self, call: Call) -> Observation:
@@ -63,7 +64,7 @@ class Toolbox:
             return refused(call, f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}")
         try:
             checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
-            result = await _awaited(checked(**call.arguments))
+            result = await awaited(checked(**call.arguments))
         except ValidationError as error:
             first = error.errors()[0]
             return refused(call, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
@@ -117,7 +118,3 @@ def shown(result: object) -> Content:
 def refused(call: Call, why: str) -> Observation:
     """What is told of a call that was not made."""
     return Observation(json.dumps({"error": why}, ensure_ascii=False), call_id=call.id, info={FAILED: why})
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -21,7 +21,7 @@ from mmrl.episodes.environment import told_of
 from mmrl.episodes.journal import GROUP, Journal
 from mmrl.episodes.loading import closed, opened
 from mmrl.episodes.play import How, Played, play, reset_seed
-from mmrl.episodes.pool import Pool
+from mmrl.episodes.pool import returned_within
 from mmrl.episodes.shown import content_of
 from mmrl.models.text.chat import Conditioner
 from mmrl.models.text.conversation import PLACEHOLDER
@@ -91,11 +91,10 @@ class World:
         kept = None if self.journal is None else self.journal.answer(id, 0, "")
         if kept is not None and not kept.lost:
             return kept.told, kept.failure
-        pool: Pool[SampleId] = Pool(1, self._section.timeout)
         world = self._factory.make()
         try:
-            pool.submit(id, partial(world.reset, prompt, reset_seed(self._recipe.seed, id)))
-            ((_, returned),) = pool.ready(wait=True)
+            reset = partial(world.reset, prompt, reset_seed(self._recipe.seed, id))
+            returned = returned_within(self._section.timeout, reset)
         finally:
             if why := closed(world, self._section.timeout):
                 self._unclosed[replace(id, sample=0)] = why

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any, cast
 from uuid import uuid4
 
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from mmrl.config.replicas import spread
 from mmrl.config.rollout import GROUPED
+from mmrl.core.daemon import in_daemon
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.notices import tell
@@ -93,17 +93,8 @@ class GroupSender:
         """What ``join`` makes. Raises ``StuckError`` where an optional group neither comes about nor fails."""
         if not self._sending.optional:
             return join()
-        came: Future[WeightGroup] = Future()
-
-        def work() -> None:
-            try:
-                came.set_result(join())
-            except BaseException as error:  # this thread has nobody who sees it
-                came.set_exception(error)
-
-        Thread(target=work, name="mmrl-join", daemon=True).start()  # it may hang: the process ends without it
         try:
-            return came.result(self._patience + _GRACE_S)
+            return in_daemon(join, "mmrl-join").result(self._patience + _GRACE_S)
         except TimeoutError:
             raise StuckError(
                 f"rollout.weight_transport: auto tried {self._backend} between trainer and vLLM, which neither worked "

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mmrl.core.daemon import in_daemon
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import JsonObject
 from mmrl.core.notices import tell
@@ -121,16 +121,12 @@ class Loaded:
         close = getattr(getattr(self.call, "__self__", None), "close", None)
         if not callable(close):
             return
-        closed: Future[object] = Future()
 
         def run() -> None:
-            try:
-                with watched(self.name, here=False):
-                    closed.set_result(close())
-            except BaseException as error:  # raised below
-                closed.set_exception(error)
+            with watched(self.name, here=False):
+                close()
 
-        threading.Thread(target=run, name="mmrl-reward-close", daemon=True).start()
+        closed = in_daemon(run, "mmrl-reward-close")
         if wait([closed], CLOSE_S).done:
             closed.result()
         else:

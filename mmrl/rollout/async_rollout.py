@@ -23,17 +23,16 @@ equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from threading import Thread
 
 import torch
 
 from mmrl.algorithms.objective import sampler
 from mmrl.core.checkpoint_reader import PartState, Saved
 from mmrl.core.clock import Clock
+from mmrl.core.daemon import in_daemon
 from mmrl.core.json_types import JsonObject, as_integer, as_number, as_object
 from mmrl.core.trajectory import Slot
 from mmrl.models.policy import Version
@@ -55,25 +54,16 @@ class Begun:
     """A step that is being sampled. ``first``: its first round. ``drawn`` is done when that round is sampled, ``ended``
     when all rounds of dynamic sampling are. With partial rollout ``first`` is None and ``drawn`` has the result."""
 
-    first: Sampling | None = None
-    drawn: Future[PartialRound | None] = field(default_factory=Future)
-    ended: Future[Replaced | None] = field(default_factory=Future)
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the ``work`` that sets both. Where it raises, who waits for them gets the error."""
-        try:
-            work()
-        except BaseException as error:
-            for future in (self.drawn, self.ended):
-                if not future.done():
-                    future.set_exception(error)
+    first: Sampling | None
+    drawn: Future[PartialRound | None]
+    ended: Future[Replaced | None]
 
 
 class AsyncRollout(StepPart, RolloutStrategy):
     """Final class: what this controller samples for this step and the next ones, and the
     versions of the weights for it.
 
-    One thread per step submits samples to the rewards as they arrive and replaces groups; the steps take turns.
+    Threads of each step submit samples to the rewards as they arrive, and replace groups; the steps take turns.
     """
 
     def __init__(
@@ -150,25 +140,27 @@ class AsyncRollout(StepPart, RolloutStrategy):
     def _begin(self, context: StepContext, step: int, clock: Clock) -> Begun:
         version, inside = self._versions[self._of(step)], Clock(torch.device("cpu"))
         if self.partial is not None:
-            draw, first = partial(self.partial.draw, context, step, self._of(step), inside, version), None
+            sample, first = partial(self.partial.draw, context, step, self._of(step), inside, version), None
         else:
             slots = context.controller.slots(step, context.prompts, context.recipe.train.prompts_per_step)
             first = Sampling(context, slots, step, clock, inside, version)
-            draw = first.collect
-        begun, before = Begun(first), [*self._begun.values()]
+            sample = first.collect
+        before = [*self._begun.values()]
         attempts = None if self.dynamic is None else self.dynamic.at(self._valid[self._of(step)])
 
-        def work() -> None:
+        def draw() -> PartialRound | None:
             for earlier in before:
                 earlier.ended.result()  # raises: the run ends, and unfinished responses are not known
-            begun.drawn.set_result(draw())
-            if first is not None and attempts is not None:
-                begun.ended.set_result(_replaced(context, attempts, first, step, inside, version))
-            else:  # ``groups`` finishes the round: its statistics may be of all controllers
-                begun.ended.set_result(None)
+            return sample()
 
-        Thread(target=begun.run, args=(work,), name=f"mmrl-ahead-{step}", daemon=True).start()
-        return begun
+        def end() -> Replaced | None:
+            drawn.result()
+            if first is None or attempts is None:  # ``groups`` finishes the round: it may need all controllers
+                return None
+            return _replaced(context, attempts, first, step, inside, version)
+
+        drawn = in_daemon(draw, f"mmrl-ahead-{step}")
+        return Begun(first, drawn, in_daemon(end, f"mmrl-replaced-{step}"))
 
 
 def _replaced(

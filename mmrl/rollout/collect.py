@@ -298,13 +298,7 @@ def slices(context: StepContext, batch: Batch, rows: list[int]) -> Iterator[Micr
 
 def mask_of(batch: Batch) -> Tensor | None:
     """``[B, T]``: 1 for the response tokens of each row; None for pictures."""
-    if not batch.texts:
-        return None
-    masks = [t.padded("action_mask").float().cpu() for t in batch.texts]
-    mask = torch.zeros(len(batch.places), max(m.shape[1] for m in masks))
-    for n, (m, i) in enumerate(batch.places):
-        mask[n, : masks[m].shape[1]] = masks[m][i]
-    return mask
+    return batch.of_tokens("action_mask") if batch.texts else None
 
 
 def unsampled_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock) -> Batch:

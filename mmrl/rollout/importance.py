@@ -30,12 +30,8 @@ def mean_weight(context: StepContext, batch: Batch, mask: Tensor) -> float:
     """The mean weight over the tokens (or responses, if each has one weight) of all controllers' rows that count; 1 if
     all weights are 0. ``mask`` ``[B, T]``; ``batch.prepared`` has the trainer's log-probs. All controllers call it
     together."""
-    engine = torch.zeros_like(mask)
-    drawn = [rows.padded("log_probs").float().cpu() for rows in batch.texts]
-    for n, (m, i) in enumerate(batch.places):
-        engine[n, : drawn[m].shape[1]] = drawn[m][i]
     counted = mask * batch.weights.unsqueeze(1)
-    mine = summed_weights(batch.prepared["log_probs"], engine, counted, correction_of(context))
+    mine = summed_weights(batch.prepared["log_probs"], batch.of_tokens("log_probs"), counted, correction_of(context))
     total, count = context.controller.total(torch.stack(mine).double()).tolist()
     mean = total / max(1.0, count)
     return mean if mean > 1e-8 else 1.0

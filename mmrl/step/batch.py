@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.sampling import Sampling, TextSampling
-from mmrl.core.trajectory import Prompt, Rows, SampleId, Slot, TextRows
+from mmrl.core.trajectory import PerToken, Prompt, Rows, SampleId, Slot, TextRows
 from mmrl.data.buckets import by_size
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.step.step_metrics import Sums
@@ -113,6 +113,14 @@ class Batch:
     def texts(self) -> list[TextRows]:
         """The micro-batches, where text was sampled; else none."""
         return [rows for rows in self.micro_batches if isinstance(rows, TextRows)]
+
+    def of_tokens(self, name: PerToken) -> Tensor:
+        """Texts: the column ``name`` of their tokens, ``[B, T]`` float32 on the CPU, 0 behind each response."""
+        columns = [rows.padded(name).float().cpu() for rows in self.texts]
+        out = torch.zeros(len(self.places), max(column.shape[1] for column in columns))
+        for n, (m, i) in enumerate(self.places):
+            out[n, : columns[m].shape[1]] = columns[m][i]
+        return out
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def micro_batches_of(context: StepContext, batch: Batch, own: list[list[int]], c
             old = {name: to_device(value, device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
             found = context.pipeline.recorded(rows, entries)
-            known = old | recorded(drawn_before(found) if context.recomputes_old_log_probs else found, old)
+            found = drawn_before(found) if context.recomputes_old_log_probs else found
+            known = old | {name: value for name, value in found.items() if name not in old}  # not what was recomputed
             tokens = sum(sum(sizes[n]) for n in index)
             of_rows = [sizes[n] for n in index]
             width = padded(of_rows) if flat is None else line_tokens([sum(of) for of in of_rows], flat=flat)
@@ -89,11 +90,6 @@ def chosen(context: StepContext, rows: Rows) -> list[int]:
         return list(range(n))
     drawn = generator(context.recipe.seed, rows.ids[0].step, "trained steps")
     return sorted(torch.randperm(all_of, generator=drawn)[:n].tolist())
-
-
-def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that sampling recorded, without those that were recomputed (``prepared``)."""
-    return {name: value for name, value in own.items() if name not in prepared}
 
 
 def drawn_before(own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -49,7 +49,6 @@ SEED = 20_261_121
 FAILED = "failed/"
 """Prefix of a reward's label in heldout.jsonl for the number of samples that it could not score; absent if there are
 none."""
-_NO_NUMBER = (0.0, 0)
 
 
 @dataclass
@@ -507,20 +506,15 @@ def sums_at(
     ``right`` is NaN for a sample without a score, which does not count; a group with fewer than ``k`` scored samples is
     left out. ``answers``: None if the reward extracts none.
     """
-    found: dict[str, tuple[float, int]] = {}
-
-    def add(name: str, value: float) -> None:
-        total, n = found.get(name, _NO_NUMBER)
-        found[name] = total + value, n + 1
-
+    found: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         scored = [i for i in group if not math.isnan(right[i])]
         count = sum(right[i] >= 1 for i in scored)
         for k in pass_ks:
             if k <= len(scored):
-                add(f"pass@{k}", pass_at(len(scored), count, k))
-        for k in maj_ks if answers is not None else ():
-            if k <= len(scored):
-                said = [answers[i] for i in scored] if answers is not None else []
-                add(f"maj@{k}", majority_at(said, [float(right[i] >= 1) for i in scored], k))
-    return found
+                found[f"pass@{k}"].append(pass_at(len(scored), count, k))
+        for k in maj_ks:
+            if answers is not None and k <= len(scored):
+                correct = [float(right[i] >= 1) for i in scored]
+                found[f"maj@{k}"].append(majority_at([answers[i] for i in scored], correct, k))
+    return {name: (sum(values), len(values)) for name, values in found.items()}

@@ -64,7 +64,7 @@ class StandIn:
         c = sde.coefficients(schedule.sigmas, kind, body["rollout_noise_level"], noisy)
         x = torch.randn((1, *pipeline.shape), generator=generator)
         states, log_probs, velocities = [x], [], []
-        for i in range(c.steps):
+        for i in range(len(c.std)):
             v = pipeline.velocity(x, schedule.timesteps[i].expand(1), features)
             v = 1.2 * v if self.wrong == "velocities" else v
             mean = sde.step_mean(x, v, c, i)

@@ -20,7 +20,7 @@ from mmrl.core.trajectory import Prompt
 from mmrl.episodes.environment import Environment, observations
 from mmrl.episodes.isolated import Isolated
 from mmrl.episodes.loading import Factory, closed, opened
-from mmrl.episodes.pool import Pool
+from mmrl.episodes.pool import returned_within
 
 PROMPT = Prompt("mmrl check/1", "Begin.", {"answer": "1"})
 TURNS = ("", "1", "I do not know.", "<tool_call>", "7 " * 50)
@@ -40,9 +40,7 @@ class Case:
 
     def called(self, what: str, call: Callable[[], Any]) -> tuple[Observation, ...]:
         """What a call answers. Fails where it takes too long, raises, or answers with something else."""
-        pool: Pool[str] = Pool(1, self.section.timeout)
-        pool.submit(what, call)
-        ((_, returned),) = pool.ready(wait=True)
+        returned = returned_within(self.section.timeout, call)
         expect(not returned.error, f"{what} failed: {returned.error}")
         try:
             told = observations(returned.value)
