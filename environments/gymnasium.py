@@ -98,10 +98,11 @@ class World:
 
     def _shown(self, observation: object) -> list[str | Image.Image]:
         drawn: Any = None if self._world.render_mode is None else self._world.render()
+        pictures: list[str | Image.Image] = [] if self._show == "text" else [Image.fromarray(drawn)]
         if self._show == "picture":
-            return [_picture(drawn)]
-        text = _without_colours(drawn) if isinstance(drawn, str) else _text(observation)
-        return [text, _picture(drawn)] if self._show == "both" else [text]
+            return pictures
+        text = _COLOURED.sub(r"[\1]", drawn).strip("\n") if isinstance(drawn, str) else _text(observation)
+        return [text, *pictures]
 
 
 def _spec(id: str) -> Any:
@@ -218,12 +219,3 @@ def _text(observation: object) -> str:
     if isinstance(observation, Mapping):
         return "\n".join(f"{key}: {_text(value)}" for key, value in observation.items())
     return json.dumps(observation, default=lambda value: value.tolist())
-
-
-def _picture(drawn: Any) -> Image.Image:
-    """``drawn``: ``[height, width, 3]``, numbers from 0 to 255."""
-    return Image.fromarray(drawn)
-
-
-def _without_colours(drawn: str) -> str:
-    return _COLOURED.sub(r"[\1]", drawn).strip("\n")

@@ -140,15 +140,20 @@ class PolicyGradient(_Objective, Protocol):
         ...
 
 
-class ForwardProcess(_Objective, Protocol):
-    """Noises the clean samples afresh and matches velocities, without log-probs."""
-
-    kind: Literal["forward_process"]
+@runtime_checkable
+class KeepsCopies(Protocol):
+    """An objective that keeps copies of the weights: each of a forward process, and others where they say so."""
 
     @property
     def copies(self) -> Mapping[str, Callable[[int], float]]:
-        """The copies of the weights to keep, and for each the decay of its moving average after step ``n``."""
+        """Their names, and for each the decay of its moving average after step ``n``."""
         ...
+
+
+class ForwardProcess(_Objective, KeepsCopies, Protocol):
+    """Noises the clean samples afresh and matches velocities, without log-probs."""
+
+    kind: Literal["forward_process"]
 
     @property
     def shares_noise(self) -> bool:
@@ -215,16 +220,6 @@ def lacking(objective: Objective) -> list[str]:
     bases = [base for base in PROTOCOLS[objective.kind].__mro__ if base.__module__ == __name__]
     names = {name for base in bases for name in (*vars(base), *base.__annotations__) if not name.startswith("_")}
     return sorted(name for name in names if not hasattr(objective, name))
-
-
-@runtime_checkable
-class KeepsCopies(Protocol):
-    """An objective that keeps copies of the weights: each of a forward process, and others where they say so."""
-
-    @property
-    def copies(self) -> Mapping[str, Callable[[int], float]]:
-        """Their names, and for each the decay of its moving average after step ``n``."""
-        ...
 
 
 def copies_of(objective: Objective) -> Mapping[str, Callable[[int], float]]:

@@ -24,7 +24,7 @@ from mmrl.episodes.play import How, Played, play, reset_seed
 from mmrl.episodes.pool import returned_within
 from mmrl.episodes.shown import content_of
 from mmrl.models.text.chat import Conditioner
-from mmrl.models.text.conversation import PLACEHOLDER
+from mmrl.models.text.conversation import PLACEHOLDER, unmarked
 from mmrl.models.text.retold import Past, Teller
 from mmrl.models.text.stop_strings import StopStrings
 from mmrl.models.text.template_probe import TemplateFaultError
@@ -149,8 +149,8 @@ def _shown_first(prompt: Prompt, told: Sequence[Observation], most: int) -> Prom
         return replace(prompt, text="\n\n".join(text for text in (prompt.text, *(one.text for one in told)) if text))
     first, turns = prompt.text, list(prompt.turns)
     if not prompt.media:  # what looks like a mark is text there
-        first = _unmarked(first)
-        turns = [turn._replace(text=_unmarked(turn.text)) if turn.role == "user" else turn for turn in turns]
+        first = unmarked(first)
+        turns = [turn._replace(text=unmarked(turn.text)) if turn.role == "user" else turn for turn in turns]
     elif not any(PLACEHOLDER.search(text) for text in (first, *(t.text for t in turns if t.role == "user"))):
         marks = "".join(f"<{medium.kind}>" for medium in prompt.media)  # before the first message of the user
         at = next((n for n, turn in enumerate(turns) if turn.role == "user"), None)
@@ -158,14 +158,9 @@ def _shown_first(prompt: Prompt, told: Sequence[Observation], most: int) -> Prom
             first = marks + first
         else:
             turns[at] = turns[at]._replace(text=marks + turns[at].text)
-    shown = ["".join(_unmarked(p) if isinstance(p, str) else "<image>" for p in one.parts) for one in told]
+    shown = ["".join(unmarked(p) if isinstance(p, str) else "<image>" for p in one.parts) for one in told]
     text = "\n\n".join(text for text in (first, *shown) if text)
     return replace(prompt, text=text, turns=tuple(turns), media=(*prompt.media, *pictures))
-
-
-def _unmarked(text: str) -> str:
-    """``text`` with a space in what looks like the mark of a picture or clip."""
-    return PLACEHOLDER.sub(r"< \1>", text)
 
 
 def role_of(conditioner: Conditioner, recipe: Recipe, *, calls: bool) -> Role:

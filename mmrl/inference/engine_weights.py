@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mmrl.core.errors import UserError
@@ -163,12 +165,9 @@ def values_of(model: Path) -> int:
             total += math.prod(stored.shape)
             tied += math.prod(stored.shape) if name.endswith("lm_head.weight") else 0
     config = json_of(str(model), "config.json")
-    return total - (tied if _ties(config) else 0)
-
-
-def _ties(config: JsonObject) -> bool:
     text = config.get("text_config", {})
-    return bool(config.get("tie_word_embeddings") or (isinstance(text, Mapping) and text.get("tie_word_embeddings")))
+    ties = config.get("tie_word_embeddings") or (isinstance(text, Mapping) and text.get("tie_word_embeddings"))
+    return total - tied if ties else total
 
 
 def model_folder(path: str, engine: str) -> Path:
@@ -188,28 +187,18 @@ def model_folder(path: str, engine: str) -> Path:
     return folder
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy with its own memory: safetensors refuses tensors that share memory, and partial views."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(dict(tensors), file)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        raise UserError(
-            f"weights for the rollout engine could not be written to {file.parent}: {error}. Free some of that disk, "
-            "or set TMPDIR to another"
-        ) from error
-
-
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Write a LoRA to the new ``folder`` as peft does. ``tensors`` by the names peft saves."""
     folder.mkdir(mode=0o700)
-    _save({name: _copied(tensor) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    # Copies with their own memory: safetensors refuses tensors that share memory, and partial views.
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(own, folder / "adapter_model.safetensors")
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise UserError(
+            f"weights for the rollout engine could not be written to {folder}: {error}. Free some of that disk, or "
+            "set TMPDIR to another"
+        ) from error
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

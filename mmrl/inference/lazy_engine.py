@@ -30,6 +30,8 @@ class LazyEngine:
     engine on devices of its own.
     """
 
+    sleeps = True
+
     def __init__(self, start: Callable[[], RolloutEngine], *, to_sleep: bool) -> None:
         self._start, self._to_sleep = start, to_sleep
         self._engine: RolloutEngine | None = None
@@ -39,10 +41,6 @@ class LazyEngine:
     @property
     def max_model_len(self) -> int:
         return self.ready().max_model_len
-
-    @property
-    def sleeps(self) -> bool:
-        return True
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         return self.ready().generate(requests, settings)

@@ -110,24 +110,15 @@ class VllmEngine(WeightedEngine):
         """vLLM's ``LoRARequest``."""
         try:
             with process_settings_kept(), self._aside():
-                model_of_vllm: Any = part("vllm").LLM(**arguments)
+                self._llm: Any = part("vllm").LLM(**arguments)
+                """vLLM's ``LLM``; None once it is closed."""
         except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
             raise UserError(f"vLLM could not load {model}: {error}") from error
-        self._open: tuple[Any, SleepMode] | None = (
-            model_of_vllm,
-            SleepMode(keep_weights=lora_rank is not None, sleep=model_of_vllm.sleep, wake=model_of_vllm.wake_up),
+        self._mode = SleepMode(
+            keep_weights=lora_rank is not None,
+            sleep=lambda level: self._llm.sleep(level),
+            wake=lambda parts: self._llm.wake_up(parts),
         )
-
-    @property
-    def _llm(self) -> Any:
-        """vLLM's ``LLM``."""
-        assert self._open is not None, "the engine is closed"
-        return self._open[0]
-
-    @property
-    def _mode(self) -> SleepMode:
-        assert self._open is not None, "the engine is closed"
-        return self._open[1]
 
     def ready(self, timeout: float | None) -> list[tuple[int, Completion]]:
         with self._aside():
@@ -194,11 +185,11 @@ class VllmEngine(WeightedEngine):
 
     def close(self) -> None:
         """Free the engine. Harmless when called twice."""
-        if self._open is None:
+        if self._llm is None:
             return
         with default_group_kept() if self._initialised else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
-        self._open = self._adapter = None
+        self._llm = self._adapter = None
         self._remove()
 
     def _forget(self) -> None:

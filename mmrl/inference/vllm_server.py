@@ -184,7 +184,7 @@ class VllmServer(WeightedEngine):
         self.sleeps = bool(wanted.get("enable_sleep_mode"))
         arguments = engine_arguments(
             str(self._folder.resolve()),
-            cpu=_cpu(),
+            cpu=not torch.cuda.is_available(),
             max_model_len=max_model_len,
             dtype=dtype,
             images=images,
@@ -332,12 +332,6 @@ class VllmServer(WeightedEngine):
         return body | {"token_ids": shown_ids(request), "content_parts": parts}
 
 
-def _cpu() -> bool:
-    from torch import cuda
-
-    return not cuda.is_available()
-
-
 def _variables(key: str) -> dict[str, str]:
     return {
         **environment(),
@@ -346,7 +340,7 @@ def _variables(key: str) -> dict[str, str]:
         "VLLM_API_KEY": key,  # not on the command line, which other users can read
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        **({"TORCH_COMPILE_DISABLE": "1"} if _cpu() else {}),  # it would need a C++ compiler only for the log-probs
+        **({} if torch.cuda.is_available() else {"TORCH_COMPILE_DISABLE": "1"}),  # it needs a C++ compiler
     }
 
 
@@ -364,7 +358,7 @@ if __name__ in (
     "__main__",
     "__mp_main__",
 ):  # the second: a process that the server starts, by importing its main module
-    if _cpu():
+    if not torch.cuda.is_available():
         mend()
     if __name__ == "__main__":
         import runpy

@@ -58,8 +58,6 @@ def shared_credit(values: Tensor, valid: Tensor, size: int, branches: int) -> Te
     return torch.where(kept, found, a).flatten().float()
 
 
-def inner_std(final: Tensor, branches: int) -> Tensor:
-    """Standard deviation of the rewards ``[N, K]`` of the branches of each beginning, ``[N, K / branches]``; NaN
-    without one."""
-    of = final.view(len(final), -1, branches)
-    return (of - of.nanmean(2, keepdim=True)).square().nanmean(2).sqrt()
+def known_std(rewards: Tensor) -> Tensor:
+    """The standard deviation over the last dimension of ``rewards`` that are not NaN; NaN where there is none."""
+    return (rewards - rewards.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()

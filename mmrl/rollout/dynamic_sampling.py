@@ -15,7 +15,6 @@ then twice as many each time, since few slots are left and every round has a fix
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +40,8 @@ class DynamicSampling(StepPart, RolloutStrategy):
 
     replaces_groups = True
 
-    def __init__(self, most: int) -> None:
-        self.most, self.valid = most, 1.0
+    def __init__(self, most: int, valid: float = 1.0) -> None:
+        self.most, self.valid = most, valid
 
     def groups(self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Groups:
         rounds = [sample_and_score(context, slots, step, clock)]
@@ -57,12 +56,6 @@ class DynamicSampling(StepPart, RolloutStrategy):
         attempts."""
         wanted = 2 ** (rounds - 1) / max(self.valid, 1 / self.most)
         return min(self.most - tried, round(wanted))
-
-    def at(self, valid: float) -> DynamicSampling:
-        """A copy with this average, which later steps do not change."""
-        then = copy(self)
-        then.valid = valid
-        return then
 
     def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
         """Update the average with the step's ``sampling/valid`` of all controllers; returns it as a metric."""

@@ -5,7 +5,6 @@ A group is on one controller, and its features, too: nothing crosses to others.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from mmrl.algorithms.sdpo import SDPOSettings
 from mmrl.config.schema import Recipe
 from mmrl.core.trajectory import TextRows
 from mmrl.models.protocol import of_text
-from mmrl.models.text.overlong import PLACEHOLDER
+from mmrl.models.text.conversation import unmarked
 from mmrl.rewards.judging.json_answer import without_thoughts
 from mmrl.step.batch import Batch, Groups
 from mmrl.step.step_context import StepContext
@@ -42,7 +41,7 @@ def with_hints(context: StepContext, groups: Groups, batch: Batch, rewards: torc
         prompt = batch.micro_batches[m].slots[i].prompt
         answer, words = solutions[n], feedback[n]
         if prompt.media:  # what they spell is no place of a picture
-            answer, words = (None if of is None else PLACEHOLDER.sub(_spaced, of) for of in (answer, words))
+            answer, words = (None if of is None else unmarked(of) for of in (answer, words))
         hint = settings.hint(answer, words)
         if hint and batch.weights[n] > 0:
             hints[m][i] = of_text(pipeline).hinted(prompt, hint, settings.max_prompt_tokens)
@@ -86,7 +85,3 @@ def _answer(text: str, settings: SDPOSettings) -> str:
         return without_thoughts(text)
     except ValueError:
         return ""
-
-
-def _spaced(found: re.Match[str]) -> str:
-    return f"{found[0][0]} {found[0][1:]}"

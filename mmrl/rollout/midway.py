@@ -29,7 +29,7 @@ from mmrl.core.trajectory import Rows, SampleId, Slot, text_rows
 from mmrl.models.policy import Version
 from mmrl.rewards.judging.statistics import spearman
 from mmrl.rewards.scoring import Failure, RewardError, Scores
-from mmrl.rollout.branches import branch_ids, inner_std
+from mmrl.rollout.branches import branch_ids, known_std
 from mmrl.step.batch import chunks_of_a_size, gather, samples_of
 from mmrl.step.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.step.step_metrics import StepMetrics, Sums
@@ -181,8 +181,8 @@ def measures(pruned: Pruned, final: Tensor, finished: Sequence[Rows]) -> Sums:
     groups = len(before)
     metrics.gather(
         {
-            "midway/kept_std": _std(after).sum(),
-            "midway/begun_std": _std(before).sum(),
+            "midway/kept_std": known_std(after).nan_to_num().sum(),
+            "midway/begun_std": known_std(before).nan_to_num().sum(),
             "midway/mean_shift": (after.nanmean(1) - before.nanmean(1)).nan_to_num().sum(),
         },
         {},
@@ -190,7 +190,7 @@ def measures(pruned: Pruned, final: Tensor, finished: Sequence[Rows]) -> Sums:
     )
     metrics.count({"midway/dropped": before.numel() - after.numel()})
     if branches > 1:
-        inner = inner_std(final, branches)
+        inner = known_std(final.view(len(final), -1, branches))
         metrics.gather({"midway/branch_std": inner.nansum()}, {}, int((~inner.isnan()).sum()))
     if pruned.tokens is not None and pruned.ended is not None:
         at = int(pruned.tokens[~pruned.ended].max()) if not pruned.ended.all() else 0
@@ -199,12 +199,6 @@ def measures(pruned: Pruned, final: Tensor, finished: Sequence[Rows]) -> Sums:
         metrics.gather({"midway/tokens_dropped": dropped}, {}, int(pruned.tokens.sum()) + later)
         metrics.gather({"midway/ended": pruned.ended.sum()}, {}, pruned.ended.numel())
     return metrics.sums()
-
-
-def _std(values: Tensor) -> Tensor:
-    """The standard deviation of each row without its NaN, ``[N]``; 0 where nothing is known."""
-    centred = values - values.nanmean(1, keepdim=True)
-    return centred.square().nanmean(1).sqrt().nan_to_num()
 
 
 def rank_correlation(predicted: Tensor, final: Tensor) -> float | None:

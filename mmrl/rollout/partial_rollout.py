@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -53,14 +52,6 @@ def _read_place(row: Json) -> tuple[int, int, int, str]:
     """A slot in a checkpoint: step, index, attempt, and the id of its prompt."""
     step, index, attempt, prompt = as_list(row)
     return as_integer(step), as_integer(index), as_integer(attempt), as_text(prompt)
-
-
-class _Left(TypedDict):
-    """The groups that a controller has in flight after a step. ``taken``: (pool, slots taken from its stream so far);
-    ``slots``: step, index, attempt and prompt id of each."""
-
-    taken: list[list[int]]
-    slots: list[list[int | str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,10 +154,9 @@ class PartialRollout(StepPart, RolloutStrategy):
         """Gather the slots in flight on all controllers: a checkpoint after this step keeps them."""
         groups, taken = self._landed
         mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
-        left: _Left = {"taken": [[pool, n] for pool, n in taken.items()], "slots": mine}
-        everyone = context.controller.gather(left)
-        counts = {pool: n for one in everyone for pool, n in one["taken"]}
-        slots = sorted((slot for one in everyone for slot in one["slots"]), key=lambda slot: slot[:2])
+        everyone = context.controller.gather(([[pool, n] for pool, n in taken.items()], mine))
+        counts = {pool: n for taken, _ in everyone for pool, n in taken}
+        slots = sorted((slot for _, slots in everyone for slot in slots), key=lambda slot: slot[:2])
         self._settled = (groups, {"taken": [counts[pool] for pool in range(self.settings.pools)], "slots": slots})
         return {}
 

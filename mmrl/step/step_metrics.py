@@ -56,11 +56,10 @@ class StepMetrics:
     def __init__(self, weight: float = 1.0) -> None:
         self._weight = weight
         self._means: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._pairs: defaultdict[str, list[tuple[Tensor, Number]]] = defaultdict(list)
+        self._pairs: defaultdict[str, list[tuple[Number, Number]]] = defaultdict(list)
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._updates = 0
         self._maxima: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._values: defaultdict[str, list[tuple[Number, float]]] = defaultdict(list)
         self._merged: list[Sums] = []
 
     def weigh(self, weight: float) -> None:
@@ -86,11 +85,11 @@ class StepMetrics:
     def set(self, values: Mapping[str, float]) -> None:
         """Set values of the step; a value that is set by several updates (a gradient norm) is averaged."""
         for name, value in values.items():
-            self._values[name].append((value, self._weight))
+            self._pairs[name].append((value * self._weight, self._weight))
 
     def extend(self, name: str, values: Tensor) -> None:
         """Add values per sample from inside the update; they are averaged."""
-        self._values[name].extend((value, 1.0) for value in values.double().unbind())
+        self._pairs[name].extend((value, 1.0) for value in values.double().unbind())
 
     def count(self, values: Mapping[str, float]) -> None:
         """Add counts, which are summed over all controllers."""
@@ -154,15 +153,13 @@ class StepMetrics:
 
     def sums(self) -> Sums:
         """Everything that was added, for ``merge`` on another device or ``gather`` over controllers."""
-        summed = {**self._pairs, **self._values}
         each = [value for of in (*self._means.values(), *self._maxima.values()) for value in of]
-        number = _known([*each, *(value for of in summed.values() for pair in of for value in pair)])
+        number = _known([*each, *(value for of in self._pairs.values() for pair in of for value in pair)])
         pairs = {k: (sum(number(v) for v, _ in of), sum(number(n) for _, n in of)) for k, of in self._pairs.items()}
-        values = {k: (sum(number(v) * w for v, w in of), sum(w for _, w in of)) for k, of in self._values.items()}
         own: Sums = {
             "updates": self._updates,
             "means": {name: sum(map(number, of)) for name, of in self._means.items()},
-            "pairs": pairs | values,
+            "pairs": pairs,
             "maxima": {name: _largest(map(number, of)) for name, of in self._maxima.items()},
             "counts": self._counts,
         }
