@@ -12,6 +12,7 @@ import json
 from base64 import b64encode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -83,15 +84,21 @@ def page_of(run: Path, judged: Judgement | None = None, follows: str | None = No
 
 def template(name: str) -> Template:
     """A page of this folder; everything that is put into it is escaped."""
-    page = Environment(
+    return _pages().get_template(name)
+
+
+@cache
+def _pages() -> Environment:
+    """The pages of this folder. Each is compiled once: a run writes its report after every evaluation."""
+    pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page.filters["short"] = short
-    return page.get_template(name)
+    pages.filters["short"] = short
+    return pages
 
 
 def head_of(run: RecordedRun) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def test_the_loss_is_the_papers():
     assert objective.loss(same, {"weights": torch.ones(5)}, 5.0).value.item() == pytest.approx(math.log(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_errors_are_of_both_pictures_at_one_noise_and_without_guidance(guidance):
     run = moved(make(f"sampling.guidance_scale={guidance}"))

@@ -218,6 +218,7 @@ def folder_of(root, count=12, sizes=((32, 32), (48, 32), (32, 48))):
     return root
 
 
+@pytest.mark.slow
 def test_a_folder_trains_in_buckets_and_resumes_equal_to_the_bit(tmp_path):
     data = f"{{path: {folder_of(tmp_path / 'mine')}, heldout: 3}}"
     changes = [

@@ -193,6 +193,7 @@ def test_a_run_learns_to_answer_and_its_samples_are_scored(trained):
     assert "sft/log_prob" in card
 
 
+@pytest.mark.slow
 def test_a_run_with_lora_goes_on_where_it_was_cut(folder, trained, tmp_path, monkeypatch):
     step = Trainer._step
 

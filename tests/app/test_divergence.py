@@ -123,6 +123,7 @@ def test_an_absurd_learning_rate_is_named_and_the_last_finite_checkpoint_stays(d
     assert "diverged" in write_report(diverged.out).read_text()
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_a_lower_learning_rate_from_there(diverged, folder, capsys):
     before = rows(diverged.out)
     again = loaded(folder, diverged.kind, "optim.lr=1e-5", "train.steps=4", "optim.max_grad_norm=0.5")

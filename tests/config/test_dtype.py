@@ -152,6 +152,7 @@ def test_checks_between_sections_see_the_choice_and_a_resumed_run_its_own(tmp_pa
     assert read_recipe("shapes-full", COMPILED, lambda name: tmp_path).recipe == loaded.recipe
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_what_it_began_with_on_another_kind_of_cpu(folder, tmp_path, cpu, capsys):
     recipe, out = str(folder / "recipe.yaml"), tmp_path / "run"
     train(load_recipe([recipe], ["model.dtype=float32"]), tmp_path / "whole")

@@ -179,6 +179,7 @@ def test_pictures_that_an_environment_tells_stay(tmp_path):
         assert abs(more) < 200_000, (more, large)
 
 
+@pytest.mark.slow
 def test_the_interface_to_a_host_is_named():
     assert interface_to("127.0.0.1") in ("lo", "lo0")
     assert interface_to("no.such.host.invalid") is None

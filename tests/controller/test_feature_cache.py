@@ -39,6 +39,7 @@ def case(request, tmp_path_factory):
     return request.param, save(request.param, root / "model"), root / "cache"
 
 
+@pytest.mark.slow
 def test_a_prompt_is_encoded_once_for_all_runs(case):
     family, model, cache = case
     first, calls = encoded(model, cache, family)

@@ -152,6 +152,7 @@ def test_where_one_row_is_too_much_the_phase_is_named(run, asked):
         device_tasks.sample(run, *asked)
 
 
+@pytest.mark.slow
 def test_a_device_in_another_process_names_the_phase_too(run, asked):
     here, there = Pipe()
 

@@ -275,6 +275,7 @@ def test_a_reward_for_pictures_needs_an_environment_that_draws(options):
     assert "reads 'image'" in problems[0]
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_model_and_puts_it_to_sleep(options, drawer):
     def parts(*changes):
         made = plan(load_recipe(["draw-shapes"], [*section(options), *changes]))

@@ -144,6 +144,7 @@ def test_a_lora_that_diffusers_cannot_load_is_written_for_peft(pixart, tmp_path,
     assert made["image"].size == (32, 32)
 
 
+@pytest.mark.slow
 def test_recipes_train_with_the_algorithm_the_reward_the_judge_and_the_engine(tmp_path):
     rewards = [
         {"name": str(EXAMPLES / "reward.py:Concise"), "label": "concise", "options": {"most": 3, "names": ["answer:"]}},

@@ -159,6 +159,7 @@ def velocities(run, trajectory, new, guidance=1.0):
     return velocity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_train_the_conditional_prediction_of_guided_samples(kind):
     run, trajectory = made(KINDS[kind])

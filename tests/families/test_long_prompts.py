@@ -114,6 +114,7 @@ def test_only_the_encoder_that_reads_most_decides(folders):
         assert pipeline.lengths_of_prompts.of(Prompt("p", "red")).most == decides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in (*TOLD, *EDITORS)])
 def test_a_negative_prompt_is_too_long_where_its_end_is_not_read(folders, family):
     length = {"max_sequence_length": LENGTHS[family]} if family in LENGTHS else {}

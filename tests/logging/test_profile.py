@@ -51,12 +51,14 @@ def test_the_second_and_third_step_are_traced_with_their_phases(traced):
         assert any("Backward" in name for name in names)
 
 
+@pytest.mark.slow
 def test_the_steps_are_what_they_are_without(traced, tmp_path):
     plain = trained(tmp_path / "plain")
     assert metrics(plain) == metrics(traced)
     assert not (plain / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_run_may_be_resumed_with_it(tmp_path, traced):
     trained(tmp_path / "run", "train.steps=1")
     out = trained(tmp_path / "run", "train.steps=3", "profile=true", resume=True)

@@ -306,6 +306,7 @@ def test_the_plan_counts_what_is_on_the_host():
     assert {role.name: role.where for role in after.roles}["optimizer"] == "optimizer, else in host memory"
 
 
+@pytest.mark.slow
 def test_the_plan_counts_8_bits(monkeypatch):
     monkeypatch.setattr(performance, "find_spec", lambda name: name)  # as if bitsandbytes were installed
     before, after = planned(), planned("performance.optimizer=adamw_8bit")

@@ -261,6 +261,7 @@ def test_settings_that_do_not_fit_shared_samples_are_refused(overrides, message)
         load_recipe(["moving-shapes"], ["train.context_parallel=2", "devices_per_controller=2", *overrides])
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_one_of_two_devices_keeps_and_says_when_that_pays():
     words = ["train.micro_batch_size=2", "sampling.steps=4"]
     two = ["train.context_parallel=2", "devices_per_controller=2"]

@@ -97,6 +97,7 @@ def test_samples_and_weights_are_equal_to_the_bit_with_and_without_lending(recip
             assert mine.get(key) == theirs.get(key), key
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_on_a_lent_device_fails_the_step_and_leaves_its_weights_alone(monkeypatch):
     run, devices = opened(TEXT, lend=True)
     before = {name: p.detach().clone() for name, p in run.policy.trainable.items()}

@@ -67,6 +67,7 @@ def run_of(folder, monkeypatch, *words):
     return begins, rows, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [TEXTS, ENGINE])
 def test_what_is_not_needed_to_train_sleeps_then_and_the_run_is_the_same(folder, monkeypatch, engine):
     begins, rows, seen = run_of(folder, monkeypatch, engine, SLEEP)

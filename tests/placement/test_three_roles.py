@@ -111,6 +111,7 @@ def test_samples_and_weights_are_those_of_devices_that_keep_their_role(tmp_path,
         assert line["numbers"]["greedy"] > 0
 
 
+@pytest.mark.slow
 def test_the_policy_goes_on_where_a_checkpoint_stopped_it(tmp_path):
     run, devices = opened(tmp_path, "sums", THREE)
     try:

@@ -102,6 +102,7 @@ def test_operations_of_a_small_language_model_worked_out_by_hand():
     assert said - 2 * rows * tokens * weights - attention in (0, rotary)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_every_denoising_step_though_it_runs_one():
     m = planned().measured
     o = m.operations

@@ -75,6 +75,7 @@ def score(one, folder, *texts):
     return asyncio.run(one.score(group, context=Context(0, "cpu", folder, "judge")))["score"]
 
 
+@pytest.mark.slow
 def test_after_kill_9_in_the_middle_of_a_batch_nothing_answered_is_asked_again(tmp_path):
     with Counting(hangs=3) as server:
         command = [sys.executable, "-c", SCRIPT, server.url, str(tmp_path)]

@@ -185,6 +185,7 @@ def trained(*overrides, recipe="shapes-lora"):
     return rows, {k: p.detach().clone() for k, p in run.policy.trainable.items()}, (told, pictures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "reward", "overrides"),
     [

@@ -151,6 +151,7 @@ def test_a_response_goes_on_with_the_weights_of_the_step_that_takes_it_up(folder
     assert rows[0]["mismatch/log_prob_gap_max"] < 1e-4 < rows[-1]["mismatch/log_prob_gap_max"]
 
 
+@pytest.mark.slow
 def test_who_is_faster_changes_nothing(folder, whole):
     """A drawing that is slow, and one that is slow now and then, while the updates go on."""
     for hesitates in (lambda n: None, lambda n: time.sleep(0.3 * (n % 3 == 1))):
@@ -161,6 +162,7 @@ def test_who_is_faster_changes_nothing(folder, whole):
         assert not run.rollout.parts["ahead"]._begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_resumed_run_goes_on_with_what_was_in_flight(folder, whole, staleness, tmp_path):
     first = opened(folder, staleness)

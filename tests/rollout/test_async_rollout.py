@@ -166,6 +166,7 @@ def test_older_samples_are_weighed_by_how_likely_they_have_become(recipe):
     assert found[2]["mismatch/weight_mean"] != pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_several_updates_of_older_pictures_follow_the_decoupled_objective():
     """AReaL (arXiv 2505.24298), eq. 5, in float64: min(before / drew, cap) min(r A, clip(r) A), r = now / before."""
     cap, clip = 0.95, 1e-3

@@ -65,6 +65,7 @@ def standing(run, n=0):
 DYNAMIC = ["algorithm.dynamic_sampling=true", "algorithm.max_attempts=20"]
 
 
+@pytest.mark.slow
 def test_flat_groups_are_replaced_and_the_first_ratio_is_one(asked):
     run = made(asked, *DYNAMIC)
     ids, row, advantages = standing(run)

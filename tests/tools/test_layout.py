@@ -34,6 +34,7 @@ def test_no_test_package_shadows_datasets():
     assert not (ROOT / "tests" / "datasets" / "__init__.py").exists()
 
 
+@pytest.mark.slow
 def test_hugging_face_datasets_wins_from_the_repo_root():
     code = "import datasets, mmrl.datasets; assert hasattr(datasets, 'load_dataset'), datasets.__path__"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -51,6 +51,7 @@ def scores(trained, judge):
     return {"reward/trained": list(trained), "reward/judge": list(judge), "reward/judge/part": list(judge)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [None, 15])
 def test_false_alarms_are_no_more_than_alpha_though_evaluations_share_their_noise(first):
     rng, alarms, runs = np.random.default_rng(0), 0, 300

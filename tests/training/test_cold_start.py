@@ -62,6 +62,7 @@ def adapter_of(policy):
     return {name: p.detach().clone() for name, p in policy.trainable.items()}
 
 
+@pytest.mark.slow
 def test_the_chain_goes_on_with_what_sft_learned(folder, tmp_path):
     done = train(load(folder, *GRPO, ADAPTER), tmp_path / "grpo")
     metrics = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]

@@ -85,6 +85,7 @@ def assert_same(one, other):
     assert rows[0]["teacher/kl"] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["sampling.temperature=0.7"]])
 def test_a_reward_teaches_as_the_model_in_the_process_does(folder, tmp_path, more):
     placed = trained(folder, tmp_path / "placed", *PLACED, *more)

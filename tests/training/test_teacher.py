@@ -211,6 +211,7 @@ def test_the_gradient_of_a_step_is_that_of_the_divergence(folder, how):
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=2e-2)
 
 
+@pytest.mark.slow
 def test_a_run_comes_nearer_to_its_teacher_and_resumes_exactly(folder, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     edits = ["train.steps=6", "optim.lr=2e-2"]
