@@ -138,7 +138,7 @@ def _line_of_json(line: bytes, name: str) -> Prompt:
         raise ValueError('"id" is neither text nor a whole number')
     if identity != name and str(identity) != printable(str(identity), _LONGEST_ID):
         raise ValueError(f'"id" has characters that are no text, or more than {_LONGEST_ID:,}')
-    size = size_of(record)
+    size = size_of(record, {})
     return Prompt(str(identity), clean_text(text), meta, negative_prompt=negative_of(record), size=size)
 
 

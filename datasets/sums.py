@@ -72,13 +72,11 @@ def response(prompt: Prompt, sizes: Sequence[int] | None = None) -> str:
     sizes = [1] * len(steps) if sizes is None else sizes
     if sum(sizes) != len(steps) or min(sizes) < 1:
         raise ValueError(f"sizes {list(sizes)} do not cut {len(steps)} operations into steps")
+    equations = [found for found in map(_EQUATION.fullmatch, steps) if found]
     parts, done = [], 0
     for size in sizes:
-        taken = [_EQUATION.fullmatch(step) for step in steps[done : done + size]]
-        first, last = taken[0], taken[-1]
-        assert first is not None
-        assert last is not None
-        parts.append(f"{first[1]}{''.join(t[2] for t in taken if t)}={last[3]}")
+        taken = equations[done : done + size]
+        parts.append(f"{taken[0][1]}{''.join(one[2] for one in taken)}={taken[-1][3]}")
         done += size
     return BREAK.join([*parts, ANSWER + prompt.meta["answer"]])
 

@@ -290,10 +290,9 @@ def negative_of(record: Mapping[str, Cell], name: str | None = None) -> str | No
     return text if _VISIBLE.search(text) else ""
 
 
-def size_of(record: Mapping[str, Cell], named: Mapping[str, str] | None = None) -> AskedSize | None:
+def size_of(record: Mapping[str, Cell], named: Mapping[str, str]) -> AskedSize | None:
     """What ``record`` says of the size of its picture, under the names ``named`` or the usual ones. Raises
     ``ValueError``."""
-    named = named or {}
     if not any(name in record or name in named for name in AskedSize._fields):
         return None
     found = AskedSize(*(_pick(record, named.get(name), (name,)) for name in AskedSize._fields))

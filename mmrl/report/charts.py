@@ -202,8 +202,7 @@ class _Frame:
         return f'<path class="l{colour} {series.style}" d="{"".join(path)}"/>{dots}'
 
     def band(self, series: Series, colour: int) -> str:
-        both = zip(series.points, series.spread or [], strict=False)
-        edge = [(x, y - s, y + s) for (x, y), s in both if y is not None and s is not None and _known(y) and _known(s)]
+        edge = _edges(series)
         kept = [edge[bucket[0]] for bucket in _buckets(edge)]
         if len(kept) < 2:
             return ""
@@ -294,11 +293,13 @@ def _buckets(items: Sequence[object], most: int = POINTS // 2) -> list[range]:
 
 def _reach(series: Series) -> list[float]:
     values = [y for _, y in series.points if y is not None and _known(y)]
-    if series.spread is not None:
-        both = [(y, s) for (_, y), s in zip(series.points, series.spread, strict=False)]
-        known = [(y, s) for y, s in both if y is not None and s is not None and _known(y) and _known(s)]
-        values += [edge for y, s in known for edge in (y - s, y + s)]
-    return values
+    return [*values, *(end for _, low, high in _edges(series) for end in (low, high))]
+
+
+def _edges(series: Series) -> list[tuple[float, float, float]]:
+    """Step, low and high end of a line's band, where it has one."""
+    both = zip(series.points, series.spread or [], strict=False)
+    return [(x, y - s, y + s) for (x, y), s in both if y is not None and s is not None and _known(y) and _known(s)]
 
 
 def _known(value: float | None) -> bool:

@@ -84,10 +84,11 @@ def sentences(found: Comparison) -> Iterator[str]:
         elif differs.verdict == "unclear":
             yield (
                 f"{group.label} and {first.label} do not differ significantly: {_against(differs)} over "
-                f"{_over(differs)}."
+                f"{differs.count} {differs.over}."
             )
         else:
-            yield f"{group.label} {_WORDS[differs.verdict]} {first.label}: {_against(differs)} over {_over(differs)}."
+            above = f"{group.label} {_WORDS[differs.verdict]} {first.label}"
+            yield f"{above}: {_against(differs)} over {differs.count} {differs.over}."
     if any(len(group.runs) == 1 for group in found.groups):
         yield "An interval over prompts says nothing of other seeds; train each setting with three seeds or more."
 
@@ -136,10 +137,6 @@ def _against(differs: Difference) -> str:
     return f"{signed(differs.value, near)} ({differs.bounds(near)})"
 
 
-def _over(differs: Difference) -> str:
-    return f"{differs.count} {differs.over}"
-
-
 def _charts(found: Comparison) -> list[Markup]:
     """Curves of the measure, and of every other reward that all runs measure."""
     figures = [{key for row in run.heldout for key in row} for group in found.groups for run in group.runs]
@@ -151,18 +148,13 @@ def _charts(found: Comparison) -> list[Markup]:
     for key in dict.fromkeys([found.measure, *rewards, *guards]):
         lines = []
         for group in found.groups:
-            points = _curve(group, key)
+            points = group.curve(key)
             spread = [std for *_, std in points] if len(group.runs) > 1 else None
             name = f"{group.label} {group.name}"
             lines.append(Series(name, [(step, mean) for step, mean, _ in points], "dots", spread))
         note = f"{key}, held-out" + (", mean ± standard deviation over seeds" if band else "")
         charts.append(line_chart(name_of(key).removeprefix("guard/"), lines, note=note))
     return [chart for chart in charts if chart is not None]
-
-
-def _curve(group: Group, key: str) -> list[tuple[int, float, float | None]]:
-    measured = [any(row.get(key) is not None for row in run.heldout) for run in group.runs]
-    return group.curve(key) if all(measured) else []
 
 
 def _side_by_side(found: Comparison) -> dict[str, Any] | None:

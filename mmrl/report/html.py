@@ -103,9 +103,7 @@ def _pages() -> Environment:
 
 def head_of(run: RecordedRun) -> dict[str, Any]:
     """The status and the main numbers (``tiles``) at the top of the report."""
-    train = run.resolved.get("train")
-    train = train if isinstance(train, dict) else {}
-    total, budget = train.get("steps"), train.get("max_cpu_seconds")
+    total, budget = run.setting("train.steps"), run.setting("train.max_cpu_seconds")
     last = run.metrics[-1] if run.metrics else {}
     step, cpu = last.get("step", 0), last.get("perf/cpu_seconds")
     times = [value for _, value in run.column("time/step") if value is not None]

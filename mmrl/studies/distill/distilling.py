@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,7 @@ def _asked(source: Source, judge: Reward, samples: int, folder: Path, start: int
     with closing(context), closing(context.rewards):
         made = collect(context, samples, folder, start)
     if made.failed:
-        print(f"warning: {made.failed} samples have no verdict: {made.reason}", file=sys.stderr)
+        print(f"warning: {len(made.failed)} samples have no verdict: {made.failed[0]}", file=sys.stderr)
     return made, str(context.compute.device)
 
 
@@ -244,8 +244,11 @@ def _calibrate(students: Comparing, part: Table, lines: dict[Student, tuple[floa
 
 
 def _shape(pairs: Pairs) -> Shape:
-    pictures = max(max(len(side.pictures) for side in of) for of in (pairs.prompts, pairs.answers))
-    return Shape(pictures=max(1, pictures), side=_side(pairs))
+    """The shape of students that read pictures of 32 x 32 pixels where all are small, else of 64 x 64."""
+    sides = [*pairs.prompts, *pairs.answers]
+    sizes = [max(one.size) for side in sides for one in side.pictures]
+    most = max(len(side.pictures) for side in sides)
+    return Shape(pictures=max(1, most), side=32 if not sizes or max(sizes) <= 40 else 64)
 
 
 def _places(table: Table) -> tuple[int, int]:
@@ -258,11 +261,8 @@ def _places(table: Table) -> tuple[int, int]:
 
 def _numbers(part: Table) -> list[int]:
     """The number of each row's group."""
-    found = [0] * len(part.verdicts)
-    for n, rows in enumerate(part.groups):
-        for row in rows:
-            found[row] = n
-    return found
+    number = {row: n for n, rows in enumerate(part.groups) for row in rows}
+    return [number[row] for row in range(len(part.verdicts))]
 
 
 def _refuse_chance(found: dict[Student, Agreement], lines: dict[Student, tuple[float, float]]) -> None:
@@ -278,25 +278,18 @@ def _refuse_chance(found: dict[Student, Agreement], lines: dict[Student, tuple[f
     )
 
 
-def _side(pairs: Pairs) -> int:
-    """The pixels of a picture's side that the students read: 32 for small pictures, else 64."""
-    sizes = [max(one.size) for of in (pairs.prompts, pairs.answers) for side in of for one in side.pictures]
-    return 32 if not sizes or max(sizes) <= 40 else 64
-
-
 @dataclass(frozen=True)
 class Verdicts:
     """Samples of one prompt after another, each with the judge's verdict in [0, 1].
 
-    ``groups``: for each sample the number of its group, whose samples have the same prompt. ``failed``: how many more
-    samples the judge could not score, and the first reason.
+    ``groups``: for each sample the number of its group, whose samples have the same prompt. ``failed``: why the judge
+    could not score further samples, a reason for each.
     """
 
-    samples: list[Sample]
-    values: list[float]
-    groups: list[int]
-    failed: int = 0
-    reason: str = ""
+    samples: list[Sample] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
 
 def open_policy(recipe: Recipe, judge: Reward, run: Path | None, checkpoint: str) -> StepContext:
@@ -332,14 +325,13 @@ def collect(context: StepContext, samples: int, folder: Path, start: int = 0) ->
     controller = Controller(seed)
     per_step = recipe.train.prompts_per_step
     count = max(1, math.ceil(samples / size))
-    made = Verdicts([], [], [])
-    reasons: list[str] = []
+    made = Verdicts()
     with Progress(count, "ask the judge", "groups") as progress:
         for first in range(start, start + count, per_step):
             indices = range(first, min(first + per_step, start + count))
             slots = controller.slots_at(indices, 0, context.prompts, per_step)
             found, values, why = _judged(context, controller, slots, seed)
-            reasons += why
+            made.failed.extend(why)
             for n, sample in enumerate(found):
                 if math.isfinite(values[n]):
                     made.samples.append(sample)
@@ -347,9 +339,9 @@ def collect(context: StepContext, samples: int, folder: Path, start: int = 0) ->
                     made.groups.append(first + n // size)
             progress.advance(len(indices))
     if not made.values:
-        said = f": {reasons[0]}" if reasons else ""
+        said = f": {made.failed[0]}" if made.failed else ""
         raise UserError(f"the judge gave no verdict for {count * size} samples, so there is nothing to distil{said}")
-    return Verdicts(made.samples, made.values, made.groups, len(reasons), reasons[0] if reasons else "")
+    return made
 
 
 def _judged(

@@ -205,8 +205,7 @@ def scores(students: Comparing, table: Table, device: torch.device | str = "cpu"
     """The logits ``[N]`` of the dual student and of the interaction one for all pairs, on the CPU."""
     asked = _encoded(students, table.prompts, 0, device)
     dual, interaction = [], []
-    for first in range(0, len(table.verdicts), _CHUNK):
-        index = torch.arange(first, min(first + _CHUNK, len(table.verdicts)))
+    for index in torch.arange(len(table.verdicts)).split(_CHUNK):
         pairs = asked.rows(table.of_prompt[index].to(device))
         given = students.encode(table.answers.rows(index).to(device), 1)
         dual.append(students.dual(pairs, given).cpu())
@@ -215,9 +214,7 @@ def scores(students: Comparing, table: Table, device: torch.device | str = "cpu"
 
 
 def _encoded(students: Comparing, inputs: Rows, side: int, device: torch.device | str) -> Encoded:
-    parts = [
-        students.encode(inputs.rows(torch.arange(n, min(n + _CHUNK, len(inputs)))).to(device), side)
-        for n in range(0, len(inputs), _CHUNK)
-    ]
+    chunks = torch.arange(len(inputs)).split(_CHUNK)
+    parts = [students.encode(inputs.rows(index).to(device), side) for index in chunks]
     columns = zip(*((one.vectors, one.tokens, one.mask) for one in parts), strict=True)
     return Encoded(*(torch.cat(column) for column in columns))
