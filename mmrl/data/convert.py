@@ -85,24 +85,18 @@ def _is_wish(entry: Any) -> bool:
     return isinstance(entry.get("count"), int) and not isinstance(entry["count"], bool)
 
 
-def _partiprompts(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return record.get("Prompt"), _named(record, ("Category", "Challenge", "Note"))
-
-
-def _drawbench(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _row(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A row of a table, the names of whose columns may begin with capitals. PartiPrompts alone has all of ``meta``."""
     lower = {str(key).lower(): value for key, value in record.items()}
-    return lower.get("prompts") or lower.get("prompt"), _named(lower, ("category",))
-
-
-def _named(record: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name.lower(): record[name] for name in names if record.get(name) is not None}
+    meta = {name: lower[name] for name in ("category", "challenge", "note") if lower.get(name) is not None}
+    return lower.get("prompts") or lower.get("prompt"), meta
 
 
 SETS: Mapping[str, PromptSet] = {
     "geneval": PromptSet("github.com/djghosh13/geneval, prompts/evaluation_metadata.jsonl", "MIT", _geneval),
-    "partiprompts": PromptSet("github.com/google-research/parti, PartiPrompts.tsv", "Apache-2.0", _partiprompts),
+    "partiprompts": PromptSet("github.com/google-research/parti, PartiPrompts.tsv", "Apache-2.0", _row),
     "drawbench": PromptSet(
-        "imagen.research.google (a table with the columns Prompts and Category, saved as CSV)", "not stated", _drawbench
+        "imagen.research.google (a table with the columns Prompts and Category, saved as CSV)", "not stated", _row
     ),
 }
 """By the name that the command takes."""

@@ -155,8 +155,7 @@ def _prompt(path: Path, entry: Entry) -> Prompt:
 
 def _medium(path: Path, part: Part, record: Json = None) -> Media:
     """Raises ``ValueError``."""
-    kind = _kind(part.suffix)
-    assert kind is not None
+    kind = KINDS[part.suffix.rpartition(".")[2]]
     listed = record.get("frames") if isinstance(record, Mapping) else None
     given = listed.get(part.suffix) if isinstance(listed, dict) else None
     frames = [i for i in given if type(i) is int] if isinstance(given, list) else []

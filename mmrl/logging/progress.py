@@ -71,10 +71,15 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._bar is not None:
-            self._close_bar()
-        elif self._printed != self.done:
-            self._print("" if kind is None else "stopped ")
+        global _live
+        if self._bar is None:
+            if self._printed != self.done:
+                self._print("" if kind is None else "stopped ")
+        elif self._owns_bar:
+            self._bar.stop()
+            _live = None
+        else:
+            self._bar.remove_task(self._task)
 
     def advance(self, n: int = 1, text: str | None = None, spent: float = 0.0) -> None:
         """``n`` more units are done; ``text`` (kept until the next one) stands beside them."""
@@ -175,15 +180,6 @@ class Progress:
         self._bar = _live
         self._task = _live.add_task(self.label, total=1.0, of=self)
         _live.update(self._task, completed=self._share)
-
-    def _close_bar(self) -> None:
-        global _live
-        assert self._bar is not None
-        if self._owns_bar:
-            self._bar.stop()
-            _live = None
-        else:
-            self._bar.remove_task(self._task)
 
 
 def status_line(row: Mapping[str, float]) -> str:

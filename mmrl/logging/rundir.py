@@ -30,7 +30,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -218,16 +218,12 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def owner(self) -> JsonObject | None:
         """``{"pid", "started"}`` of the process that is writing this run now, or None."""
-        try:
-            with io.TextIOWrapper(open_file(self.path / LOCK), "utf-8", "replace") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return _owner(file)
-                except OSError:  # a file system without locks: whether a process writes cannot be found out
-                    return None
-        except OSError:
-            return None
+        # without a lock file, or locks on this file system, whether a process writes cannot be found out
+        with suppress(OSError), io.TextIOWrapper(open_file(self.path / LOCK), "utf-8", "replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _owner(file)
         return None
 
     def _acquire(self) -> None:

@@ -17,7 +17,7 @@ from mmrl.core.json_types import Json
 from mmrl.core.secrets import hidden
 from mmrl.logging.pictures import side_by_side
 from mmrl.report.charts import Series, line_chart
-from mmrl.report.compare import Comparison, Difference, Group
+from mmrl.report.compare import Comparison, Difference, Group, difference
 from mmrl.report.heldout import label_in, number, signed
 from mmrl.report.html import template
 from mmrl.report.verdict import name_of
@@ -75,8 +75,7 @@ def sentences(found: Comparison) -> Iterator[str]:
     first = found.groups[0]
     yield from _other_rewards(found)
     for group in found.groups[1:]:
-        differs = found.difference(group)
-        assert differs is not None
+        differs = difference(first, group, found.measure)
         if not differs.known:
             why = "too few prompts differ" if differs.count else "a run kept no figures of single samples"
             near = differs.value
