@@ -16,7 +16,6 @@ from mmrl.core.reward_contract import Context, Input
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.loading import build, find
-from mmrl.rewards.returned import Answer
 
 AnySample: TypeAlias = "str | Image | Sequence[Image] | Sample"
 
@@ -53,10 +52,6 @@ def score(
         answer = caller.one(made, Context(-1, device))
     finally:
         caller.close()
-    return _checked(answer, name)
-
-
-def _checked(answer: Answer, name: str) -> list[float]:
     failed = [f"sample {i}: {reason}" for i, reason in enumerate(answer.reasons) if reason is not None]
     if failed:
         raise UserError(f"the reward {name} has no score for {'; '.join(failed[:5])}")

@@ -164,12 +164,11 @@ def _write(drawn: Sequence[Drawn], folder: Path, n: int, seed: int) -> None:
         for sample in one.samples:
             of = {"prompt": sample.prompt.text, "id": sample.prompt.id, "sample": sample.id.attempt, "seed": seed}
             of |= {"checkpoint": one.name, "step": one.step}
+            name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
             if sample.text is None:
-                name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
                 rows.append({**of, **_keep(sample, folder, name)})
             else:
                 shown = _pictures(sample.prompt.media, folder, f"prompts/{sample.id.slot:03d}")
-                name = f"{one.name}/{sample.id.slot:03d}_{sample.id.attempt}"
                 told = _pictures(sample.episode.pictures if sample.episode else (), folder, name)
                 shown = {**shown, **{f"episode_{key}": files for key, files in told.items()}}
                 if sample.episode is not None:

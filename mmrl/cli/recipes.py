@@ -75,10 +75,6 @@ def _rows(shelf: Shelf) -> list[tuple[str, str]]:
         from mmrl.config.loader import shipped_recipes
 
         return [(name, _first_comment(file)) for name, file in shipped_recipes().items()]
-    if shelf == "algorithms":
-        from mmrl.config.algorithms import algorithm_summaries
-
-        return list(algorithm_summaries().items())
     from mmrl.config.drop_ins import entries
 
     return [(entry.name, entry.summary) for entry in entries(shelf)]

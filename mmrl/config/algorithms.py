@@ -7,7 +7,6 @@ that a recipe names is imported.
 
 from __future__ import annotations
 
-import ast
 import copyreg
 import inspect
 import sys
@@ -20,7 +19,7 @@ from typing import TypeVar, get_args, get_type_hints
 
 from mmrl.config.algorithm_settings import AlgorithmSettings, Kind
 from mmrl.config.aliases import alias_message
-from mmrl.config.drop_ins import missing_drop_in, split_file
+from mmrl.config.drop_ins import entries, missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import kind_of, shown
 from mmrl.config.sampling import kind_of as kind_of_samples
@@ -52,18 +51,7 @@ class Algorithm:
 @cache
 def algorithm_names() -> tuple[str, ...]:
     """The names of this installation's algorithms. Reads the files without importing them."""
-    return tuple(file.stem for file in _files())
-
-
-def algorithm_summaries() -> dict[str, str]:
-    """By the name of each algorithm of this installation, what its file says first. Imports none."""
-    docs = {file.stem: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in _files()}
-    return {name: doc.partition("\n")[0] for name, doc in docs.items()}
-
-
-def _files() -> list[Path]:
-    files = sorted(file for folder in folders("algorithms") for file in folder.glob("*.py"))
-    return [file for file in files if _holds_one(file)]
+    return tuple(entry.name for entry in entries("algorithms"))
 
 
 def shipped_algorithms() -> list[Algorithm]:
@@ -199,18 +187,6 @@ def unknown(name: object) -> str:
     written, known = kind_of(name), algorithm_names()
     word = written.strip("'")
     return f"unknown type {written}{alias_message(word) or did_you_mean(word, known)}  (types: {', '.join(known)})"
-
-
-def _holds_one(file: Path) -> bool:
-    classes = {node.name: node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)}
-    makers = [
-        node
-        for cls in classes.values()
-        for node in cls.body
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and len(node.args.args) > 1
-    ]
-    taken = [maker.args.args[1].annotation for maker in makers]
-    return any(isinstance(annotation, ast.Name) and annotation.id in classes for annotation in taken)
 
 
 def _algorithms_in(module: ModuleType, name: str) -> list[Algorithm]:

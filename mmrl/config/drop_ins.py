@@ -1,4 +1,4 @@
-"""List the pipelines, rewards and data sets of this installation by reading their text: nothing is imported or run.
+"""List the drop-ins and algorithms of this installation by reading their text: nothing is imported or run.
 
 A module is recognised by the function that mmrl calls: a pipeline defines ``build(recipe, ...)``, or assigns
 ``build``; a data set defines ``prompts(split, ...)``; a reward is a function that takes ``context`` or a class whose
@@ -224,6 +224,9 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
     if kind == "environments":
         yield from _environments(module, file, tree)
         return
+    if kind == "algorithms":
+        yield from [Entry(module, file, about_module)] if _holds_algorithm(tree) else ()
+        return
     for node in tree.body:
         if kind == "pipelines" and isinstance(node, ast.Assign) and _assigns(node, DEFAULT[kind]):
             yield Entry(module, file, about_module)
@@ -233,6 +236,19 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
         if _takes(node, "context") if kind == "rewards" else is_default and _begins_with(node, _FIRST[kind]):
             name = module if is_default else f"{module}:{node.name}"
             yield Entry(name, file, about_module if is_default else _first_line(node) or about_module)
+
+
+def _holds_algorithm(tree: ast.Module) -> bool:
+    """Whether a class takes settings whose class is in the same file."""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    makers = [
+        node
+        for cls in classes.values()
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and len(node.args.args) > 1
+    ]
+    taken = [maker.args.args[1].annotation for maker in makers]
+    return any(isinstance(annotation, ast.Name) and annotation.id in classes for annotation in taken)
 
 
 def _environments(module: str, file: Path, tree: ast.Module) -> Iterator[Entry]:
