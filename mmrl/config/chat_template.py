@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,9 +26,12 @@ def with_template_read(root: Path, values: JsonObject) -> JsonObject:
     said = model.get("chat_template") if isinstance(model, Mapping) else None
     if not isinstance(said, str) or not said or _is_template(said):
         return values
+    file = resolve(root, said)
+    if not os.path.isfile(file):  # not opened: a pipe or a device may never end
+        return values
     try:
-        text = Path(resolve(root, said)).read_text(encoding="utf-8")
-    except (OSError, ValueError):  # no file, or none of UTF-8
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError):  # it may not be read, or is no UTF-8
         return values
     return {**values, "model": {**as_object(model), "chat_template": text}}
 
