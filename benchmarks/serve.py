@@ -27,7 +27,7 @@ def request() -> bytes:
     """One request, head and body."""
     pixels = numpy.random.default_rng(0).integers(0, 255, (64, 64, 3), numpy.uint8)
     sample = Sample(Prompt("p", "a picture"), SampleId(0, 0, 0, 0), Image.fromarray(pixels))
-    body = wire.encode_request([sample], [], 0)
+    body = wire.encode_request([sample], [], 0)[0]
     head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 

@@ -42,19 +42,18 @@ class Aesthetic(Sleeping):
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
         self.wake(context.device)
-        pixels = self.images([s.image for s in samples], return_tensors="pt")["pixel_values"]
-        return _rate(self.model, pixels, context, self.dtype)
+        return _rate(self.model, self._pixels(samples), context, self.dtype)
+
+    def _pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
+        return self.images([s.image for s in samples], return_tensors="pt")["pixel_values"]
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "clip"), checks=True)
 class PathwiseAesthetic(Aesthetic):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
-        """``[B]``, with a graph."""
-        self.wake(context.device)
-        pixels = resized(samples, self.model["vision"].config.image_size, self.images)
-        return _rate(self.model, pixels, context, self.dtype)
+    def _pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
+        return resized(samples, self.model["vision"].config.image_size, self.images)
 
 
 score = Aesthetic

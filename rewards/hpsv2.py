@@ -67,21 +67,21 @@ class HPSv2(Sleeping):
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
         self.wake(context.device)
-        pictures = [to_tensor(sample.image) for sample in samples if sample.image is not None]
-        pixels = _prepared(self.model, self.processor, pictures)
+        size = self.model.config.vision_config.image_size
+        boxed = torch.stack([letterboxed(picture, size) for picture in self._pictures(samples)])
+        pixels = normalised(boxed, self.processor.image_processor)
         return cosine(self.model, self.processor, samples, pixels, context, self.dtype)
+
+    def _pictures(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        return [to_tensor(sample.image) for sample in samples if sample.image is not None]
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "base"), checks=True)
 class PathwiseHPSv2(HPSv2):
     """The same with the gradient to ``sample.tensor``."""
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
-        """``[B]``, with a graph."""
-        self.wake(context.device)
-        pictures = [sample.tensor for sample in samples if sample.tensor is not None]
-        pixels = _prepared(self.model, self.processor, pictures)
-        return cosine(self.model, self.processor, samples, pixels, context, self.dtype)
+    def _pictures(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        return [sample.tensor for sample in samples if sample.tensor is not None]
 
 
 score = HPSv2
@@ -134,9 +134,3 @@ def _load(path: str, base: str) -> tuple[Any, Any]:
         try_processor(processor)
         check_tokens(processor.tokenizer, config)
         return fill(lambda: CLIPModel(config), tensors, path), processor
-
-
-def _prepared(model: Any, processor: Any, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``[B, 3, size, size]``, normalised."""
-    size = model.config.vision_config.image_size
-    return normalised(torch.stack([letterboxed(p, size) for p in pictures]), processor.image_processor)

@@ -90,7 +90,7 @@ class Http:
             self._max_bytes = self._check_health()
         groups = [list(range(len(samples)))] if self.per == "group" else []
         try:
-            body, media = wire.encode_and_weigh(samples, groups, context.step)
+            body, media = wire.encode_request(samples, groups, context.step)
             if len(body) > self._max_bytes:
                 raise UserError(
                     f"{len(samples)} samples are {len(body):,} bytes, and {self.url} takes {self._max_bytes:,}; "

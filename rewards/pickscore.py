@@ -34,21 +34,19 @@ class PickScore(Sleeping):
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
         self.wake(context.device)
-        pixels = self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
-        found = cosine(self.model, self.processor, samples, pixels, context, self.dtype)
+        found = cosine(self.model, self.processor, samples, self._pixels(samples), context, self.dtype)
         return self.model.logit_scale.exp() * found / SCALE
+
+    def _pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
+        return self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "processor"), checks=True)
 class PathwisePickScore(PickScore):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
-        """``[B]``, with a graph."""
-        self.wake(context.device)
-        pixels = resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
-        found = cosine(self.model, self.processor, samples, pixels, context, self.dtype)
-        return self.model.logit_scale.exp() * found / SCALE
+    def _pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
+        return resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
 
 
 score = PickScore

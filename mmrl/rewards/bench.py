@@ -116,22 +116,6 @@ class Measured:
         }
 
 
-def score_folder(
-    name: str,
-    images: Path,
-    prompts: Path | None = None,
-    options: JsonObject | None = None,
-    console: Console | None = None,
-    *,
-    device: str = "cpu",
-) -> int:
-    """Score the pictures in ``images`` and print the table. Returns how many have no score.
-
-    The arguments and errors are those of ``pictures`` and ``measure``.
-    """
-    return show(measure(name, pictures(images, prompts), options, device=device, bar=console), console)
-
-
 def show(measured: Measured, console: Console | None = None) -> int:
     """Print the table of what was ``measured``. Returns how many samples have no score."""
     console = console or Console()

@@ -151,7 +151,11 @@ class RewardSet:
             self._here[label] = Caller(loaded, config.timeout, config.retries)
             self._entries.append(Entry(label, config, loaded, self._here[label]))
         if awake:
-            self._wake_or_close()
+            try:
+                self.wake()
+            except BaseException:
+                self.close()
+                raise
 
     def heed(self, stopped: Callable[[], bool]) -> None:
         """End a wait for failed samples by ``StoppedError`` once ``stopped``."""
@@ -257,13 +261,6 @@ class RewardSet:
         came = [entry.loaded.wake(self.device) for entry in self._entries if label in ("", entry.label)]
         return any(came)
 
-    def _wake_or_close(self) -> None:
-        try:
-            self.wake()
-        except BaseException:
-            self.close()
-            raise
-
     @property
     def by_batch(self) -> list[str]:
         """The labels of the rewards that count and are normalised by the batch."""
@@ -319,16 +316,12 @@ class RewardSet:
         scoring.add(samples)
         return scoring.finish(groups)
 
-    def gradient(self, samples: Sequence[Sample], *, step: int = -1) -> torch.Tensor:
-        """The weighted sum ``[B]`` of the rewards, with the graph to ``sample.tensor``. Raises ``RewardError``."""
-        return self.weighted(self.gradient_parts(samples, step=step))
-
     def weighted(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The weighted sum ``[B]`` of every reward's values by label."""
         return torch.stack([entry.config.weight * parts[entry.label] for entry in self._entries]).sum(0)
 
     def gradient_parts(self, samples: Sequence[Sample], *, step: int = -1) -> dict[str, torch.Tensor]:
-        """Each reward's values ``[B]`` by label, with their graphs.
+        """Each reward's values ``[B]`` by label, with their graphs to ``sample.tensor``. Raises ``RewardError``.
 
         Runs in the caller's thread, where its autocast and checkpoint settings hold; hence without the deadline.
         """

@@ -78,12 +78,7 @@ class Reply:
     spans: list[list[Span] | None] | None = None
 
 
-def encode_request(samples: Sequence[Sample], groups: Sequence[Sequence[int]], step: int) -> bytes:
-    """The body of ``POST /score``. Raises ``WireError`` as ``encode_and_weigh``."""
-    return encode_and_weigh(samples, groups, step)[0]
-
-
-def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]], step: int) -> tuple[bytes, int]:
+def encode_request(samples: Sequence[Sample], groups: Sequence[Sequence[int]], step: int) -> tuple[bytes, int]:
     """The body of ``POST /score``, and how many of its bytes are pictures and clips.
 
     Raises ``WireError`` where a prompt's meta is not JSON or its media cannot be read.

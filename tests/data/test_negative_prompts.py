@@ -127,7 +127,7 @@ def test_data_sets_read_the_column(tmp_path, name):
 def test_it_goes_into_shards_and_to_rewards_elsewhere():
     prompt = Prompt("p", "a cat", negative_prompt="a dog")
     assert json.loads(_members(prompt, "png")["json"])["negative_prompt"] == "a dog"
-    request = decode_request(encode_request([Sample(prompt, SampleId(0, 0, 0, 0), text="x")], [[0]], 0))
+    request = decode_request(encode_request([Sample(prompt, SampleId(0, 0, 0, 0), text="x")], [[0]], 0)[0])
     assert request.samples[0].prompt == prompt
 
 

@@ -373,7 +373,7 @@ def test_judges_reports_and_remote_rewards_see_the_whole_conversation(tmp_path):
     sample = Sample(read({"messages": [SYSTEM, *TALK]}), SampleId(0, 0, 0, 0), text="6")
     (page,) = Rubric("{{ prompt }}|{{ response }}", "pointwise").render([sample])
     assert page == "user: What is 2 + 3?\n\nassistant: 5\n\nuser: And one more?|6"
-    (again,) = decode_request(encode_request([sample], [[0]], 0)).samples
+    (again,) = decode_request(encode_request([sample], [[0]], 0)[0]).samples
     assert again is not None
     assert again.prompt == sample.prompt
     directory = type("Folder", (), {"samples": tmp_path})

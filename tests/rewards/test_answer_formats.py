@@ -184,7 +184,7 @@ def test_what_a_template_writes_before_an_answer_is_part_of_a_sample(tmp_path):
         pipeline = texts.chat.build(recipe, str(path), torch.device("cpu"))
         made = pipeline.samples(texts.sampled(pipeline, size=1), frozenset({"text"}))
         assert {sample.begun for sample in made} == {begun}
-        sent = decode_request(encode_request(made, [[i] for i in range(len(made))], 0)).samples
+        sent = decode_request(encode_request(made, [[i] for i in range(len(made))], 0)[0]).samples
         assert {sample.begun for sample in sent} == {begun}
 
 

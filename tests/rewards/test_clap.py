@@ -18,7 +18,7 @@ from mmrl.core.reward_contract import Context, Failed
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
 from mmrl.rewards import wire
-from mmrl.rewards.bench import score_folder
+from mmrl.rewards.bench import measure, pictures, show
 from mmrl.rewards.views import views
 from tests.support import asleep, tiny
 
@@ -115,7 +115,7 @@ def test_used_wrongly_it_says_the_edit(folder, tmp_path):
 
 def test_a_sound_crosses_the_wire_whole():
     samples = heard()
-    body = wire.encode_request(samples, [], 3)
+    body = wire.encode_request(samples, [], 3)[0]
     made = wire.decode_request(body)
     assert made.errors == [None] * len(samples)
     for before, after in zip(samples, made.samples, strict=True):
@@ -177,7 +177,7 @@ def test_a_hostile_wav_is_refused_or_read_never_more():
             assert 0 < wave.numel() <= 4 * len(data)
             assert rate > 0
     assert refused > 6
-    body = json.loads(wire.encode_request(heard()[:2], [], 0))
+    body = json.loads(wire.encode_request(heard()[:2], [], 0)[0])
     body["samples"][0]["audio"] = base64.b64encode(b"RIFF").decode()
     made = wire.decode_request(json.dumps(body).encode())
     assert made.samples[0] is None
@@ -196,7 +196,7 @@ def test_a_folder_of_clips_with_their_sound_is_scored(tmp_path, capsys):
         Image.new("RGB", (8, 8)).save(clips / f"{name}.webp")
     (clips / "a.wav").write_bytes(wav_bytes(*tone(440, 8000)))
     (clips / "broken.wav").write_bytes(b"RIFF")
-    score_folder(str(tmp_path / "hears.py:loud"), clips)
+    show(measure(str(tmp_path / "hears.py:loud"), pictures(clips)))
     said = capsys.readouterr().out
     assert "a.webp\t0.5" in said
     assert "silent.wav beside it: No such file" in said

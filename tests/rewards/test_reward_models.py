@@ -191,7 +191,8 @@ def test_a_batch_scores_as_one_by_one_and_any_size_does(name, made):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_pathwise_form_is_the_same_number_where_nothing_is_resized(name, made):
     given = samples((32, 32), gradient=True)
-    gradient = RewardSet([Reward(name=f"{name}:pathwise", options=made[name])]).gradient(given)
+    rewards = RewardSet([Reward(name=f"{name}:pathwise", options=made[name])])
+    gradient = rewards.weighted(rewards.gradient_parts(given))
     scored = values(name, made[name], given)
     if name == "clip":
         gradient, scored = gradient[scored > 0], scored[scored > 0]  # its score alone is clamped

@@ -221,7 +221,7 @@ def test_prompts_go_whole_and_spans_come_back(tmp_path):
     assert there.total.tolist()[::2] == here.total.tolist()[::2] == [13, 1]
     assert there.parts["http/red"].tolist() == [9] * 4
     assert [f.reason for f in there.failures] == ["cut"]
-    sent = json.loads(wire.encode_request(made, groups, 4))
+    sent = json.loads(wire.encode_request(made, groups, 4)[0])
     assert len(sent["files"]) == 2
 
 
@@ -514,15 +514,15 @@ def test_serving_and_scoring_a_folder_import_no_torch(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     program = (
         "import sys, threading, urllib.request, json; from pathlib import Path\n"
-        "from mmrl.rewards.serve import RewardServer; from mmrl.rewards.bench import score_folder\n"
+        "from mmrl.rewards.serve import RewardServer; from mmrl.rewards.bench import measure, pictures, show\n"
         "from mmrl.rewards import wire; from PIL import Image; from mmrl.core.trajectory import *\n"
         "s = RewardServer('jpeg:compressibility', port=0)\n"
         "threading.Thread(target=s.serve_forever, daemon=True).start()\n"
         "a = Sample(Prompt('a', 'a'), SampleId(0, 0, 0, 0), Image.new('RGB', (8, 8)))\n"
-        "body = wire.encode_request([a], [], 0)\n"
+        "body = wire.encode_request([a], [], 0)[0]\n"
         "r = urllib.request.Request(s.url + '/score', body, {'Content-Type': 'application/json'})\n"
         "assert json.load(urllib.request.urlopen(r))['scores'][0] < 0\n"
-        "assert score_folder('jpeg:compressibility', Path(sys.argv[1])) == 0\n"
+        "assert show(measure('jpeg:compressibility', pictures(Path(sys.argv[1])))) == 0\n"
         "print(sorted({'torch', 'pydantic', 'httpx', 'transformers'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=240)

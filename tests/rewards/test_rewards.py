@@ -24,7 +24,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.plugins.user_code import column_hint, raised
 from mmrl.core.trajectory import Prompt, Sample, SampleId
 from mmrl.rewards import calling
-from mmrl.rewards.bench import measure, responses, score_folder
+from mmrl.rewards.bench import measure, pictures, responses, show
 from mmrl.rewards.scoring import RewardError, RewardSet, check, normalise
 from tests.support import tiny
 
@@ -53,6 +53,10 @@ def reward_file(tmp_path):
 
 def make(root, name="mine.py", **config):
     return RewardSet([Reward(name=f"{root}/{name}", **config)])
+
+
+def score_folder(name, folder, prompts=None, console=None):
+    return show(measure(name, pictures(folder, prompts), bar=console), console)
 
 
 def score(rewards, made, groups=None, step=7):
@@ -393,7 +397,7 @@ def test_scoring_keeps_no_graph_and_gradients_reach_the_picture():
     assert rewards.differentiable
     made = samples(3, gradient=True)
     assert not score(rewards, made).total.requires_grad
-    value = rewards.gradient(made, step=0)
+    value = rewards.weighted(rewards.gradient_parts(made, step=0))
     np.testing.assert_allclose(value.detach(), score(rewards, made).total, rtol=1e-6)
     value.sum().backward()
     tensor = made[1].tensor
@@ -420,7 +424,7 @@ def test_a_gradient_that_is_none_is_refused(reward_file):
         "boom": "raised ValueError: b at .*mine.py:12",
     }.items():
         with pytest.raises(RewardError, match=why):
-            make(root, f"mine.py:{name}").gradient(black)
+            make(root, f"mine.py:{name}").gradient_parts(black)
     assert not make(root, "mine.py:plain").differentiable  # so no run begins with it
 
 
@@ -497,7 +501,7 @@ def test_pathwise_clip_is_the_same_cosine_with_a_gradient(size, within, tiny_cli
     model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
     made = clip_samples(size, gradient=True)
     rewards = RewardSet([Reward(name="clip:pathwise", options={"path": tiny_clip, "dtype": "float32"})])
-    value = rewards.gradient(made)
+    value = rewards.weighted(rewards.gradient_parts(made))
     inputs = processor(
         text=[s.prompt.text for s in made],
         images=[s.image for s in made],
