@@ -190,10 +190,8 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller, ranks:
     """How the trained weights of ``module`` lie on the controllers, and which of them share rows. ``ranks``: with FSDP
     those that divide the weights, and those that have the same rows, if there are several such groups."""
     weights, size = _weight_layout(module, recipe, controller, ranks), recipe.train.context_parallel
-    if size == 1 or recipe.train.backend == "megatron":  # which shares rows itself
-        return weights
-    if controller.peers.ranks is None:  # a run that is looked at, by one process
-        return weights
+    if size == 1 or recipe.train.backend == "megatron" or controller.peers.ranks is None:
+        return weights  # Megatron-Core shares rows itself, and a run that is looked at has one process
     shared = InContext if recipe.sampling.type == "text" else InSequence
     return shared(module, weights, size)
 
