@@ -9,7 +9,6 @@ Departs: of a sound longer than the model's 10 s the first 10 are heard; the mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from math import gcd
 from typing import Any
@@ -88,25 +87,19 @@ def _load(path: str) -> tuple[Any, Any]:
 
     check_files(path)
     mmrl.before_loading()
-    with _no_model(path):
-        heard: Any = ClapConfig.from_pretrained(path).audio_config
-    if heard.enable_fusion:
-        raise UserError(
-            f"the reward's options.path: {path} joins parts of a sound that it chooses at random (enable_fusion), so "
-            f"that scores differ between calls; take one without, such as {DEFAULT}"
-        )
-    with _no_model(path):
-        model = frozen(ClapModel, path, dtype=torch.float32)
-        processor: Any = ClapProcessor.from_pretrained(path)
-        check_tokens(processor.tokenizer, model.config.text_config)
-    return model, processor
-
-
-def _no_model(path: str) -> AbstractContextManager[None]:
-    """Raises ``UserError`` where no CLAP model can be loaded."""
-    return refused(
+    with refused(
         lambda reason: (
             f"cannot load a CLAP model from {path}: {reason}; set the reward's options.path to a directory that "
             "save_pretrained wrote, or to a hub name while online"
         )
-    )
+    ):
+        heard: Any = ClapConfig.from_pretrained(path).audio_config
+        if heard.enable_fusion:
+            raise UserError(
+                f"the reward's options.path: {path} joins parts of a sound that it chooses at random (enable_fusion), "
+                f"so that scores differ between calls; take one without, such as {DEFAULT}"
+            )
+        model = frozen(ClapModel, path, dtype=torch.float32)
+        processor: Any = ClapProcessor.from_pretrained(path)
+        check_tokens(processor.tokenizer, model.config.text_config)
+    return model, processor

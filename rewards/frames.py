@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.reward_contract import Context, Failed, Weights
 from mmrl.core.trajectory import Sample
 from mmrl.rewards import loading
@@ -43,8 +43,7 @@ class Frames:
             raise UserError(f"options.name: frames asks a reward that reads pictures one by one, and {name} is another")
         if count < 1:
             raise UserError(f"options.count is {count}; set it to 1 or more")
-        if wrong := loading.problems(found, dict(options or {})) or loading.refused(found, dict(options or {})):
-            raise UserError("\n".join(wrong))
+        refuse(loading.problems(found, dict(options or {})) or loading.refused(found, dict(options or {})))
         mmrl.before_loading()
         self.count, self.inner = count, loading.build(found, options or {})
         if self.inner.is_async:

@@ -17,7 +17,7 @@ from mmrl.api.entry import entry_point, step_of_run
 from mmrl.api.recipes import AnyAlgorithm, AnyEnvironment, AnyRecipe, AnyReward, Changes, Objects, read, stored
 from mmrl.api.run import Run
 from mmrl.config.loader import LoadedRecipe
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.garbage import rarely_collected
 from mmrl.core.notices import silenced, silent
 from mmrl.planner.gpus import gpu_of
@@ -115,8 +115,7 @@ def _trained(
     planned = make_plan(loaded.for_resume(path) if resume else loaded)
     if not silent():
         render(planned, Console(file=sys.stderr, highlight=False), short=True)
-    if planned.problems:
-        raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+    refuse(planned.problems, "this recipe cannot run here")
     loaded = replace(loaded, recipe=planned.recipe, planned=planned.of_a_step)
     train_into(loaded, path, resume=resume, overwrite=overwrite, callbacks=callbacks)
     return Run(path, planned.recipe)

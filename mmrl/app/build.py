@@ -24,7 +24,7 @@ from mmrl.controller import Controller
 from mmrl.core import checkpoint_reader as reader
 from mmrl.core import sharded_loading
 from mmrl.core.checkpoint_reader import Saved
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.hub_files import check_files
 from mmrl.core.out_of_memory import in_phase
 from mmrl.core.packages.places import lacking
@@ -129,8 +129,7 @@ def _settled_device(recipe: Recipe) -> torch.device:
         *performance.refusals(recipe, performance.ability(str(device))),
         *quantized.refusals(recipe, device.type),
     ]
-    if refused:
-        raise UserError("\n".join(refused))
+    refuse(refused)
     performance.settle(recipe.performance, device, recipe.model.dtype)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)

@@ -24,7 +24,7 @@ from mmrl.commands.arguments import (
     read_recipe,
     use_threads_of,
 )
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.garbage import rarely_collected
 from mmrl.core.notices import silenced, silent
 
@@ -145,8 +145,7 @@ def _train(loaded: LoadedRecipe, out: Path, found: Launched | None, *, resume: b
         planned = plan(loaded.for_resume(out) if resume else loaded)
         if (found is None or found.leads) and not silent():
             render(planned, console(), short=True)
-        if planned.problems:
-            raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+        refuse(planned.problems, "this recipe cannot run here")
         loaded = replace(loaded, recipe=planned.recipe, planned=planned.of_a_step)
     if found is None:
         train_alone(loaded, out, resume=resume, overwrite=overwrite)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from mmrl.core.checkpoint_manifest import MANIFEST, STATE, TENSORS, Entry, directory_of, entries, fault_of
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.json_types import JsonObject, as_integer, as_number, as_object
 from mmrl.core.stored import BadFileError, blamed, read_as
 from mmrl.core.tensor_files import check_shards
@@ -175,8 +175,7 @@ def load(folder: Path, step: int) -> Saved:
                 return _load_entry(entry)
             except UserError as error:
                 errors.append(str(error))
-    if errors:
-        raise UserError("\n".join(errors))
+    refuse(errors)
     there = ", ".join(map(str, steps(folder))) or "none"
     raise UserError(f"there is no checkpoint of step {step} in {folder}; the steps there: {there}")
 

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MAX_TEXT = 2000
 _ESCAPES = re.compile(
@@ -35,6 +35,13 @@ class UserError(Exception):
     """Something in the user's hands is wrong; the message says what failed, why, and the edit that mends it."""
 
     exit_code = 2
+
+
+def refuse(problems: Iterable[str], head: str = "") -> None:
+    """Raise ``UserError`` with a line for each of ``problems``, below ``head``; do nothing where there are none."""
+    found = list(problems)
+    if found:
+        raise UserError("\n".join([head, *found] if head else found))
 
 
 class UnscoredError(UserError):

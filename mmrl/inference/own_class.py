@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from mmrl.config.schema import Recipe
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.plugins.loading import LoadError, load_from_file
 from mmrl.core.plugins.user_code import blaming, defined_at, option_problems, source_of
 from mmrl.core.rollout_engine import RolloutEngine
@@ -112,8 +112,7 @@ def starter(
 ) -> Callable[[], RolloutEngine]:
     """What starts the engine ``name`` on the model at ``path``. Raises ``UserError`` where the class cannot be one."""
     engine = find(name)
-    if wrong := class_problems(engine, name, options):
-        raise UserError("\n".join(wrong))
+    refuse(class_problems(engine, name, options))
     taken = {key: value for key, value in given.items() if key in _taken(engine)}
     return partial(_start, engine, name, path, {**taken, **options})
 

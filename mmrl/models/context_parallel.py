@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.models.text.likelihood import token_log_probs
 from mmrl.models.weights import Around, Weights, outermost, probe
 
@@ -351,8 +351,7 @@ class InContext(Around):
     """
 
     def __init__(self, module: Any, weights: Weights, size: int) -> None:
-        if problems := list(refusals(module, size)):
-            raise UserError("\n".join(problems))
+        refuse(refusals(module, size))
         super().__init__(weights, size)
         self._cut = Cut(module, Group(size))
         self._unsharded = False

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.models.context_parallel import Group, Imagined, Ranks, plain
 from mmrl.models.weights import Around, Weights
 
@@ -53,8 +53,7 @@ class InSequence(Around):
     """
 
     def __init__(self, module: nn.Module, weights: Weights, size: int) -> None:
-        if problems := list(refusals(module, size)):
-            raise UserError("\n".join(problems))
+        refuse(refusals(module, size))
         super().__init__(weights, size)
         self._cut = Cut(module, Group(size))
 

@@ -30,7 +30,7 @@ from mmrl.config.replicas import has_replicas
 from mmrl.config.sampling import Sampling, TextSampling, shares_steps
 from mmrl.config.schema import Recipe
 from mmrl.config.warm_start import problems_of_first_stage
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.hub_files import check_files, check_weights
 from mmrl.core.media import Media
 from mmrl.core.media.images import png_bytes
@@ -167,8 +167,7 @@ def changed(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
     cannot run here."""
     one = load_recipe(loaded.paths, [*loaded.overrides, *overrides], root=loaded.root)
     planned = plan(one)
-    if planned.problems:
-        raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+    refuse(planned.problems, "this recipe cannot run here")
     return replace(one, recipe=planned.recipe)
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 import scipy  # its parts are loaded when they are first used
 
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.report.heldout import (
     LEVEL,
@@ -203,10 +204,8 @@ def _same_prompts(groups: Sequence[Group], key: str) -> None:
 
 def _grouped(runs: Sequence[RecordedRun]) -> list[Group]:
     """The runs by their settings without those of ``SEEDS``, in the order in which they are given."""
-    found: dict[str, list[RecordedRun]] = {}
-    for run in runs:
-        settings = {key: value for key, value in run.resolved.items() if key not in SEEDS}
-        found.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
+    settings = ({key: value for key, value in run.resolved.items() if key not in SEEDS} for run in runs)
+    found = grouped((json.dumps(of, sort_keys=True), run) for of, run in zip(settings, runs, strict=True))
     return [
         Group(chr(ord("A") + n), of[0].path.resolve().name, of, [read_samples(run.path) for run in of])
         for n, of in enumerate(found.values())

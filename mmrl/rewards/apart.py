@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.json_types import JsonObject
 from mmrl.core.plugins.python_objects import in_this_process
 from mmrl.core.reward_contract import Context, Returned
@@ -37,8 +37,7 @@ def apart_problems(found: Found, file: str) -> list[str]:
 
 def build_apart(found: Found, file: str, options: JsonObject) -> Loaded:
     """The reward, built in a process of its own when it is first called. Raises ``UserError``."""
-    if wrong := problems(found, options) + apart_problems(found, file):
-        raise UserError("\n".join(wrong))
+    refuse(problems(found, options) + apart_problems(found, file))
     declaration = replace(found.declaration, inputs=found.reads(options), reads=None, models=None, checks=False)
     return Loaded(found.name, RewardProcess(file, options).ask, declaration, False, found.file, found.place)
 

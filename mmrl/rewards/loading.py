@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.core.daemon import in_daemon
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.json_types import JsonObject
 from mmrl.core.notices import tell
 from mmrl.core.plugins import loading as _load
@@ -206,9 +206,7 @@ def refused(found: Found, options: JsonObject) -> list[str]:
 
 def build(found: Found, options: JsonObject) -> Loaded:
     """Bind a function's options, or build a class with them. Raises ``UserError`` when either cannot work."""
-    wrong = problems(found, options)
-    if wrong:
-        raise UserError("\n".join(wrong))
+    refuse(problems(found, options))
     holder: Any = found.target
     if inspect.isclass(holder):
         with blaming(f"building the reward {found.name}", found.file, _EDIT), watched(found.name):

@@ -19,7 +19,7 @@ import torch
 from mmrl.algorithms.advantages import AllSum, alone
 from mmrl.config import schema
 from mmrl.config.evaluation_checks import label_of
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.plugins.user_code import blaming, describe, place_of
 from mmrl.core.reward_contract import Context, Input
 from mmrl.core.trajectory import Sample
@@ -76,8 +76,7 @@ def check(
         except UserError as error:
             wrong = [str(error)]
         mistakes += [f"{key}[{i}] ({label}): {problem}" for problem in wrong]
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    refuse(mistakes)
     return found
 
 
@@ -185,11 +184,10 @@ class RewardSet:
             wrong = unmade(entry.loaded.declaration.inputs, recipe.shows, entry.loaded, drawn=drawn)
             if wrong:
                 raise UserError(f"the reward {entry.label} {wrong[0]}")
-        if wrong := [*silent(recipe, {entry.label: entry.loaded for entry in self._entries})]:
-            raise UserError("\n".join(wrong))
+        refuse(silent(recipe, {entry.label: entry.loaded for entry in self._entries}))
         reads = [entry.loaded.declaration.inputs for entry in self._entries]
-        if sounds is not None and reads and (wrong := [*problems_of_sound(recipe, reads, sounds=sounds)]):
-            raise UserError("\n".join(wrong))
+        if sounds is not None and reads:
+            refuse(problems_of_sound(recipe, reads, sounds=sounds))
 
     @property
     def sent(self) -> Counter[str]:

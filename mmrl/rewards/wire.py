@@ -364,10 +364,7 @@ def _spans(values: Json, n: int) -> list[Spans | None]:
     listed = _typed(values, list, "spans")
     if len(listed) != n:
         raise WireError(f"spans: {len(listed)} values for {n} samples")
-    found: list[Spans | None] = []
-    for spans in listed:
-        try:
-            found.append(None if spans is None else Spans([(start, end, value) for start, end, value in spans]))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise WireError(f"spans: expected lists of [start, end, value] and null: {error}") from None
-    return found
+    try:
+        return [None if spans is None else Spans([(a, b, value) for a, b, value in spans]) for spans in listed]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"spans: expected lists of [start, end, value] and null: {error}") from None

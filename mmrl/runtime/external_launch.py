@@ -28,7 +28,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import devices_of_workers, in_workers
 from mmrl.config.schema import Recipe
 from mmrl.core.durations import duration
-from mmrl.core.errors import LostProcessError, UserError
+from mmrl.core.errors import LostProcessError, UserError, refuse
 from mmrl.core.json_types import Json, JsonObject, as_object
 from mmrl.core.secrets import hidden, masked, remember
 from mmrl.core.signals import stop_on_signal
@@ -68,8 +68,7 @@ def with_processes(loaded: LoadedRecipe, found: Launched) -> LoadedRecipe:
             f"controllers={found.size // devices} or leave it out, or start {n * devices} processes ({found.processes})"
         )
     recipe = recipe.model_copy(update={"controllers": found.size // devices})
-    if problems := list(impossibilities(recipe)):
-        raise UserError("\n".join(problems))
+    refuse(impossibilities(recipe))
     return replace(loaded, recipe=recipe)
 
 

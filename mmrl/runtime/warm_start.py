@@ -14,7 +14,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.model import Lora
 from mmrl.config.schema import Recipe
 from mmrl.config.warm_start import first_stage
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.json_types import as_object
 from mmrl.core.plugins.user_code import short_path
 from mmrl.logging.rundir import RunDir, looks_like_run
@@ -43,8 +43,7 @@ def warmed(
         print(f"warm start: {short_path(str(folder))} is there, and its weights are used again", file=sys.stderr)
     else:
         planned = plan(stage)
-        if planned.problems:
-            raise UserError("\n".join(["the run that comes first (warm_start) cannot run here", *planned.problems]))
+        refuse(planned.problems, "the run that comes first (warm_start) cannot run here")
         print(f"warm start: {stage.recipe.train.steps} steps in {short_path(str(folder))}", file=sys.stderr)
         stage = replace(stage, recipe=planned.recipe, planned=planned.of_a_step)
         if not train(stage, folder, looks_like_run(folder)):

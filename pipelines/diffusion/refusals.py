@@ -19,7 +19,7 @@ from typing import Any
 
 import diffusers  # its parts are loaded when they are first used
 
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.hub_files import json_of
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.untrusted import printable
@@ -120,8 +120,7 @@ def check_classes(family: type[Adapter], path: str, index: JsonObject) -> None:
         for name, allowed in family.index.items()
         if index.get(name) not in allowed
     ]
-    if wrong:
-        raise UserError("\n".join(wrong))
+    refuse(wrong)
 
 
 def _another(family: type[Adapter], path: str, kind: Json) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Lora, Recipe
 from mmrl.core import sharded_loading
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.json_types import JsonObject
 from mmrl.core.library_loading import refused
 from mmrl.families.text.engine_sampling import open_engine
@@ -43,8 +43,7 @@ OfScorer = Callable[[str, JsonObject, Recipe], Conditioner]
 
 def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> LanguagePipeline:
     """A pipeline whose model writes. Raises ``UserError`` where the model at ``path`` cannot."""
-    if wrong := own_class.problems(recipe) + sampling_options.problems(recipe):  # before a model is loaded
-        raise UserError("\n".join(wrong))
+    refuse(own_class.problems(recipe) + sampling_options.problems(recipe))  # before a model is loaded
     check_teachers(recipe, path)
     chat, model = parts(recipe, path, load_model)
     check_template(chat, recipe)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.config.replicas import spread
 from mmrl.config.schema import Recipe
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import Clip
 from mmrl.core.randomness import seed_of
@@ -129,8 +129,7 @@ def _lazy_engine(recipe: Recipe, start: Callable[[], RolloutEngine], sleeps: boo
 
 def _own(recipe: Recipe, path: str, given: Arguments) -> RolloutEngine:
     """An engine that is the user's own class; it sleeps and wakes as the other engines do."""
-    if wrong := own_class.problems(recipe):
-        raise UserError("\n".join(wrong))
+    refuse(own_class.problems(recipe))
     given["bucket_bytes"] = recipe.rollout.update_bucket_mib * 2**20
     start = own_class.starter(recipe.rollout.engine, path, recipe.rollout.options, given)
     return _lazy_engine(recipe, start, recipe.placement.sleep)

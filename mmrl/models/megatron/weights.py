@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mmrl.config.schema import Model, Train
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.sharded_loading import Lifted
 from mmrl.models.context_parallel import SplitRows
 from mmrl.models.megatron import vision_tower
@@ -75,8 +75,7 @@ class ModelParallel:
     def __init__(
         self, module: Any, settings: Train, model: Model, sent: Counter[str], ranks: dist.ProcessGroup
     ) -> None:
-        if problems := list(refusals(module, settings)):
-            raise UserError("\n".join(problems))
+        refuse(refusals(module, settings))
         size = self._size = settings.tensor_parallel
         self.width, self._unsharded = settings.width, False
         self._by_tokens = settings.sequence_parallel

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mmrl.config.drop_ins import DEFAULT, missing_drop_in, split_file
 from mmrl.core.errors import UserError
+from mmrl.core.grouping import grouped
 from mmrl.core.json_types import Cell
 from mmrl.core.plugins.loading import Kind
 from mmrl.planner.new_recipe.data import in_recipe
@@ -105,11 +106,8 @@ def named_in_recipe(name: str, home: Path) -> str:
 
 def files_to_begin(names: Sequence[str], home: Path, modality: Modality, *, answers: bool) -> dict[Path, str]:
     """The files that ``names`` are in and that are not there yet, with a reward to change. Raises ``UserError``."""
-    functions: dict[Path, list[str]] = {}
-    for name in names:
-        path = missing_file(name, home)
-        if path is not None:
-            functions.setdefault(path, []).append(split_file(name)[1] or DEFAULT["rewards"])
+    missing = ((missing_file(name, home), split_file(name)[1] or DEFAULT["rewards"]) for name in names)
+    functions = grouped((path, function) for path, function in missing if path is not None)
     return {path: starting_point(modality, listed, answers=answers) for path, listed in functions.items()}
 
 

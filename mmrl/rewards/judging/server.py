@@ -51,6 +51,9 @@ class VllmServer:
     before it is up, or is not up within ``start_s`` seconds.
     """
 
+    url = "http://127.0.0.1"
+    """Where it answers on its socket."""
+
     def __init__(
         self,
         path: str,
@@ -78,11 +81,6 @@ class VllmServer:
         )
         self._client = Client(name, self.url, self.key, self.socket_path, self._process)
         self._process.wait_until(self._client.healthy, start_s)
-
-    @property
-    def url(self) -> str:
-        """Where it answers on its socket."""
-        return "http://127.0.0.1"
 
     def ended(self) -> bool:
         return self._process.ended()

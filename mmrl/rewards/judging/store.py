@@ -122,12 +122,10 @@ def verdict_of(value: Json) -> Verdict | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if isinstance(value, dict):
-        kept: dict[str, float | str] = {}
-        for name, one in value.items():
-            if isinstance(one, bool) or not isinstance(one, int | float | str):
-                return None
-            kept[str(name)] = one
-        return kept
+        kept: dict[str, float | str] = {
+            n: one for n, one in value.items() if isinstance(one, int | float | str) and not isinstance(one, bool)
+        }
+        return kept if len(kept) == len(value) else None
     return whole_numbers(value)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from mmrl.app.continuing import continued
 from mmrl.commands.arguments import layers_of, preparing, read_recipe
 from mmrl.config.loader import LoadedRecipe
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.logging.rundir import looks_like_run, refuse_directory
 from mmrl.planner.plan import plan
 from mmrl.runtime.start import train
@@ -73,8 +73,7 @@ class Voting(VoteServer):
         why, path = "it failed; see the terminal", self.log.folder.parent
         try:
             planned = plan(loaded.for_resume(path) if resume else loaded)
-            if planned.problems:
-                raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+            refuse(planned.problems, "this recipe cannot run here")
             loaded = replace(loaded, recipe=planned.recipe, planned=planned.of_a_step)
             train(loaded, path, resume=resume)
             why = "training is done, or was stopped"

@@ -55,9 +55,6 @@ class Words:
         places = self.places or [min(self.shape.pictures, count) for count in most]
         return inputs_of(prompts, self.shape, places[0]), inputs_of(answers, self.shape, places[1])
 
-    def students(self) -> Comparing:
-        return Students(self.shape)
-
 
 class Backbone:
     """The model of a recipe, frozen: it reads each answer together with its prompt.
@@ -121,10 +118,6 @@ class Backbone:
         if isinstance(self.reader, TextReader):
             return _texts(self.reader, prompts, of_prompt, answers)
         return _pictures(self.reader, prompts, of_prompt, answers)
-
-    def shape(self, prompts: Features, answers: Features) -> ReadShape:
-        most = _TOKENS if self.makes == "text" else answers.tokens.shape[1]
-        return ReadShape(prompts.tokens.shape[2], answers.tokens.shape[2], prompts.tokens.shape[1], most)
 
 
 Encoder = Words | Backbone
@@ -222,10 +215,12 @@ def _as_map(states: Tensor, height: int, width: int) -> Tensor:
 def students_of(encoder: Encoder, prompts: Inputs | Features, answers: Inputs | Features) -> Comparing:
     """New students, for what the encoder has read for training."""
     if isinstance(encoder, Words):
-        return encoder.students()
+        return Students(encoder.shape)
     assert isinstance(prompts, Features)
     assert isinstance(answers, Features)
-    return ReadStudents(encoder.shape(prompts, answers)).standardize(prompts, answers)
+    most = _TOKENS if encoder.makes == "text" else answers.tokens.shape[1]
+    shape = ReadShape(prompts.tokens.shape[2], answers.tokens.shape[2], prompts.tokens.shape[1], most)
+    return ReadStudents(shape).standardize(prompts, answers)
 
 
 @dataclass(frozen=True)
