@@ -206,6 +206,13 @@ def test_the_digest_is_of_the_tensors_and_not_of_the_file(tmp_path):
     assert digest_of(tmp_path / "shape.safetensors") != by_hand.hexdigest()
 
 
+def test_a_tensor_that_would_be_larger_than_its_file_is_an_error(tmp_path):
+    said = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**62]}}).encode()
+    (tmp_path / "large.safetensors").write_bytes(len(said).to_bytes(8, "little") + said + bytes(4))
+    with pytest.raises(ValueError, match="ends within the tensor a"):
+        digest_of(tmp_path / "large.safetensors")
+
+
 def test_the_reader_of_gguf_is_downloaded_only_where_its_version_is_not_installed(tmp_path, monkeypatch):
     asked = []
 

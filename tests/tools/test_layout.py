@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
+
+
+def test_a_text_about_a_name_stands_below_its_value():
+    for path in (p for folder in ("mmrl", *DROP_INS) for p in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for body in (tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))):
+            for before, node in pairwise(body):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    assert isinstance(before, ast.Assign | ast.AnnAssign | ast.Expr), f"{where} is below no name"
 
 
 @pytest.mark.parametrize("folder", DROP_INS)

@@ -12,18 +12,14 @@ from mmrl.models.text.conditioner import Messages, Processor, Tokenizer
 from mmrl.models.text.template_probe import TemplateFaultError, parts_of, render
 
 PLACEHOLDER = re.compile("<(image|video)>")
+"""Where a picture or clip stands in a message of the user, of a prompt that has some."""
+Message = JsonObject
+MEND = "set model.chat_template to a template that does, or change those messages"
 
 
 def unmarked(text: str) -> str:
     """``text`` with a space in what looks like the mark of a picture or clip."""
     return PLACEHOLDER.sub(r"< \1>", text)
-
-
-"""Where a picture or clip stands in a message of the user, of a prompt that has some."""
-Message = JsonObject
-
-
-MEND = "set model.chat_template to a template that does, or change those messages"
 
 
 def messages_of(prompt: Prompt, tools: str = "") -> list[Message]:
