@@ -103,7 +103,8 @@ def slurm(job: Job) -> str:
         "",
         f"cd {shlex.quote(str(job.folder))} || exit 1  # all nodes must see it, and {job.shown}",
         f"{TO_FILL_IN} what makes `mmrl` a command there, such as: source .venv/bin/activate",
-        f"srun --kill-on-bad-exit=0 --wait=300 {shlex.join(job.command)}",
+        # srun does not take over what sbatch was asked for, and its tasks may be bound to a core each.
+        f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=300 {shlex.join(job.command)}',
         "code=$?",
         "case $code in  # a process was lost, or killed: the job starts again, at most three times",
         '4 | 137) [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID" ;;',

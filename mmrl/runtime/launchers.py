@@ -143,19 +143,27 @@ def _of_slurm(environ: Mapping[str, str]) -> Launched:
             "the node of process 0"
         )
     nodes = "SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+    hosts, tasks = _number(environ, nodes, "1"), _number(environ, size)
     job, step = _number(environ, "SLURM_JOB_ID"), environ.get("SLURM_STEP_ID", "0")
     drawn = _PORTS[(16 * job + (int(step) if step.isdecimal() else 0)) % len(_PORTS)]
     return Launched(
         "srun",
         _number(environ, "SLURM_PROCID"),
-        _number(environ, size),
+        tasks,
         _number(environ, "SLURM_LOCALID"),
         host,
         _number(environ, "MASTER_PORT", str(drawn)),
-        _number(environ, nodes, "1"),
+        hosts,
         restarts=_number(environ, "SLURM_RESTART_COUNT", "0"),
-        words=("srun", "--ntasks", environ[size]),
+        words=_srun(tasks, hosts),
     )
+
+
+def _srun(tasks: int, hosts: int) -> tuple[str, ...]:
+    """Slurm may fill a host before it takes the next one; as many processes are on each host as now."""
+    if hosts > 1 and tasks % hosts == 0:
+        return "srun", "--ntasks", str(tasks), "--ntasks-per-node", str(tasks // hosts)
+    return "srun", "--ntasks", str(tasks)
 
 
 def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:

@@ -45,6 +45,7 @@ def test_a_batch_script_asks_for_cores(capsys, words, cores):
     code, script = printed(capsys, "sums", "controllers=2", *words)
     assert code == 0, script
     assert f"#SBATCH --cpus-per-task={cores}\n" in script
+    assert '\nsrun --cpus-per-task="$SLURM_CPUS_PER_TASK" ' in script
     assert printed(capsys, "sums", "controllers=2", "--print", "torchrun", "--cpus-per-task", "4")[0] == 2
 
 

@@ -41,6 +41,10 @@ def test_the_variables_of_each_launcher_say_which_process_this_is():
     assert 20000 <= found.port < 32768
     assert launched(SLURM | {"MASTER_ADDR": "n8", "MASTER_PORT": "700"}).port == 700
     assert launched({**SLURM, "SLURM_JOB_ID": "10"}).port != found.port
+    assert found.command("mmrl train sums") == "srun --ntasks 4 mmrl train sums"
+    several = launched(SLURM | {"SLURM_NNODES": "2"}), launched(SLURM | {"SLURM_NNODES": "3"})
+    assert several[0].command("mmrl").startswith("srun --ntasks 4 --ntasks-per-node 2 mmrl")
+    assert several[1].command("mmrl").startswith("srun --ntasks 4 mmrl")
 
 
 def test_a_process_alone_is_not_one_of_several():
