@@ -46,8 +46,7 @@ def prompts(
     check_split(split, "the clips have")
     if size < SIZE or size % SIZE:
         raise UserError(f"size is {size}; give a multiple of {SIZE}")
-    unknown = [q for q in questions if q not in ASK]
-    if unknown or not questions:
+    if not questions or not {*questions} <= {*ASK}:
         raise UserError(f"questions are {list(questions)}; choose among {', '.join(ASK)}")
     if samples < 1:
         raise UserError(f"samples is {samples}; give how many clips there are to be")

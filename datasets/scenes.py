@@ -81,8 +81,7 @@ def prompts(
     [0, 1]. Raises ``UserError`` for an unknown split or kind of question.
     """
     check_split(split, "the scenes data set has")
-    unknown = [q for q in questions if q not in QUESTIONS]
-    if unknown or not questions or isinstance(questions, str):
+    if not questions or isinstance(questions, str) or not {*questions} <= {*QUESTIONS}:
         raise UserError(f"questions is {questions!r}; give a list of some of {', '.join(QUESTIONS)}")
     size = size if size is not None else 7000 if split == "train" else 1400
     if size < 1:

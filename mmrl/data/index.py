@@ -60,14 +60,14 @@ class ShardIndex:
     path: Path
     entries: list[Entry] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)
-    ignored: dict[str, int] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
 
     def prompt(self, i: int) -> Prompt:
         """Sample ``i``, read from the shard. Raises ``ValueError`` where the shard was changed after it was indexed."""
         return _prompt(self.path, self.entries[i])
 
 
-_PARTS = TypeAdapter(tuple[list[Entry], list[BadRecord], dict[str, int]])
+_PARTS = TypeAdapter(tuple[list[Entry], list[BadRecord], Counter[str]])
 
 
 def load_index(path: Path, verify: Verify) -> ShardIndex | None:
@@ -91,14 +91,12 @@ def build_index(path: Path, verify: Verify) -> ShardIndex:
     stamp = _stamp(path, verify)
     members, bad = read_members(path)
     index = ShardIndex(path, bad=[BadRecord(b.where, b.why) for b in bad])
-    ignored: Counter[str] = Counter()
     for key, parts in _samples(members).items():
         where = f"{path.name}/{key}"
         try:
-            index.entries.append(_entry(path, key, parts, verify, ignored))
+            index.entries.append(_entry(path, key, parts, verify, index.ignored))
         except ValueError as error:
             leave_out(index.bad, where, str(error), path.name)
-    index.ignored = dict(ignored)
     dumped = _PARTS.dump_python((index.entries, index.bad, index.ignored), mode="json", exclude_none=True)
     if stamp == _stamp(path, verify):  # else the shard is being written just now
         store.save(_home(path), stamp, dict(zip(("samples", "bad", "ignored"), dumped, strict=True)))

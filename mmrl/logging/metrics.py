@@ -213,11 +213,14 @@ def describe(key: str) -> str | None:
 class Tracker(Protocol):
     """Where scalars and pictures go besides the run directory."""
 
-    def scalars(self, step: int, row: Mapping[str, float]) -> None: ...
+    def scalars(self, step: int, row: Mapping[str, float]) -> None:
+        """Keep the finite numbers of a step by their name."""
 
-    def picture(self, step: int, name: str, image: Image) -> None: ...
+    def picture(self, step: int, name: str, image: Image) -> None:
+        """Keep the picture ``name`` of a step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what is left; nothing follows."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
