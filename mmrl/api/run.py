@@ -17,6 +17,7 @@ from mmrl.app.export import export
 from mmrl.app.trainer import Trainer
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
+from mmrl.core.json_types import elements
 from mmrl.core.notices import silenced
 from mmrl.core.quiet import as_before
 from mmrl.core.stored import blamed, read_as
@@ -291,16 +292,12 @@ def _sample(folder: Path, one: dict[str, object]) -> RunSample:
     scores = one.get("scores")
     known = scores if isinstance(scores, dict) else {}
     if "file" not in one:
-        shown = tuple(_pictures(folder, name)[0] for name in _names(one.get("pictures")))
+        shown = tuple(_pictures(folder, name)[0] for name in elements(one.get("pictures")))
         return RunSample(str(one["prompt"]), known, text=str(one.get("text", "")), shown=shown)
     frames = tuple(_pictures(folder, one["file"]))
     return RunSample(
         str(one["prompt"]), known, frames[0] if len(frames) == 1 else None, frames if len(frames) > 1 else ()
     )
-
-
-def _names(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _pictures(folder: Path, name: object) -> list[Image.Image]:

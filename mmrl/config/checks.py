@@ -18,6 +18,7 @@ from mmrl.config.section import Section
 from mmrl.config.teacher_checks import of_self_teaching, of_teachers, teaches_alone
 from mmrl.config.written_picture_checks import of_written_pictures
 from mmrl.core.episode import REWARD
+from mmrl.core.json_types import elements
 from mmrl.core.plugins.python_objects import in_this_process
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -93,8 +94,7 @@ def of_environment(recipe: Recipe) -> Iterator[str]:
             "environment: SGLang's server cannot be asked for a turn behind pictures and sampled tokens; set "
             "rollout.engine to vllm"
         )
-    tools = section.options.get("tools")
-    names = [name for name in (section.name, *(tools if isinstance(tools, list) else ())) if isinstance(name, str)]
+    names = [name for name in (section.name, *elements(section.options.get("tools"))) if isinstance(name, str)]
     if section.isolate and (held := [name for name in names if in_this_process(name)]):
         yield (
             f"environment.isolate: {', '.join(held)} is in this process only; define it at the top of a file other "

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from PIL.Image import Image
 
-from mmrl.core.json_types import JsonObject
+from mmrl.core.json_types import JsonObject, elements
 from mmrl.core.media import Media
 
 Content: TypeAlias = "str | Media | Image | Mapping[str, Any] | Sequence[str | Media | Image | Mapping[str, Any]]"
@@ -122,7 +122,7 @@ class Line:
 
 def lines_in(kept: object) -> list[Line]:
     """The lines of an episode in a file of JSON, which may be anybody's; what is none is left out."""
-    rows = [row for row in kept if isinstance(row, dict)] if isinstance(kept, list) else []
+    rows = [row for row in elements(kept) if isinstance(row, dict)]
     return [
         Line(row["by"], *(value if isinstance(value := row.get(name), str) else "" for name in _OF_LINE))
         for row in rows

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 JsonScalar: TypeAlias = bool | int | float | str | None
 # The containers are read-only, so that a `dict[str, int]` is JSON data too.
@@ -17,6 +17,11 @@ MutableJson: TypeAlias = "JsonScalar | list[MutableJson] | dict[str, MutableJson
 def finite(value: float | None) -> float | None:
     """``value``, or None where it is no number that JSON has (nan, the infinities)."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def elements(value: object) -> list[Any]:
+    """Those of a list, and none where ``value`` is something else: what may be anybody's is read so."""
+    return value if isinstance(value, list) else []
 
 
 def as_integer(value: Json) -> int:

@@ -19,7 +19,7 @@ from itertools import chain, takewhile
 from typing import Literal
 
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Cell
+from mmrl.core.json_types import Cell, elements
 from mmrl.core.media import Media
 from mmrl.core.trajectory import REASONING, AskedSize, Prompt, Turn
 from mmrl.core.untrusted import parse_json
@@ -478,7 +478,7 @@ def as_messages(said: Cell) -> Cell:
 def keys_inside(said: Cell) -> Iterator[str]:
     """The names of keys of messages that nothing reads, of values that are there. Raises ``ValueError`` for a key that
     changes what the message is."""
-    for message in said if isinstance(said, list) else ():
+    for message in elements(said):
         if not isinstance(message, Mapping):
             continue
         calls = next((key for key in _TOOLS if message.get(key)), None)
@@ -489,8 +489,7 @@ def keys_inside(said: Cell) -> Iterator[str]:
             )
         reads = {*_READ, *(REASONING if message.get("role") == "assistant" else ())}
         yield from (INSIDE + str(key) for key, value in message.items() if key not in reads and value is not None)
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
+        for part in elements(message.get("content")):
             kind = part.get("type") if isinstance(part, Mapping) else None
             if isinstance(part, Mapping) and isinstance(kind, str) and kind != "text":
                 yield from _of_part(part, kind)

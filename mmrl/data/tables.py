@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Cell, Json
+from mmrl.core.json_types import Cell, Json, elements
 from mmrl.core.untrusted import check_folder, open_file, printable, read_json, resolved, walk
 from mmrl.data.columnar import ROWS, check_arrow, check_parquet, check_row
 from mmrl.data.limits import LIMITS
@@ -181,7 +181,7 @@ def _check_saved(folder: Path) -> None:
                 resolved(split, folder)
                 said = read_json(split / _STATE, most=LIMITS.beside, root=folder)
                 files = said.get("_data_files") if isinstance(said, Mapping) else None
-                for one in files if isinstance(files, list) else ():
+                for one in elements(files):
                     check_arrow(split / _texts(one, "filename", several=False)[0], folder)
                 read_json(split / "dataset_info.json", most=LIMITS.beside, root=folder)
         except ValueError as error:

@@ -14,6 +14,7 @@ from PIL import Image, ImageSequence
 from pydantic import BaseModel, Field
 
 from mmrl.core.episode import Line, lines_in
+from mmrl.core.json_types import elements
 from mmrl.core.media import evenly
 from mmrl.core.stored import BadFileError, read_as
 from mmrl.core.untrusted import inside
@@ -169,10 +170,9 @@ def _shown(folder: Path, row: object) -> Shown | None:
     finite = {str(k): float(v) for k, v in scores.items() if isinstance(v, int | float) and math.isfinite(v)}
     prompt = str(row.get("prompt", ""))
     if isinstance(row.get("text"), str):
-        named = row.get("pictures")
         turns = tuple((line, inside(folder, line.picture or None)) for line in lines_in(row.get("turns")))
         told = [line.picture for line, _ in turns]
-        media = [inside(folder, name) for name in (named if isinstance(named, list) else []) if name not in told]
+        media = [inside(folder, name) for name in elements(row.get("pictures")) if name not in told]
         found = tuple(path for path in media if path is not None)
         cut = row.get("truncated") is True
         return Shown(prompt, finite, text=row["text"], truncated=cut, media=found, turns=turns)

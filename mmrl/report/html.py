@@ -24,6 +24,7 @@ from mmrl.core.durations import duration
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
 from mmrl.core.grouping import grouped
+from mmrl.core.json_types import elements
 from mmrl.core.secrets import hidden
 from mmrl.core.stored import read_object
 from mmrl.logging.metrics import describe
@@ -142,12 +143,12 @@ def _continued(run: RecordedRun) -> Iterator[str]:
     for row in run.continued:
         notes, changes = row.get("notes"), _listed(row.get("changes"))
         said = [f"{of.get('key')} {json.dumps(of.get('before'))} → {json.dumps(of.get('now'))}" for of in changes]
-        said += map(str, notes if isinstance(notes, list) else [])
+        said += map(str, elements(notes))
         yield f"Continued after step {row.get('after')}: {'; '.join(said)}."
 
 
 def _listed(found: Any) -> list[dict[str, Any]]:
-    return [of for of in found if isinstance(of, dict)] if isinstance(found, list) else []
+    return [of for of in elements(found) if isinstance(of, dict)]
 
 
 def _heldout_charts(run: RecordedRun) -> list[Markup]:

@@ -16,7 +16,7 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.layers import parse_value
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, elements
 from mmrl.core.stored import BadFileError, read_object, read_text
 from mmrl.logging.environment import read_environment
 from mmrl.logging.metrics import of_pairs, of_repeated, of_source, read, read_numbers
@@ -76,8 +76,7 @@ class RecordedRun:
     @property
     def trained(self) -> dict[str, float]:
         """Weight by label of the rewards that are trained on."""
-        found = self.resolved.get("rewards")
-        rewards = found if isinstance(found, list) else []
+        rewards = elements(self.resolved.get("rewards"))
         weights = {_label(r): r.get("weight", 1.0) for r in rewards if isinstance(r, dict)}
         if any(not isinstance(weight, int | float) for weight in weights.values()):
             raise BadFileError(f"{RunDir(self.path).resolved}: a reward's weight is no number; put it back from a copy")
@@ -115,7 +114,7 @@ class RecordedRun:
     def reward(self, label: str) -> tuple[Json, Json] | None:
         """Name and options of the reward ``label``, trained on or only measured; None where the recipe has none."""
         lists = [self.resolved.get("rewards"), self.setting("eval.rewards")]
-        both = [r for found in lists if isinstance(found, list) for r in found if isinstance(r, dict)]
+        both = [r for found in lists for r in elements(found) if isinstance(r, dict)]
         return next(((r.get("name"), r.get("options") or {}) for r in both if _label(r) == label), None)
 
     def setting(self, key: str) -> Json:

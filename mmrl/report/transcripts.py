@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import JsonObject, elements
 from mmrl.logging.texts import Folded, fold
 from mmrl.rewards.judging.report import extremes
 from mmrl.rewards.judging.usage import COUNTS, PREFIX, usage_in
@@ -37,16 +37,13 @@ def transcripts(folder: Path, n: int = 4) -> list[dict[str, Any]]:
 def _transcript(row: JsonObject) -> dict[str, Any]:
     """One question to a judge: its samples, the texts of question and answers, and the scores."""
 
-    def listed(key: str) -> list[Json]:
-        found = row.get(key)
-        return found if isinstance(found, list) else []
-
     def text(value: object) -> Folded | None:
         return fold(value) if isinstance(value, str) else None
 
-    scores = [value if isinstance(value, int | float) else None for value in listed("scores")]
-    about = [{"text": text(value), "score": score} for value, score in zip(listed("responses"), scores, strict=False)]
-    pictures = [p for p in listed("pictures") if isinstance(p, str) and _BASE64.fullmatch(p)]
+    scores = [value if isinstance(value, int | float) else None for value in elements(row.get("scores"))]
+    both = zip(elements(row.get("responses")), scores, strict=False)
+    about = [{"text": text(value), "score": score} for value, score in both]
+    pictures = [p for p in elements(row.get("pictures")) if isinstance(p, str) and _BASE64.fullmatch(p)]
     asked = [(title, text(row.get(key))) for title, key in (("System", "system"), ("Question", "request"))]
     step = row.get("step")
     return {
@@ -56,6 +53,6 @@ def _transcript(row: JsonObject) -> dict[str, Any]:
         "at": f"step {step}" if isinstance(step, int) and step >= 0 else "evaluation",
         "written": [
             *((title, found) for title, found in asked if found),
-            *(("Answer", found) for answer in listed("answers") if (found := text(answer))),
+            *(("Answer", found) for answer in elements(row.get("answers")) if (found := text(answer))),
         ],
     }

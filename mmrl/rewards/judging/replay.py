@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from threading import Lock
 
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, elements
 from mmrl.core.lines import rows_of
 from mmrl.core.trajectory import SampleId
 from mmrl.rewards.judging.asking import Outcome
@@ -41,7 +41,7 @@ class Recorded:
         for row in (row for folder in folders for row in rows_of(folder / TRANSCRIPTS)):
             step, samples, request = row.get("step"), row.get("samples"), row.get("request")
             if isinstance(step, int) and step in steps and isinstance(request, str):
-                about = tuple(tuple(s) for s in samples if isinstance(s, list)) if isinstance(samples, list) else ()
+                about = tuple(tuple(s) for s in elements(samples) if isinstance(s, list))
                 self._rows[step, str(row.get("judge")), about, request] = row  # asked again: the later counts
 
     def outcome(
@@ -49,8 +49,7 @@ class Recorded:
     ) -> Outcome | None:
         """The outcome of the ``nth`` time that ``request`` was asked about ``samples``; None where it must be asked."""
         row = self._rows.get((step, label, tuple((i.slot, i.attempt, i.sample) for i in samples), request))
-        listed = (row or {}).get("verdicts")
-        verdicts = listed if isinstance(listed, list) else []
+        verdicts = elements((row or {}).get("verdicts"))
         there = row is not None and nth < len(verdicts) and bool(outside or row.get("cached"))
         with self._counting:
             self.taken[label] += there

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from PIL.Image import Image
 
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, elements
 from mmrl.core.lines import lines_of, opened, row_of
 from mmrl.core.media.images import png_bytes
 from mmrl.core.notices import tell
@@ -131,4 +131,4 @@ def verdict_of(value: Json) -> Verdict | None:
 
 def texts_of(value: Json) -> list[str]:
     """The texts of a list that a row holds; empty where it holds none."""
-    return [str(text) for text in value] if isinstance(value, list) else []
+    return [str(text) for text in elements(value)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Reward
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, elements
 from mmrl.core.lines import lines_of, rows_of
 from mmrl.core.reward_contract import Context
 
@@ -146,8 +146,7 @@ class Spending:
 def without_limits(recipe: JsonObject) -> dict[str, Json]:
     """A resolved recipe without how long calls of its rewards may take, how often they are repeated, and the budgets of
     its judges, which a run that is resumed may change."""
-    rewards = recipe.get("rewards")
-    kept = [_without_limits(one) for one in rewards if isinstance(one, Mapping)] if isinstance(rewards, list) else []
+    kept = [_without_limits(one) for one in elements(recipe.get("rewards")) if isinstance(one, Mapping)]
     return {**recipe, "rewards": kept}
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import Json, JsonObject, elements
 from mmrl.core.local_page import Page, PageHandler
 from mmrl.core.untrusted import inside
 from mmrl.rewards.learned.labels import votes
@@ -52,11 +52,11 @@ class VoteServer(Page):
 
     def _next(self, asked: JsonObject, tally: Tally, voter: str) -> JsonObject | None:
         """The first that nobody has voted on, that ``voter`` did not skip and no other is shown."""
-        now, listed, voted = time.monotonic(), asked.get("asks"), {samples for _, samples in tally.given}
+        now, voted = time.monotonic(), {samples for _, samples in tally.given}
         self._held = {key: held for key, held in self._held.items() if now - held[1] < _HELD_S and held[0] != voter}
-        for row in listed if isinstance(listed, list) else []:
+        for row in elements(asked.get("asks")):
             key = votes.samples_of(row.get("samples")) if isinstance(row, Mapping) else None
-            if key is None or not isinstance(row, Mapping):
+            if key is None:
                 continue
             self._known[key] = row
             if key not in voted and key not in self._held and (voter, key) not in self._skipped:

@@ -26,7 +26,7 @@ from mmrl.config.masked_text import masked_override
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.files import write_atomic
-from mmrl.core.json_types import JsonObject
+from mmrl.core.json_types import JsonObject, elements
 from mmrl.core.stored import Number, Text, fitted, read_object
 from mmrl.inference.this_machine import choose_device
 from mmrl.logging.rundir import RunDir, has_begun
@@ -69,8 +69,7 @@ def combinations(tried: Sequence[str]) -> list[tuple[str, ...]]:
             found = parse_value(f"[{given}]")
         except ValueError as error:
             raise UserError(f"--try {key}: {error}; write values with commas between, as in {key}=A,B") from None
-        several = found if isinstance(found, list) else []
-        shown = [value if isinstance(value, str) else json.dumps(value) for value in several]
+        shown = [value if isinstance(value, str) else json.dumps(value) for value in elements(found)]
         if len(shown) < 2 or len(set(shown)) < len(shown):
             raise UserError(f"--try {text}: give two different values or more, with commas between")
         keys.append(key)

@@ -20,7 +20,7 @@ from PIL import Image
 
 from mmrl.core.episode import Line, lines_in
 from mmrl.core.errors import UserError
-from mmrl.core.json_types import Json, JsonObject, as_list, as_object
+from mmrl.core.json_types import Json, JsonObject, as_list, as_object, elements
 from mmrl.core.media import KINDS, LIMITS, BadMediaError, Media, evenly, open_clip, open_image, read_bytes
 from mmrl.core.media.images import upright_rgb, watched
 from mmrl.core.untrusted import inside, open_file, parse_json, printable, read_file, read_json, resolved, walk
@@ -132,7 +132,7 @@ def _of_rows(root: Path, listing: str, rows: Sequence[Json]) -> Iterator[Item]:
         prompt, text = str(given.get("prompt") or ""), given.get("text")
         if isinstance(text, str):
             shown, turns = given.get("pictures"), tuple(lines_in(given.get("turns")))
-            named = [*(shown if isinstance(shown, list) else []), *(line.picture for line in turns)]
+            named = [*elements(shown), *(line.picture for line in turns)]
             pictures = tuple(dict.fromkeys(str(name) for name in named if inside(root, name)))
             name = f"{listing}#{number}"
             yield Item(name, "text", prompt, text=text[:_MOST_TEXT], pictures=pictures, root=root, turns=turns)
