@@ -49,9 +49,9 @@ def reach(store: dist.Store, rank: int, size: int, first: FirstSum, connect: Cal
     board.set_timeout(timedelta(seconds=_ASK_S))
     board.set(f"preflight/came/{rank}", f"{platform.node()}, {first.device}")
     made = in_daemon(connect, "preflight")
-    wait([made], first.seconds)
-    error = made.exception() if made.done() else None
-    if made.done() and error is None:
+    ended = wait([made], first.seconds).done
+    error = made.exception() if ended else None
+    if ended and error is None:
         return
     why = f"did not end within {duration(first.seconds)}" if error is None else f"failed ({_first_line(error)})"
     raise UnreachedError(

@@ -3,11 +3,13 @@
 import os
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
+from mmrl.controller import preflight
 from mmrl.controller.preflight import FirstSum, UnreachedError, seconds_of
 from tests.support.ranks import free_port, launched
 
@@ -78,6 +80,21 @@ def test_an_interface_that_is_not_there_is_said(monkeypatch):
         Group(0, 1, "127.0.0.1", free_port())
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def test_a_first_sum_that_fails_as_its_time_ends_is_no_success(monkeypatch):
+    import torch.distributed as dist
+
+    class Late(Future):
+        def done(self):
+            if not (was := super().done()):
+                self.set_exception(RuntimeError("too late"))
+            return was
+
+    monkeypatch.setattr(preflight, "in_daemon", lambda call, name: Late())
+    board = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True, wait_for_workers=False)
+    with pytest.raises(UnreachedError, match="do not reach each other"):
+        preflight.reach(board, 0, 1, FirstSum(seconds=0.0), lambda: None)
 
 
 def test_the_limit_follows_the_patience():
