@@ -1,22 +1,23 @@
 """One recipe with several devices a controller under Ray, torchrun and Slurm: equal to the bit, and it outlives the end
-of a process; also where devices change roles and lend themselves."""
+of a process and of a host; also where devices change roles and lend themselves."""
 
 import os
 import re
+import shlex
+import subprocess
 import sys
-from contextlib import suppress
 from itertools import product
 
-import psutil
 import pytest
 
 from mmrl.config.loader import load_recipe
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.runtime.launch_files import Job
 from mmrl.runtime.launch_files import slurm as script
+from tests.support.hosts import lose, network
 from tests.support.ranks import Command, free_port
 from tests.support.ray_runs import ROOT, actors, children, ended, placed, rows, wait_for
-from tests.support.slurm import INSTALLED, said, slurm, until
+from tests.support.slurm import MISSING, needed, slurm, until
 
 allow_cpu_only()  # before transformers imports torchvision
 pytestmark = pytest.mark.slow
@@ -41,6 +42,11 @@ ROLES = {
     "moving": ["placement={type: disaggregated, trainers: 1, judges: 1, split: adaptive, lend: true}"],
 }
 """Of one controller with three devices and a reward that is computed on one."""
+LOST = {
+    "leader": r"controller 0 of 2 \(process \d+ on node0\) has ended",
+    "host": r"controller 1 of 2 \(process \d+ on node1\) has given no sign of life",
+}
+"""What a run of two hosts loses, and what it says then."""
 MEASURED = ("time/", "perf/", "plan/", "memory/", "sent/", "balance/", "features/", "placement/")
 
 
@@ -60,21 +66,21 @@ def by_torchrun(folder, roles=()):
 
 
 class Batch:
-    """A job of Slurm, with what the test uses of ``Command``."""
+    """A job of Slurm, with what the test uses of ``Command``; ``each``: devices of a host."""
 
     returncode = None
 
-    def __init__(self, environ, folder, roles=()):
-        self.environ, self.log = environ, folder / "printed"
+    def __init__(self, cluster, folder, roles=(), each=None):
+        self.cluster, self.log = cluster, folder / "printed"
         command = (sys.executable, "-m", "mmrl", *words(folder, roles))
         loaded = load_recipe(["sums"], [*SHAPE, "controllers=1", "devices_per_controller=3"] if roles else SHAPE)
-        printed = script(Job(loaded.recipe, command, folder / "run", ROOT, cpus=1))
+        printed = script(Job(loaded.recipe, command, folder / "run", ROOT, per_node=each, cpus=1))
         (folder / "job.sh").write_text(printed.replace("--output=sums-%j.log", f"--output={self.log}"))
-        self.number = said(["sbatch", "--parsable", str(folder / "job.sh")], environ).strip()
+        self.number = cluster.said("sbatch", "--parsable", folder / "job.sh").strip()
         self.pid = os.getpid()
 
     def poll(self):
-        found = said(["scontrol", "show", "job", self.number], self.environ)
+        found = self.cluster.said("scontrol", "show", "job", self.number)
         self.restarts = int(re.search(r"Restarts=(\d+)", found)[1])
         if (state := re.search(r"JobState=(\w+)", found)[1]) in ("COMPLETED", "FAILED", "CANCELLED"):
             self.returncode = int(state != "COMPLETED")
@@ -94,14 +100,25 @@ def whole(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory):
+    """A Slurm of two hosts, and these."""
+    with network(2) as hosts, slurm(tmp_path_factory.mktemp("slurm") / "two", hosts, OMP_NUM_THREADS="1") as cluster:
+        yield cluster, hosts
+
+
 def killed(process, out, victim, name="device 1 of controller 1 of 2"):
-    """What was printed of a run whose process ``victim()``, of the ``name``, is killed after a step, and which comes to
-    its end."""
+    """A run whose process ``victim()``, of the ``name``, is killed after a step comes to its end."""
+    goes_on(process, out, lambda: victim().kill(), rf"{name} .*died")
+
+
+def goes_on(process, out, lost, says):
+    """``lost()`` makes a run lose a process after a step, the run ``says`` so, and comes to its end."""
     wait_for(process, out, 1)
-    victim().kill()
+    lost()
     printed = process.communicate(timeout=400)[0]
     assert process.returncode == 0, printed
-    assert re.search(rf"{name} .*died", printed), printed
+    assert re.search(says, printed), printed
     # The row of a step may be there before its checkpoint is.
     assert re.search(r"(resuming|start again) after step [12]|no checkpoint yet: starting", printed), printed
     assert "done: 3 steps" in printed
@@ -123,16 +140,6 @@ def process_of(number, processes, variable):
     return next(p for p in processes if p.environ().get(variable) == number)
 
 
-def tasks_of(configuration):
-    """The processes that a Slurm has started, by the file that its commands read."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("SLURM_CONF") == configuration and "mmrl" in process.cmdline():
-                found.append(process)
-    return found
-
-
 def test_torchrun_starts_all_again(whole, tmp_path):
     process = by_torchrun(tmp_path)
     killed(process, tmp_path / "run", lambda: process_of("3", children(process.pid), "RANK"))
@@ -146,12 +153,52 @@ def test_ray_starts_all_again(whole, tmp_path):
     same(whole, tmp_path / "run")
 
 
-@pytest.mark.skipif(not INSTALLED, reason="Slurm is not installed (Debian: slurm-wlm)")
+@needed
 def test_slurm_queues_the_job_again(whole, tmp_path):
-    with slurm(tmp_path / "slurm") as environ:
-        job = Batch(environ | {"OMP_NUM_THREADS": "1"}, tmp_path)
-        killed(job, tmp_path / "run", lambda: process_of("3", tasks_of(environ["SLURM_CONF"]), "SLURM_PROCID"))
+    with slurm(tmp_path / "slurm", OMP_NUM_THREADS="1") as cluster:
+        job = Batch(cluster, tmp_path)
+        killed(job, tmp_path / "run", lambda: cluster.task(3))
         assert job.restarts == 1
+    same(whole, tmp_path / "run")
+
+
+@needed
+@pytest.mark.parametrize("lost", LOST)
+def test_slurm_of_two_hosts_queues_the_job_again(two_hosts, whole, tmp_path, lost):
+    cluster, hosts = two_hosts
+    job = Batch(cluster, tmp_path, each=2)
+
+    def lose_one():
+        if lost == "leader":
+            cluster.task(0).kill()
+        else:
+            lose(hosts[1])
+            until(lambda: job.poll() is None and job.restarts, lambda: job.log.read_text(), 200)
+            cluster.boot("node1")
+
+    goes_on(job, tmp_path / "run", lose_one, LOST[lost])
+    assert job.restarts == 1
+    same(whole, tmp_path / "run")
+
+
+@needed
+def test_srun_of_two_hosts_saves_when_it_is_cancelled_and_its_own_command_continues(two_hosts, whole, tmp_path):
+    cluster, _ = two_hosts
+
+    def srun(*given):
+        return cluster.start(["srun", *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+
+    mmrl = [sys.executable, "-m", "mmrl"]
+    process = srun("--job-name=cancelled", "--ntasks=4", "--ntasks-per-node=2", *mmrl, *words(tmp_path))
+    wait_for(process, tmp_path / "run", 1)
+    cluster.said("scancel", "--name=cancelled")
+    printed = process.communicate(timeout=200)[0]
+    again = re.search(r"stopped after step [12]; continue with: srun (.*) mmrl (train .* --resume)", printed)
+    assert again, printed
+    process = srun(*shlex.split(again[1]), *mmrl, *shlex.split(again[2]))
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, printed
+    assert "resuming after step" in printed
     same(whole, tmp_path / "run")
 
 
@@ -166,9 +213,9 @@ def test_devices_change_roles_under_each_launcher(name, tmp_path):
     process, out = by_torchrun(folders["torchrun"], ROLES[name]), folders["torchrun"] / "run"
     killed(process, out, lambda: process_of("1", children(process.pid), "RANK"), "device 1 of controller 0 of 1")
     same(folders["ray"] / "run", out, 1, 3)
-    if INSTALLED:
-        with slurm(tmp_path / "slurm-state") as environ:
-            job = Batch(environ | {"OMP_NUM_THREADS": "1"}, folders["slurm"], ROLES[name])
+    if not MISSING:
+        with slurm(tmp_path / "slurm-state", OMP_NUM_THREADS="1") as cluster:
+            job = Batch(cluster, folders["slurm"], ROLES[name])
             printed = job.communicate(timeout=400)[0]
         assert job.returncode == 0, printed
         same(folders["ray"] / "run", folders["slurm"] / "run", 1, 3)
