@@ -177,8 +177,9 @@ def _wrapped(world: Any, spec: Any, wrapper: str | JsonObject) -> Any:
 
 def _words(space: Any, given: Mapping[str, Json] | None) -> dict[str, Any]:
     """Words to the actions of ``space``."""
+    discrete = type(space).__name__ == "Discrete"
     if given is None:
-        if type(space).__name__ != "Discrete":
+        if not discrete:
             raise UserError(f"environment.options.actions: name the actions, each with a value of {space}")
         first = int(space.start)
         given = {str(n): n for n in range(first, first + int(space.n))}
@@ -190,20 +191,15 @@ def _words(space: Any, given: Mapping[str, Json] | None) -> dict[str, Any]:
         except Exception:  # of whatever the value is
             fits, action = False, None
         if not fits:
+            whole = f"a whole number from {space.start} to {space.start + space.n - 1}" if discrete else ""
             raise UserError(
-                f"environment.options.actions: {word!r} is {value!r}, and an action is {_named(space)}; correct it"
+                f"environment.options.actions: {word!r} is {value!r}, and an action is {whole or f'one of {space}'}; "
+                "correct it"
             )
         found[word.lower()] = action
     if not found:
         raise UserError("environment.options.actions is empty; name an action, or leave the key out")
     return found
-
-
-def _named(space: Any) -> str:
-    """The actions of ``space``, in words."""
-    if type(space).__name__ != "Discrete":
-        return f"one of {space}"
-    return f"a whole number from {int(space.start)} to {int(space.start + space.n) - 1}"
 
 
 def _keywords(given: Json) -> JsonObject:

@@ -73,12 +73,16 @@ class TokenObjective(ABC):
         *,
         kl_in_loss: bool = True,
     ) -> None:
-        """Where a response has one loss, ``aggregation`` is ``seq_mean_token_mean``, its mean over responses.
+        """Where a response has one loss, ``aggregation`` is ``seq_mean_token_mean``, its mean over responses. Without
+        ``kl_in_loss`` the subclass subtracts the divergence from rewards, times ``reward_kl_coef``.
 
         Raises ``UserError`` where a length limit is needed and neither section gives one.
         """
         self.advantage_std = getattr(settings, "advantage_std", self.advantage_std)
         self.kl_coef = settings.kl_coef if kl_in_loss else 0.0
+        self.reward_kl_coef = 0.0 if kl_in_loss else settings.kl_coef
+        if self.reward_kl_coef:
+            self.prepares = self.prepares | {"log_probs", "reference_log_probs"}
         self.kl_estimator: KLEstimator = settings.kl_estimator
         self.kl_max = settings.kl_max
         self.entropy_coef = settings.entropy_coef

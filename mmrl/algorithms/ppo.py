@@ -52,10 +52,8 @@ class PPO(ClippedObjective):
         super().__init__(settings, settings.aggregation, kl_in_loss=False)
         self.gamma, self.gae_lambda = settings.gamma, settings.gae_lambda
         self.value_clip = settings.value_clip
-        self.reward_kl_coef = settings.kl_coef
         self.needs = self.needs | {"values"}
-        reference = {"log_probs", "reference_log_probs"} if self.reward_kl_coef else set()
-        self.prepares = frozenset({"values"} | reference)
+        self.prepares = self.prepares | {"values"}
 
     def advantages(self, scored: Scored) -> Advantages:
         assert scored.mask is not None

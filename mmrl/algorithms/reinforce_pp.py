@@ -53,9 +53,6 @@ class ReinforcePP(ClippedObjective):
         self.baseline = settings.variant == "baseline"
         super().__init__(settings, settings.aggregation, kl_in_loss=self.baseline)
         self.gamma = settings.gamma
-        self.reward_kl_coef = 0.0 if self.baseline else settings.kl_coef
-        if self.reward_kl_coef:
-            self.prepares = frozenset({"log_probs", "reference_log_probs"})
 
     def advantages(self, scored: Scored) -> Advantages:
         mask = scored.mask

@@ -35,9 +35,6 @@ class RLOO(ClippedObjective):
 
     def __init__(self, settings: RLOOSettings) -> None:
         super().__init__(settings, kl_in_loss=False)
-        self.reward_kl_coef = settings.kl_coef
-        if self.reward_kl_coef:
-            self.prepares = frozenset({"log_probs", "reference_log_probs"})
 
     def advantages(self, scored: Scored) -> Advantages:
         rewards, metrics = penalised_rewards(scored, self.reward_kl_coef)

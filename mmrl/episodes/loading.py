@@ -60,7 +60,7 @@ def about(world: Environment) -> dict[str, Any]:
     return {
         "schemas": schemas_of(tools),
         "pictures": getattr(world, "pictures", False) is True or any(map(_returns_picture, tools)),
-        "stateless": isinstance(world, Toolbox) and world.stateless,
+        "stateless": isinstance(world, Toolbox) and world.world is None,
         "closes": closer_of(world) is not None,
         "not_apart": getattr(world, "not_apart", ""),
     }
@@ -96,7 +96,7 @@ def draws(settings: environment.Environment | None) -> bool:
     return settings is not None and getattr(_class_of(settings), "draws", False) is True
 
 
-def _class_of(settings: environment.Environment) -> object:
+def _class_of(settings: environment.Environment) -> Any:
     found = load("environments", settings.name)
     return getattr(found, DEFAULT["environments"], None) if isinstance(found, ModuleType) else found
 
@@ -107,9 +107,7 @@ def _together(why: str) -> UserError:
 
 def maker(settings: environment.Environment) -> Callable[[], Any]:
     """What makes an environment for one episode. Raises ``LoadError``."""
-    found = load("environments", settings.name)
-    if isinstance(found, ModuleType):
-        found = getattr(found, DEFAULT["environments"])
+    found = _class_of(settings)
     if inspect.isfunction(found):
         return partial(Toolbox, [found])
     if isinstance(found, list | tuple):

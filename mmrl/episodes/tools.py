@@ -36,11 +36,6 @@ class Toolbox:
         self.world = world
         """The instance whose methods they are; None of functions."""
 
-    @property
-    def stateless(self) -> bool:
-        """Whether it is of functions alone, which may be called without the calls before."""
-        return self.world is None
-
     async def reset(self, prompt: Prompt, seed: int) -> Content | None:
         if not hasattr(self.world, "reset"):
             return None

@@ -102,9 +102,8 @@ def takes(name: str, argument: str) -> bool:
 
 def ends_to_sleep(recipe: Recipe) -> bool:
     """Whether the recipe's own engine, which is to sleep, says that it cannot: then it is ended and started again."""
-    if not (recipe.rollout.own_class and recipe.placement.sleep):
-        return False
-    return getattr(find(recipe.rollout.engine), "sleeps", None) is False
+    asked = recipe.rollout.own_class and recipe.placement.sleep
+    return asked and getattr(find(recipe.rollout.engine), "sleeps", None) is False
 
 
 def starter(

@@ -190,19 +190,12 @@ class Client:
         self._begun: dict[str, Future[Any]] = {}
         self._ended: SimpleQueue[str] = SimpleQueue()
 
-    def healthy(self, path: str = "/health") -> bool:
+    def healthy(self) -> bool:
         """Whether the server answers its health check."""
         try:
-            return self._http.get(path, timeout=5.0).status_code == 200
+            return self._http.get("/health", timeout=5.0).status_code == 200
         except httpx.HTTPError:
             return False
-
-    def get(self, path: str) -> Any:
-        return self._send("GET", path, None)
-
-    def post(self, path: str, body: JsonObject | None = None) -> Any:
-        """The answer: JSON, bytes if it is MessagePack, text if it is neither, or None if it is empty."""
-        return self._send("POST", path, {} if body is None else body)
 
     def begin(self, name: str, path: str, body: JsonObject) -> None:
         """Send a request without waiting for its answer, which ``answers`` gives under ``name``."""
@@ -250,9 +243,10 @@ class Client:
             time.sleep(0.1)
         return self.process.lose()
 
-    def _send(self, method: str, path: str, body: JsonObject | None) -> Any:
+    def post(self, path: str, body: JsonObject | None = None) -> Any:
+        """The answer: JSON, bytes if it is MessagePack, text if it is neither, or None if it is empty."""
         try:
-            answer = self._http.request(method, path, json=body)
+            answer = self._http.post(path, json={} if body is None else body)
         except httpx.TimeoutException as error:
             raise UserError(
                 f"{self.name} did not answer {path} within {self._timeout_s:.0f} s; raise request_timeout_s, or lower "
@@ -292,11 +286,8 @@ def _reason(answer: httpx.Response) -> str:
 
 def private_folder(prefix: str) -> Path:
     """A new folder that only our user can enter, with a path short enough for a Unix socket (108 bytes) in it."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    if len(str(folder)) < 80:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+    usual = tempfile.gettempdir()  # eight characters come behind the prefix
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=usual if len(f"{usual}/{prefix}") < 72 else "/tmp"))
 
 
 def free_port() -> int:

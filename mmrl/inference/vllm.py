@@ -33,7 +33,7 @@ from mmrl.inference.engine_weights import Allowance, Counted, check_prompt, labe
 from mmrl.inference.sleep_mode import SleepMode
 from mmrl.inference.vllm_api import import_vllm, part, refusals
 from mmrl.inference.weight_groups import Backend, WeightGroup
-from mmrl.inference.weighted_engine import WeightedEngine
+from mmrl.inference.weighted_engine import SleepingEngine
 
 GPU_MEMORY = 0.4
 """Default of ``gpu_memory_utilization``: the share of the device's memory that vLLM takes, beside the trainer."""
@@ -56,7 +56,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest adapter ranks that vLLM can be started for."""
 
 
-class VllmEngine(WeightedEngine):
+class VllmEngine(SleepingEngine):
     """Final class. vLLM in the trainer's process and on its device, with its own weights.
 
     ``model``: a Hugging Face directory. ``images`` and ``clips``: the most of each in one prompt. ``lora_rank``: the
@@ -173,15 +173,6 @@ class VllmEngine(WeightedEngine):
         if old is not None:
             shutil.rmtree(old.lora_path, ignore_errors=True)
         self._forget()
-
-    def sleep(self) -> None:
-        """Free the device's memory (``SleepMode``); does nothing on a CPU."""
-        self._refuse("it sleeps")
-        if self.sleeps:
-            self._mode.sleep()
-
-    def wake(self) -> None:
-        self._mode.wake()
 
     def close(self) -> None:
         """Free the engine. Harmless when called twice."""
@@ -326,15 +317,9 @@ def shown_ids(request: Request) -> list[int]:
 
 def _prompt(request: Request) -> dict[str, Any]:
     """vLLM's ``TokensPrompt``."""
-    prompt: dict[str, Any] = {"prompt_token_ids": shown_ids(request)}
-    media: dict[str, Any] = {}
-    if request.images:
-        media["image"] = list(request.images)
-    if request.clips:
-        media["video"] = [_video(clip) for clip in request.clips]
-    if media:
-        prompt["multi_modal_data"] = media
-    return prompt
+    media = {"image": request.images, "video": [_video(clip) for clip in request.clips]}
+    given = {kind: of for kind, of in media.items() if of}
+    return {"prompt_token_ids": shown_ids(request)} | ({"multi_modal_data": given} if given else {})
 
 
 def _note_clips(folder: Path, clips: int) -> None:

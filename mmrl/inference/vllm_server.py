@@ -43,7 +43,7 @@ from mmrl.inference.vllm import ADAPTER, REPLACE, engine_arguments, sampling_par
 from mmrl.inference.vllm_api import environment, mend, require_vllm
 from mmrl.inference.weight_files import Room, Sending, checkpoint_dtypes
 from mmrl.inference.weight_groups import Backend, WeightGroup
-from mmrl.inference.weighted_engine import WeightedEngine
+from mmrl.inference.weighted_engine import SleepingEngine
 
 _NAME = "policy"
 _FORGET_TRIES = 20
@@ -151,7 +151,7 @@ class GroupSender:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class VllmServer(WeightedEngine):
+class VllmServer(SleepingEngine):
     """Final class. Arguments as of ``VllmEngine``; several devices are possible (``options: {tensor_parallel_size}``).
 
     ``environment``: further environment variables of its processes (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: the file
@@ -278,15 +278,6 @@ class VllmServer(WeightedEngine):
         with self._mode.filled():
             self._load_adapter()
         self._forget()
-
-    def sleep(self) -> None:
-        """Free the device's memory (``SleepMode``), where ``enable_sleep_mode`` is set."""
-        self._refuse("it sleeps")
-        if self.sleeps:
-            self._mode.sleep()
-
-    def wake(self) -> None:
-        self._mode.wake()
 
     def close(self) -> None:
         """End the server and remove its files. Harmless when called twice."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,11 +207,11 @@ def write_weights(
         for name, tensor in weights:
             sent = tensor.detach().to("cpu", dtypes.get(name, tensor.dtype) if dtypes else tensor.dtype).contiguous()
             del tensor  # it may be freed before the next one is gathered
-            if file is None or not file.has_room(name, sent, most):
+            if file is None or not file.add(name, sent, most):
                 if file is not None:
                     file.close()
                 file = _File(folder, len(list(folder.iterdir())))
-            file.add(name, sent)
+                file.add(name, sent, most)
         if file is not None:
             file.close()
     except OSError as error:
@@ -227,27 +227,24 @@ class _File:
     def __init__(self, folder: Path, number: int) -> None:
         self._file: BinaryIO = (folder / f"model-{number:05}.safetensors").open("xb", buffering=0)
         self._file.seek(8 + _ROOM)
-        self._header: dict[str, dict[str, str | Sequence[int]]] = {}
+        self._header: dict[str, dict[str, str | list[int]]] = {}
         self._at, self._left = 0, _ROOM - 2
 
-    def has_room(self, name: str, tensor: Tensor, most: int) -> bool:
-        """Whether ``tensor`` goes into this file: by its size, by the header, and at a place its dtype can be read
-        from."""
-        fits = not self._header or self._at + tensor.nbytes <= most
-        return fits and self._at % tensor.element_size() == 0 and len(_line(name, self._entry(tensor))) < self._left
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Raises ``OSError``."""
-        self._header[name] = self._entry(tensor)
-        self._left -= len(_line(name, self._header[name]))
+    def add(self, name: str, tensor: Tensor, most: int) -> bool:
+        """Write ``tensor``, where it goes into this file: by its size, by the header, and at a place its dtype can be
+        read from. The first one does. Returns whether it does. Raises ``OSError``."""
+        end = self._at + tensor.nbytes
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self._at, end]}
+        line = f"{json.dumps(name)}: {json.dumps(entry)}, ".encode()
+        if self._header and (end > most or self._at % tensor.element_size() or len(line) >= self._left):
+            return False
+        self._header[name] = entry
+        self._left -= len(line)
         rest = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
         while rest:
             rest = rest[self._file.write(rest) :]
-        self._at += tensor.nbytes
-
-    def _entry(self, tensor: Tensor) -> dict[str, str | Sequence[int]]:
-        end = self._at + tensor.nbytes
-        return {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self._at, end]}
+        self._at = end
+        return True
 
     def close(self) -> None:
         """Raises ``OSError``."""
@@ -255,7 +252,3 @@ class _File:
         self._file.seek(0)
         self._file.write(_ROOM.to_bytes(8, "little") + header)
         self._file.close()
-
-
-def _line(name: str, entry: Mapping[str, object]) -> bytes:
-    return f"{json.dumps(name)}: {json.dumps(entry)}, ".encode()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.inference.engine_weights import check_rank, model_folder, values_of, write_adapter
 from mmrl.inference.server_process import private_folder
+from mmrl.inference.sleep_mode import SleepMode
 from mmrl.inference.under_way import OneByOne
 
 
@@ -35,3 +36,19 @@ class WeightedEngine(OneByOne[str]):
         folder = self._private / f"adapter-{self._versions}"
         write_adapter(folder, tensors, rank, alpha, targets)
         return folder
+
+
+class SleepingEngine(WeightedEngine):
+    """Abstract: where it ``sleeps``, its memory is freed as ``SleepMode`` says."""
+
+    sleeps: bool
+    _mode: SleepMode
+
+    def sleep(self) -> None:
+        """Free the device's memory."""
+        self._refuse("it sleeps")
+        if self.sleeps:
+            self._mode.sleep()
+
+    def wake(self) -> None:
+        self._mode.wake()

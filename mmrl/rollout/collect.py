@@ -76,7 +76,7 @@ def rollout(context: StepContext, slots: list[Slot], step: int, clock: Clock, me
         groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
     first = groups.rounds[0]
     if prompts_move(context):
-        metrics.weigh(len(first.slots))
+        metrics.weight = len(first.slots)
     metrics.merge([r.measured for r in groups.rounds if r.measured is not None])
     alone = Groups.of_round(first, groups.size)
     scores = replace(first.scores, total=rewards_of(context, alone))

@@ -76,21 +76,17 @@ class Coming(ComingChunks):
         if not self._chunks:
             if self._handed and self._context.recipe.devices_per_controller == 1:  # all that was handed out is sampled
                 self.tell(0.0, (time.perf_counter() - self._began) / self._handed)
-            rank, number = self._claimed()
-            self._begin(rank, number)
+            number = self._claims.own()
+            found = self._claims.other() if number is None else (self._context.controller.rank, number)
+            if found is None:
+                raise StopIteration
+            self._begin(*found)
         self._handed += 1
         return self._chunks.popleft()
 
-    def _claimed(self) -> tuple[int, int]:
-        """The next portion: its controller, and its number in that one's list. Raises ``StopIteration``."""
-        number = self._claims.own()
-        found = self._claims.other() if number is None else (self._context.controller.rank, number)
-        if found is None:
-            raise StopIteration
-        return found
-
     def _begin(self, rank: int, number: int) -> None:
-        """Have the features of a portion, and make its micro-batches."""
+        """Have the features of a portion, the ``number``-th in the list of the controller ``rank``, and make its
+        micro-batches."""
         context, size, indices = self._context, self._context.recipe.train.group_size, self._lists[rank][number]
         with self._clock("encode"):
             if rank != context.controller.rank:

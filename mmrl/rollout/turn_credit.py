@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -71,11 +72,8 @@ def turn_rewards(episode: Episode, reward: float, weight: float) -> list[float]:
 
 def discounted(rewards: Sequence[float], discount: float) -> list[float]:
     """The sum of the rewards from each turn on, each times ``discount`` for every turn before it."""
-    total, found = 0.0, list[float]()
-    for reward in reversed(rewards):
-        total = reward + discount * total
-        found.append(total)
-    return found[::-1]
+    sums = list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later, initial=0.0))
+    return sums[:0:-1]
 
 
 def state(told: Sequence[Observation]) -> Hashable:

@@ -50,21 +50,18 @@ class StepMetrics:
 
     Tensors are copied from their device all together in ``sums``, so that no slice waits for its device.
 
-    ``weight``: the weight of this controller's ``set`` values in the mean over controllers: its number of slots.
+    ``weight``: the weight of what this controller will ``set`` in the mean over controllers: its number of slots.
+    ``updates``: those that have ended.
     """
 
     def __init__(self, weight: float = 1.0) -> None:
-        self._weight = weight
+        self.weight = weight
         self._means: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._pairs: defaultdict[str, list[tuple[Number, Number]]] = defaultdict(list)
         self._counts: defaultdict[str, float] = defaultdict(float)
-        self._updates = 0
+        self.updates = 0
         self._maxima: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._merged: list[Sums] = []
-
-    def weigh(self, weight: float) -> None:
-        """Use another weight for what is set from now on."""
-        self._weight = weight
 
     def add(self, loss: Loss, total: float, *, first_update: bool) -> None:
         """Add a slice's sums and maxima. ``first_update``: no weight has changed in this step, so the ratio is 1."""
@@ -85,7 +82,7 @@ class StepMetrics:
     def set(self, values: Mapping[str, float]) -> None:
         """Set values of the step; a value that is set by several updates (a gradient norm) is averaged."""
         for name, value in values.items():
-            self._pairs[name].append((value * self._weight, self._weight))
+            self._pairs[name].append((value * self.weight, self.weight))
 
     def extend(self, name: str, values: Tensor) -> None:
         """Add values per sample from inside the update; they are averaged."""
@@ -95,9 +92,6 @@ class StepMetrics:
         """Add counts, which are summed over all controllers."""
         for name, value in values.items():
             self._counts[name] += value
-
-    def end_update(self) -> None:
-        self._updates += 1
 
     def check_first_ratio(self, *, exact: bool) -> None:
         """Raise ``UserError`` if sampling and replay disagree before any weight has changed, in slices that were
@@ -157,7 +151,7 @@ class StepMetrics:
         number = _known([*each, *(value for of in self._pairs.values() for pair in of for value in pair)])
         pairs = {k: (sum(number(v) for v, _ in of), sum(number(n) for _, n in of)) for k, of in self._pairs.items()}
         own: Sums = {
-            "updates": self._updates,
+            "updates": self.updates,
             "means": {name: sum(map(number, of)) for name, of in self._means.items()},
             "pairs": pairs,
             "maxima": {name: _largest(map(number, of)) for name, of in self._maxima.items()},

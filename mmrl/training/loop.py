@@ -101,7 +101,7 @@ def optimizer_step(
                 metrics.check_gap(rollout.max_gap, exact=exact)
         if total:
             metrics.set(devices.run_on_trainers(context, device_tasks.apply, spent))
-            metrics.end_update()
+            metrics.updates += 1
 
 
 def busy_seconds(context: StepContext) -> float:

@@ -644,11 +644,13 @@ def test_a_server_of_its_own(vision, tmp_path):
             assert gap(b.model, words, adapted) > APART
         server.sleeps = True  # it frees nothing on a CPU, and keeps its account of what sleeps
         server.sleep()
-        assert server._client.get("/is_sleeping") == {"is_sleeping": True}
+        assert server._client._http.get("/is_sleeping").json() == {"is_sleeping": True}
         server.wake()
-        assert server._client.get("/is_sleeping") == {"is_sleeping": True}  # its cache does, until there are weights
+        assert server._client._http.get("/is_sleeping").json() == {
+            "is_sleeping": True
+        }  # its cache does, until there are weights
         server.update_lora(tensors, rank=4, alpha=8.0, targets=targets)
-        assert server._client.get("/is_sleeping") == {"is_sleeping": False}
+        assert server._client._http.get("/is_sleeping").json() == {"is_sleeping": False}
         (woken,) = server.generate([words], settings)
         assert woken.token_ids == adapted.token_ids
         server._group.close()
