@@ -127,7 +127,7 @@ def _settled_device(recipe: Recipe) -> torch.device:
     device = choose_device(recipe.device)
     refused = [
         *performance.refusals(recipe, performance.ability(str(device))),
-        *quantized.refusals(recipe, device.type),
+        *quantized.refusals(recipe.model.quantize, device.type),
     ]
     refuse(refused)
     performance.settle(recipe.performance, device, recipe.model.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -283,3 +284,8 @@ def _details(title: str, content: str) -> str:
 
 def _yaml(value: Json) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120) if value else ""
+
+
+def quoted(text: str) -> str:
+    """A Python literal in double quotes (JSON's strings are Python's), which UTF-8 can encode."""
+    return json.dumps(text.encode("utf-8", "replace").decode("utf-8"), ensure_ascii=False)

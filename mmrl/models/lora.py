@@ -9,11 +9,12 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from mmrl.config.adapters import SavedAdapter, Settings, read_adapter
-from mmrl.config.schema import Lora
+from mmrl.config.schema import Lora, Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.notices import note
 
@@ -139,6 +140,46 @@ def adapted(
     if saved.scaled:
         _unscale(policy)
     return policy.eval()
+
+
+def new_adapter(
+    model: nn.Module,
+    recipe: Recipe,
+    usual: Collection[str],
+    advice: str,
+    exclude: str | None = None,
+    task: str | None = None,
+) -> PeftModel:
+    """``model`` with an adapter as the recipe's ``model.lora`` says, by default on the modules ``usual``. Raises
+    ``UserError``, with ``advice``, where it has none of the modules that are named."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    lora = recipe.model.lora
+    assert lora is not None
+    check_rank(model, lora.rank)
+    torch.manual_seed(recipe.seed)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        init_lora_weights="gaussian" if lora.init == "gaussian" else True,
+        target_modules=targets_of(model, lora.targets or usual),
+        exclude_modules=exclude,
+        task_type=task,
+    )
+    try:
+        policy = get_peft_model(model, config)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UserError(f"model.lora.targets: {error}\n  {advice}") from error
+    assert isinstance(policy, PeftModel)
+    return policy
+
+
+def save_adapter(policy: PeftModel, base: str, out: Path) -> None:
+    """Write the adapter for ``PeftModel.from_pretrained``, of a model called ``base``."""
+    policy.peft_config["default"].base_model_name_or_path = base
+    # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which training never changes
+    policy.save_pretrained(str(out), save_embedding_layers=False)
+    (out / "README.md").unlink(missing_ok=True)  # peft's empty template
 
 
 def _said(saved: SavedAdapter, base: str) -> Iterator[str]:

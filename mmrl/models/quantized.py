@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from mmrl.config.model import Quantize
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.installing import install
 from mmrl.models.sharded import blocks
@@ -30,15 +29,11 @@ NEEDS = {"int8": ("torchao", "quantize"), "fp8": ("torchao", "quantize"), "nf4":
 _COMPUTES = {"int8": ("cpu", "cuda", "xpu", "mps"), "fp8": ("cpu", "cuda", "xpu"), "nf4": ("cpu", "cuda", "xpu")}
 
 
-def refusals(recipe: Recipe, device: str) -> Iterator[str]:
-    """What is missing here for ``model.quantize`` on a ``device`` of torch's type, each with the edit that mends it."""
-    if (kind := recipe.model.quantize) is None:
+def refusals(kind: Quantize | None, device: str) -> Iterator[str]:
+    """What is missing here for ``model.quantize: kind`` on a ``device`` of torch's type, each with the edit that mends
+    it."""
+    if kind is None:
         return
-    yield from refusals_of(kind, device)
-
-
-def refusals_of(kind: Quantize, device: str) -> Iterator[str]:
-    """What is missing here for ``kind`` on a ``device``."""
     if lacks := _lacks(kind):
         yield lacks
     if device not in _COMPUTES[kind]:

@@ -105,7 +105,7 @@ def _planned(
     made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus, episodes=episodes)
     made.notes += _about_dtype(made, loaded.chose_dtype)
     has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
-    made.problems += [*performance.refusals(recipe, has), *quantized.refusals(recipe, has.type)]
+    made.problems += [*performance.refusals(recipe, has), *quantized.refusals(recipe.model.quantize, has.type)]
     made.problems += _on_this_machine(made)
     made.problems += (wrong := own_class.problems(recipe))
     made.problems += sampling_options.problems(recipe)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mmrl.config.adapters import SETTINGS
 from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
-from mmrl.logging.card import Usage, What, public
-from mmrl.models.lora import lora_layers
+from mmrl.logging.card import Usage, What, public, quoted
+from mmrl.models.lora import lora_layers, save_adapter
 from mmrl.models.merging import merged_weights
 from mmrl.models.text.base_model import peft_model
 
@@ -66,18 +66,14 @@ def write_lora(adapter: Adapter, policy: PeftModel, base: str, out: Path) -> Non
     has it, ``load_lora_weights``."""
     from peft.utils import get_peft_model_state_dict
 
-    config = policy.peft_config["default"]
-    config.base_model_name_or_path = base
-    # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which a transformer does not have
-    policy.save_pretrained(str(out), save_embedding_layers=False)
-    (out / "README.md").unlink(missing_ok=True)  # peft's empty template
+    save_adapter(policy, base, out)
     if not loads_lora(adapter):
         return
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     layers = {key.removeprefix("base_model.model."): value.cpu() for key, value in state.items()}
     save: Callable[..., None] = getattr(adapter.pipe, _SAVE_LORA)
     for name in adapter.trained():
-        own, settings, file = layers, config.to_dict(), {}
+        own, settings, file = layers, policy.peft_config["default"].to_dict(), {}
         if adapter.also_trains:
             own = {key.removeprefix(f"{name}."): value for key, value in layers.items() if key.startswith(f"{name}.")}
             settings |= {"target_modules": sorted({key.partition(".lora_")[0] for key in own})}
@@ -88,9 +84,9 @@ def write_lora(adapter: Adapter, policy: PeftModel, base: str, out: Path) -> Non
 
 def loading_code(adapter: Adapter, folder: str) -> str:
     """Python that has a stock ``pipe`` load what ``write_lora`` wrote into ``folder``."""
-    quoted = _quoted(folder)
-    second = f"pipe.load_lora_weights({quoted}, weight_name={_quoted(SECOND)}, load_into_transformer_2=True)\n"
-    return f"pipe.load_lora_weights({quoted})\n" + (second if adapter.also_trains else "")
+    named = quoted(folder)
+    second = f"pipe.load_lora_weights({named}, weight_name={quoted(SECOND)}, load_into_transformer_2=True)\n"
+    return f"pipe.load_lora_weights({named})\n" + (second if adapter.also_trains else "")
 
 
 def loads_lora(adapter: Adapter) -> bool:
@@ -168,22 +164,22 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     shown = "images" if adapter.makes == "image" else "frames"
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
-        f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
+        f"{adapter.makes} = pipe(\n    prompt={quoted(prompt)},\n"
         + (f"    {source},\n" if source else "")
         + "".join(f"    {name}={value},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
     place = folder if what == "merged" else public(recipe.model.path)
-    start = f"pipe = {loader}.from_pretrained({_quoted(place)}, {options})\n{adapter.prepare}{_steps(recipe)}"
+    start = f"pipe = {loader}.from_pretrained({quoted(place)}, {options})\n{adapter.prepare}{_steps(recipe)}"
     if what == "merged":
         code = {"With diffusers": f"{head}\n{start}{draw}"}
     elif what == "lora-file":
-        loads = f"pipe.load_lora_weights({_quoted(folder)}, weight_name={_quoted(FILE)})"
+        loads = f"pipe.load_lora_weights({quoted(folder)}, weight_name={quoted(FILE)})"
         code = {"With diffusers": f"{head}\n{start}{loads}\n{draw}"}
     else:
         loads = f"{head}\n{start}{loading_code(adapter, folder)}{draw}"
         code = {"With diffusers": loads} if loads_lora(adapter) else {}
-        in_peft = f"pipe.{adapter.trains} = PeftModel.from_pretrained(pipe.{adapter.trains}, {_quoted(folder)})\n"
+        in_peft = f"pipe.{adapter.trains} = PeftModel.from_pretrained(pipe.{adapter.trains}, {quoted(folder)})\n"
         if not adapter.also_trains:  # peft's file is of both models, as they are here
             code |= {"With peft": f"{head}from peft import PeftModel\n\n{start}{in_peft}{draw}"}
     kind = type(pipe).__name__
@@ -200,11 +196,6 @@ def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Modul
     cast = {k: v.detach().to(dtype) if v.is_floating_point() else v for k, v in state.items()}
     copy.load_state_dict(cast, assign=True)
     return copy.eval()
-
-
-def _quoted(text: str) -> str:
-    """A Python literal in double quotes (JSON's strings are Python's)."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _forget_origin(path: Path) -> None:

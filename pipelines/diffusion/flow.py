@@ -247,9 +247,6 @@ class FlowPipeline(Denoiser):
         """The training rollout's, for the size of ``rows``."""
         return self.sizes.adapted(rows.slots).schedule()
 
-    def timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
-        return schedule.timesteps[step].expand(rows)
-
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def entries(self, kind: Kind) -> int:
@@ -312,7 +309,7 @@ class FlowPipeline(Denoiser):
         assert rows.actions is not None
         steps, states = [int(rows.actions[a]) for a in actions], [rows.states[:, a] for a in actions]
         schedule, features = self._schedule(rows), self.batch_features(rows.slots * len(steps))
-        timestep = torch.cat([self.timestep(schedule, s, len(rows)) for s in steps])
+        timestep = torch.cat([schedule.timesteps[s].expand(len(rows)) for s in steps])
         velocities = self.velocity(torch.cat(states), timestep, features).chunk(len(steps))
         moved = zip(states, velocities, steps, strict=True)
         return [self.counted(sde.step_mean(state, v, c, s)) for state, v, s in moved]
@@ -373,7 +370,7 @@ class FlowPipeline(Denoiser):
         distances = []
 
         def velocity(x: Tensor, i: int) -> Tensor:
-            timestep = self.timestep(schedule, i, len(ids))
+            timestep = schedule.timesteps[i].expand(len(ids))
             if i < path.first:
                 with torch.no_grad():
                     return self.velocity(x, timestep, features)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from . import loading
 from .adapter import Read
 from .flux2_klein import Flux2KleinAdapter
@@ -25,21 +22,12 @@ class Flux2Adapter(Flux2KleinAdapter):
     def combines(self) -> bool:
         return False
 
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        """Whose states are the text's features: 10, 20 and 30 of the published encoder's 40."""
-        count = self.pipe.text_encoder.config.get_text_config().num_hidden_layers
-        return tuple(count * quarter // 4 for quarter in (1, 2, 3))
-
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
         asked = format_input([text], self.pipe.system_message)
         ids = tokenizers["text_encoder"].apply_chat_template(asked, tokenize=True, return_dict=True)["input_ids"]
         return [Read(len(ids[0]), self.sampling.max_sequence_length)]
-
-    def _told(self, timestep: Tensor) -> Tensor | None:
-        return torch.full_like(timestep, self.sampling.guidance_scale)
 
 
 build, describe = loading.entry_points(Flux2Adapter)

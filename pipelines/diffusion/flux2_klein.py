@@ -65,8 +65,8 @@ class Flux2KleinAdapter(Adapter):
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Whose states are the text's features: 9, 18 and 27 of the published encoders' 36."""
-        count = self.pipe.text_encoder.config.num_hidden_layers
+        """Whose states are the text's features: 9, 18 and 27 of the published encoders' 36; 10, 20 and 30 of 40."""
+        count = self.pipe.text_encoder.config.get_text_config().num_hidden_layers
         return tuple(count * quarter // 4 for quarter in (1, 2, 3))
 
     def encode(self, text: str) -> dict[str, Tensor]:
@@ -88,20 +88,17 @@ class Flux2KleinAdapter(Adapter):
         pictures = [x, *(() if source is None else source.unbind(1) if source.ndim == 5 else (source,))]
         tokens = [p.to(embeds.dtype).flatten(2).transpose(1, 2) for p in pictures]
         places = [_places(rows, columns, 1, 10 * i) for i in range(len(pictures))]  # 10: as the stock pipeline counts
+        told = self.pipe.transformer.config.guidance_embeds
         v = model(
             hidden_states=torch.cat(tokens, 1),
             timestep=timestep / 1000,
-            guidance=self._told(timestep),
+            guidance=torch.full_like(timestep, self.sampling.guidance_scale) if told else None,
             encoder_hidden_states=embeds,
             txt_ids=to_device(_places(1, 1, embeds.shape[1])[None], embeds.device),
             img_ids=to_device(torch.cat(places)[None], embeds.device),
             return_dict=False,
         )[0]
         return v[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
-
-    def _told(self, timestep: Tensor) -> Tensor | None:
-        """The scale of guidance that the model is told, ``[B]``; None for one that takes none."""
-        return None
 
     def decode(self, latents: Tensor) -> Tensor:
         mean, std = self._statistics()

@@ -17,8 +17,8 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -40,7 +40,7 @@ from mmrl.core.trajectory import Prompt
 from mmrl.core.whole_weights import whole_weights
 from mmrl.models.description import Beside, Component, Description, Phase
 from mmrl.models.gradient_check import excuse
-from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
+from mmrl.models.lora import adapted, new_adapter, open_adapter, saved_adapter
 from mmrl.models.quantized import quantize
 
 from .adapter import Adapter
@@ -267,26 +267,12 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
     lora = recipe.model.lora
     if lora is None:
         return adapter.model.requires_grad_(True)
-    from peft import LoraConfig, get_peft_model
-
     if saved := saved_adapter(lora):
         check_experts(adapter, saved)
         policy = adapted(adapter.model, saved, recipe.model.path, reader(adapter))
     else:
-        check_rank(adapter.model, lora.rank)
-        torch.manual_seed(recipe.seed)
-        config = LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]
-            init_lora_weights="gaussian" if lora.init == "gaussian" else True,
-            target_modules=targets_of(adapter.model, lora.targets or adapter.lora_targets),
-        )
-        try:
-            policy = get_peft_model(adapter.model, config)  # type: ignore[arg-type, assignment]
-        except ValueError as error:
-            raise UserError(
-                f"model.lora.targets: {error}\n  Leave model.lora.targets out to take the pipeline's own list."
-            ) from error
+        advice = "Leave model.lora.targets out to take the pipeline's own list."
+        policy = new_adapter(adapter.model, recipe, adapter.lora_targets, advice)
     return open_adapter(policy).eval()  # a new layer is in training mode
 
 
@@ -367,21 +353,12 @@ def _empty(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
     """The model, of the class ``kind`` of diffusers, on the meta device. Buffers have values, which some classes
     compute in the dtype of the model."""
     from accelerate import init_empty_weights
+    from transformers.modeling_utils import local_torch_dtype
 
-    with _default(dtype), init_empty_weights(include_buffers=False):
+    with local_torch_dtype(dtype), init_empty_weights(include_buffers=False):
         model = kind.from_config(kind.load_config(folder))
     model.register_to_config(_name_or_path=str(folder))
     return model
-
-
-@contextmanager
-def _default(dtype: torch.dtype) -> Generator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _read(model: Any, files: Mapping[str, Path], dtype: torch.dtype, ranks: dist.ProcessGroup) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from mmrl.config.schema import Recipe
@@ -96,11 +95,8 @@ def of_checkpoint(adapter: Adapter, path: str) -> dict[str, Any]:
             tokenizer = adapter.tokenizer_of(name)
             library, kind = as_list(index.get(tokenizer) or [None, None])
             if kind is not None:
-                folder = Path(path) / tokenizer if Path(path).exists() else None
                 loaded = getattr(import_module(str(library)), str(kind))
-                where = (folder,) if folder else (path,)
-                more = {} if folder else {"subfolder": tokenizer, "local_files_only": True}
-                made[name] = loaded.from_pretrained(*where, **more)
+                made[name] = loaded.from_pretrained(path, subfolder=tokenizer, local_files_only=True)
     except Exception:  # a tokenizer's parser in Rust has no narrower class; loading will name it
         return {}
     return made

@@ -160,26 +160,24 @@ def test_without_blocks_there_is_nothing_to_quantise(kind):
 
 def test_without_the_package_it_is_refused_with_the_command(monkeypatch, folder, kind):
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
-    (said,) = quantized.refusals(recipe(folder, model={"lora": {}, "quantize": kind}), "cpu")
+    (said,) = quantized.refusals(kind, "cpu")
     assert f"{kind} is of {PACKAGES[kind]}, which is not here; pip install" in said
     with pytest.raises(UserError, match="which is not here"):
         _build(folder, kind)
-    assert not list(quantized.refusals(recipe(folder, model={"lora": {}, "quantize": None}), "cpu"))
+    assert not list(quantized.refusals(None, "cpu"))
     _build(folder, None)
 
 
 def test_a_device_without_kernels_is_refused(folder):
     def started(kind, device):
         """As a run begins on a device that this machine may not have."""
-        if refused := list(quantized.refusals(recipe(folder, model={"lora": {}, "quantize": kind}), device)):
+        if refused := list(quantized.refusals(kind, device)):
             raise UserError("\n".join(refused))
 
     with pytest.raises(UserError, match=r"fp8 has no kernels for mps; remove model\.quantize"):
         started("fp8", "mps")
     started(None, "mps")
-    assert "no kernels" not in "".join(
-        quantized.refusals(recipe(folder, model={"lora": {}, "quantize": "fp8"}), "cuda")
-    )
+    assert "no kernels" not in "".join(quantized.refusals("fp8", "cuda"))
 
 
 CANNOT = {

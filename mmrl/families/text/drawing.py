@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mmrl.config.schema import Recipe
 from mmrl.core.trajectory import Prompt
-from mmrl.families.text.export import quoted
-from mmrl.logging.card import Usage, What, public
+from mmrl.logging.card import Usage, What, public, quoted
 from mmrl.models.text.chat import Conditioner
 from mmrl.models.text.written_pictures import Frame
 

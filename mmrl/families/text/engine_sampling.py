@@ -129,7 +129,6 @@ def _lazy_engine(recipe: Recipe, start: Callable[[], RolloutEngine], sleeps: boo
 
 def _own(recipe: Recipe, path: str, given: Arguments) -> RolloutEngine:
     """An engine that is the user's own class; it sleeps and wakes as the other engines do."""
-    refuse(own_class.problems(recipe))
     given["bucket_bytes"] = recipe.rollout.update_bucket_mib * 2**20
     start = own_class.starter(recipe.rollout.engine, path, recipe.rollout.options, given)
     return _lazy_engine(recipe, start, recipe.placement.sleep)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy as copying
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.core.trajectory import Prompt
-from mmrl.logging.card import Usage, What, public
+from mmrl.logging.card import Usage, What, public, quoted
+from mmrl.models.lora import save_adapter
 from mmrl.models.merging import merged_weights
 from mmrl.models.text.base_model import base_model, peft_model
 from mmrl.models.text.chat import Conditioner
@@ -48,11 +48,7 @@ def write(
     ``generate`` will not sample the ``forbidden`` tokens, which stand for media; training did not sample them either.
     """
     if what == "lora":
-        adapted = peft_model(policy)
-        adapted.peft_config["default"].base_model_name_or_path = public(recipe.model.path)
-        # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which training never changes
-        adapted.save_pretrained(str(out), save_embedding_layers=False)
-        (out / "README.md").unlink(missing_ok=True)  # peft's empty template
+        save_adapter(peft_model(policy), public(recipe.model.path), out)
     else:
         made = plain(policy, getattr(torch, recipe.model.dtype))
         made.generation_config = copying.deepcopy(exported_config(base_model(policy)))
@@ -172,8 +168,3 @@ def _generation(policy: nn.Module, conditioner: Conditioner, recipe: Recipe, wha
 def _ends(policy: nn.Module, saved: Tokenizer | Processor) -> list[int]:
     """The tokens at which responses ended in training."""
     return stop_tokens(base_model(policy), tokenizer_of(saved))
-
-
-def quoted(text: str) -> str:
-    """A Python literal in double quotes (JSON's strings are Python's), which UTF-8 can encode."""
-    return json.dumps(text.encode("utf-8", "replace").decode("utf-8"), ensure_ascii=False)

@@ -12,7 +12,7 @@ Supported are Qwen2.5-VL's rotary positions in three directions (time, height, w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -23,15 +23,7 @@ from mmrl.models.megatron.rows import Packed
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-class Decoded(NamedTuple):
-    """The fields of transformers' ``BaseModelOutputWithPast``."""
-
-    last_hidden_state: Tensor
-    past_key_values: None = None
-    hidden_states: None = None
-    attentions: None = None
+    from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
 class VisionTower:
@@ -57,7 +49,9 @@ class VisionTower:
         """``[B, S, H]``."""
         return self._model.embedding(tokens, None).transpose(0, 1)
 
-    def _decoded(self, inputs_embeds: Tensor, position_ids: Tensor | None, **_: object) -> Decoded:
+    def _decoded(self, inputs_embeds: Tensor, position_ids: Tensor | None, **_: object) -> BaseModelOutputWithPast:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
         packed = self._packed
         if position_ids is None:  # no picture is in any row
             position_ids = packed.ends - packed.ends[:, :1]
@@ -68,7 +62,7 @@ class VisionTower:
         with torch.autocast(hidden.device.type, enabled=False):
             there = packed.pack(places).permute(2, 0, 1)
             out = self._model(None, there, None, decoder_input=hidden.contiguous(), packed_seq_params=packed)
-        return Decoded(out)
+        return BaseModelOutputWithPast(out)
 
 
 def probe(config: PretrainedConfig, device: torch.device) -> tuple[dict[str, Any], Tensor]:

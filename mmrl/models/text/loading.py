@@ -18,7 +18,7 @@ from mmrl.core.hub_files import check_weights
 from mmrl.core.library_loading import check_size, refused
 from mmrl.core.whole_weights import whole_weights
 from mmrl.models.gradient_check import excuse
-from mmrl.models.lora import adapted, check_rank, open_adapter, saved_adapter, targets_of
+from mmrl.models.lora import adapted, new_adapter, open_adapter, saved_adapter
 from mmrl.models.quantized import quantize
 from mmrl.models.text.conditioner import Tokenizer
 from mmrl.models.text.row_loading import load_rows
@@ -197,27 +197,15 @@ def stop_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
 
 
 def _adapted(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
     lora = recipe.model.lora
     assert lora is not None
     task = "CAUSAL_LM" if model.can_generate() else None
     if saved := saved_adapter(lora):
         return open_adapter(adapted(model, saved, recipe.model.path, task=task))
-    check_rank(model, lora.rank)
-    torch.manual_seed(recipe.seed)
     sees = any(re.fullmatch(_VISION, name) for name, _ in model.named_modules())
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        init_lora_weights="gaussian" if lora.init == "gaussian" else True,
-        target_modules=targets_of(model, lora.targets or LORA_TARGETS),
-        exclude_modules=_VISION if not lora.targets and sees else None,
-        task_type=task,
+    exclude = _VISION if not lora.targets and sees else None
+    names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+    policy = new_adapter(
+        model, recipe, LORA_TARGETS, f"Its linear layers are called {', '.join(names)}.", exclude, task
     )
-    try:
-        policy = get_peft_model(model, config)
-    except ValueError as error:
-        names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise UserError(f"model.lora.targets: {error}\n  Its linear layers are called {', '.join(names)}.") from error
     return open_adapter(policy).eval()  # a new layer is in training mode

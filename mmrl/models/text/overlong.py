@@ -8,7 +8,6 @@ and the pictures, which are kept whole here.
 
 from __future__ import annotations
 
-import re
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -20,11 +19,10 @@ from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.trajectory import Prompt
 from mmrl.models.text.chat import Conditioner
 from mmrl.models.text.conditioner import tokenizer_of
+from mmrl.models.text.conversation import PLACEHOLDER
 from mmrl.models.text.features import key_of
 
 Overlong = Literal["skip", "cut", "error"]
-PLACEHOLDER = re.compile("<(?:image|video)>")
-"""The place of a medium in the text of a prompt that has media; in other prompts it is plain text."""
 MOST_CUT = 10_000
 """The most texts of cut prompts that are kept for engines; older ones are cut again."""
 _TRIES = 8
@@ -86,7 +84,9 @@ class Fitter:
             n = len(features["input_ids"])
             if n <= limit.tokens:
                 if shown is not prompt:
-                    self._keep(prompt, shown)
+                    if len(self._cut) >= MOST_CUT:
+                        self._cut.clear()
+                    self._cut[key_of(prompt)] = shown.text
                 return shown, features
             length = length or n
             wanted = self._tokens(shown.text) - (n - limit.tokens) if how == "cut" else 0
@@ -108,11 +108,6 @@ class Fitter:
             return prompt
         text = self._cut.get(key_of(prompt))
         return self.encode(prompt, limit)[0] if text is None else replace(prompt, text=text)
-
-    def _keep(self, prompt: Prompt, shown: Prompt) -> None:
-        if len(self._cut) >= MOST_CUT:
-            self._cut.clear()
-        self._cut[key_of(prompt)] = shown.text
 
     def _end_of(self, prompt: Prompt, tokens: int) -> str:
         """The longest end of the prompt's text with at most ``tokens`` tokens; placeholders of its media stay."""

@@ -27,7 +27,7 @@ from mmrl.core.library_loading import check_tokens, frozen, refused, try_process
 from mmrl.core.reward_contract import before_loading
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.models.quantized import quantize as quantized
-from mmrl.models.quantized import refusals_of
+from mmrl.models.quantized import refusals
 from mmrl.models.text.control_tokens import ControlTokens
 from mmrl.models.text.token_sampling import Draw
 from mmrl.rewards.judging.answers import Kind, Words, read
@@ -67,7 +67,7 @@ class LocalModel(Sleeping):
         if chat_template is not None:
             self.template["chat_template"] = _checked(chat_template)
         kind = kind_of(quantize)
-        for why in refusals_of(kind, "cpu") if kind else ():
+        for why in refusals(kind, "cpu"):
             raise UserError(f"options.{why}")
         before_loading()
         model, self.sees = _load_model(path, self.dtype, kind)
