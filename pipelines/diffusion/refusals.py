@@ -172,8 +172,7 @@ def check_fields(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> No
     """Raises ``UserError`` with all fields of ``pipe``, whose weights may be on the meta device, that the family does
     not use as diffusers does."""
     found = [*_fixed(family, pipe), *_statistics(family, pipe), *_widths(family, pipe), *_numbers(family, pipe)]
-    if found:
-        raise UserError("\n".join(f"model.path: {line}" for line in found))
+    refuse(f"model.path: {line}" for line in found)
 
 
 def _fixed(family: type[Adapter], pipe: diffusers.DiffusionPipeline) -> Iterator[str]:

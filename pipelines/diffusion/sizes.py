@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from mmrl.algorithms import sde
 from mmrl.config.sampling import Size
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, refuse
 from mmrl.core.trajectory import Prompt, Slot
 from mmrl.data.buckets import bucket_of
 
@@ -28,8 +28,7 @@ class Sizes:
                 self.shapes[size] = adapter.latent_shape(*size)
             except UserError as error:
                 refused.append(str(error))
-        if refused:
-            raise UserError("\n".join(self._named(why) for why in dict.fromkeys(refused)))
+        refuse(self._named(why) for why in dict.fromkeys(refused))
 
     def of(self, prompt: Prompt) -> Size:
         """Raises ``BadPromptError`` (``mmrl.data.buckets.bucket_of``)."""
