@@ -25,6 +25,11 @@ def one_line(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]", lambda found: json.dumps(found[0])[1:-1], text)
 
 
+def first_of(names: Sequence[object], most: int) -> str:
+    """The first names of a list that may be long."""
+    return ", ".join(map(str, names[:most])) + ", ..." * (len(names) > most)
+
+
 def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     """``; did you mean 'x'?`` or nothing."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from typing import Literal
 
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, first_of
 from mmrl.core.json_types import Cell, elements
 from mmrl.core.media import Media
 from mmrl.core.trajectory import REASONING, AskedSize, Prompt, Turn
@@ -247,15 +247,14 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     """Warn once of what ``unread`` finds, and once of the keys inside messages."""
     keys = [*keys]
     if inside := [key.removeprefix(INSIDE) for key in keys if key.startswith(INSIDE)]:
-        listed = ", ".join(inside[:_NAMED]) + (", ..." if len(inside) > _NAMED else "")
         warnings.warn(
-            f"{path}: the keys {listed} inside messages and media are not used; chat templates get role and "
-            f"content, and of the assistant {', '.join(REASONING)}",
+            f"{path}: the keys {first_of(inside, _NAMED)} inside messages and media are not used; chat templates "
+            f"get role and content, and of the assistant {', '.join(REASONING)}",
             UnreadColumns,
             stacklevel=3,
         )
     if found := unread(keys, columns):
-        listed = ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+        listed = first_of(found, _NAMED)
         warnings.warn(
             f"{path}: the columns {listed} are not used; to give them to rewards, set meta: [{listed}] in data.train "
             "and data.heldout",

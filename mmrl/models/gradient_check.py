@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, first_of
 
 _EXCUSED = "weights_without_gradient"
 _PART = re.compile(
@@ -63,7 +63,6 @@ class GradientCheck:
 
 
 def _some(missing: list[str], of: int) -> str:
-    named = ", ".join(missing[:_NAMED]) + ", ..." * (len(missing) > _NAMED)
     adapters = any(".lora_" in name for name in missing)
     edit = (
         "give model.lora.targets a list without these layers"
@@ -72,8 +71,9 @@ def _some(missing: list[str], of: int) -> str:
     )
     return (
         f"model: {len(missing)} of {of} trained weights have no gradient after the first backward pass, so they would "
-        f"never learn: {named}. The model drops what these layers compute, or a kernel of theirs has no backward pass. "
-        f"If the model should not read them, {edit}; an adapter of your own names them in weights_without_gradient"
+        f"never learn: {first_of(missing, _NAMED)}. The model drops what these layers compute, or a kernel of theirs "
+        f"has no backward pass. If the model should not read them, {edit}; an adapter of your own names them in "
+        "weights_without_gradient"
     )
 
 

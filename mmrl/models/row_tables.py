@@ -6,7 +6,6 @@ when a row ends, is ``mmrl.inference.slots``'s.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -144,60 +143,36 @@ class Reader:
         return places.expand(3, *places.shape) if hasattr(self._core, "rope_deltas") else places
 
 
-class Table(ABC):
-    """Abstract. ``rows``: one for each of ``logits`` ``[B, V]``, or None where nobody is."""
-
-    rows: list[Row | None]
-    logits: Tensor
-
-    @property
-    @abstractmethod
-    def takes_more(self) -> bool:
-        """Whether rows can be added now."""
-
-    @abstractmethod
-    def add(self, waiting: deque[Row]) -> None:
-        """Take rows from ``waiting``, and read their prompts."""
-
-    @abstractmethod
-    def write(self, tokens: Tensor) -> None:
-        """Put a token behind each row, ``[B]``."""
-
-    @abstractmethod
-    def read(self) -> None:
-        """Read those tokens."""
-
-    @abstractmethod
-    def said(self) -> tuple[Tensor, Tensor]:
-        """The tokens of each row, and which of them are its own, ``[B, L]``."""
-
-    @abstractmethod
-    def keep(self, index: list[int]) -> None:
-        """Drop all other rows."""
-
-
-class Growing(Table):
+class Growing:
     """Final class. Rows that end at the same column; what is to their left is padding. None is added before all have
     ended: layers may have a state, or a window, in place of keys of all tokens."""
 
+    logits: Tensor
+    """``[B, V]``: of the next token of each row."""
+
     def __init__(self, reader: Reader, most: int) -> None:
-        self.rows = []
+        self.rows: list[Row | None] = []
+        """One for each of ``logits``, or None where nobody is."""
         self._reader, self._most = reader, most
 
     @property
     def takes_more(self) -> bool:
+        """Whether rows can be added now."""
         return not self.rows
 
     def add(self, waiting: deque[Row]) -> None:
+        """Take rows from ``waiting``, and read their prompts."""
         rows = [waiting.popleft() for _ in range(min(self._most, len(waiting)))]
         self._begun = self._reader.begin(rows)
         self.rows, self.logits = [*rows], self._begun.logits
 
     def write(self, tokens: Tensor) -> None:
+        """Put a token behind each row, ``[B]``."""
         self._begun.tokens = torch.cat([self._begun.tokens, tokens.unsqueeze(1)], 1)
         self._begun.mask = pad(self._begun.mask, (0, 1), value=1)
 
     def read(self) -> None:
+        """Read those tokens."""
         of = self._begun
         out = self._reader.writer.policy(
             input_ids=of.tokens[:, -1:],
@@ -210,9 +185,11 @@ class Growing(Table):
         self.logits = out.logits[:, -1].float()
 
     def said(self) -> tuple[Tensor, Tensor]:
+        """The tokens of each row, and which of them are its own, ``[B, L]``."""
         return self._begun.tokens, self._begun.mask
 
     def keep(self, index: list[int]) -> None:
+        """Drop all other rows."""
         if len(index) < len(self.rows):
             self.rows = [self.rows[n] for n in index]
         else:
@@ -224,15 +201,16 @@ class Growing(Table):
             self.logits = self.logits[at]
 
 
-class Fixed(Table):
-    """Final class. ``most`` slots; each token of a row is in a column of its own, see ``FixedCache``. ``record``: a
-    step is recorded as a CUDA graph for each width, and replayed. ``half``: what autocast computes products in."""
+class Fixed:
+    """Final class; its methods are those of ``Growing``. ``most`` slots; each token of a row is in a column of its own,
+    see ``FixedCache``. ``record``: a step is recorded as a CUDA graph for each width, and replayed. ``half``: what
+    autocast computes products in."""
 
     def __init__(self, reader: Reader, most: int, half: torch.dtype | None, *, record: bool) -> None:
         self._of, self._reader = _fixed_cache(), reader
         self._record = record and reader.records and self._of.can_be_recorded(reader.writer.policy)
         self._dtype, self._halves = half, {} if half is None else self._of.halves(reader.writer.policy, half)
-        self.rows = [None] * most
+        self.rows: list[Row | None] = [None] * most
         self._cache: FixedCache | None = None
         self._begun: dict[str, tuple[Begun, int]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -361,6 +339,9 @@ class Fixed(Table):
     def keep(self, index: list[int]) -> None:
         kept = set(index)
         self.rows = [row if n in kept else None for n, row in enumerate(self.rows)]
+
+
+Table = Growing | Fixed
 
 
 def _fixed_cache() -> ModuleType:

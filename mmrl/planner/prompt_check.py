@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 
 from mmrl.config.schema import Recipe
-from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.errors import BadPromptError, UserError, first_of
 from mmrl.core.json_types import JsonObject
 from mmrl.core.plugins.user_code import describe
 from mmrl.core.reward_contract import Context, Failed
@@ -37,8 +37,8 @@ def lacking_truths(recipe: Recipe, train: Sequence[Prompt], heldout: Sequence[Pr
         if without:
             yield (
                 f"{key}: {reward.name} compares responses with meta[{column!r}], and {len(without)} of {len(prompts)} "
-                f"prompts have none ({_listed(without)}); take them out, give them an answer, or set on_failure: drop "
-                "for this reward"
+                f"prompts have none ({first_of(without, _NAMED)}); take them out, give them an answer, or "
+                "set on_failure: drop for this reward"
             )
 
 
@@ -95,7 +95,9 @@ def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> tuple[l
         "reasoning is left out"
         for key, times in unread.items()
     ]
-    named = f"{len(bad)} of {len(looked_at)} prompts looked at cannot be used ({_listed([e.prompt for e in bad])})"
+    named = (
+        f"{len(bad)} of {len(looked_at)} prompts looked at cannot be used ({first_of([e.prompt for e in bad], _NAMED)})"
+    )
     if len(bad) > pipeline.recipe.data.max_bad_fraction * len(looked_at):
         return [
             f"data: {named}; of the first, {bad[0].reason}; or raise data.max_bad_fraction to leave them out"
@@ -123,7 +125,3 @@ def unread_messages(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[str]:
     for what, those in found.items():
         if those:
             yield f"{len(those)} of {len(prompts)} prompts looked at have {what}, and {recipe.pipeline} reads none"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

@@ -28,7 +28,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.replicas import devices_of_workers, in_workers
 from mmrl.config.schema import Recipe
 from mmrl.core.durations import duration
-from mmrl.core.errors import LostProcessError, UserError, refuse
+from mmrl.core.errors import LostProcessError, UserError, first_of, refuse
 from mmrl.core.json_types import Json, JsonObject, as_object
 from mmrl.core.secrets import hidden, masked, remember
 from mmrl.core.signals import stop_on_signal
@@ -157,10 +157,9 @@ def _gathered(store: RendezvousStore, found: Launched, patience: float, devices:
         raise UserError(str(store.read("wrong")))
     if missing:
         ranks = [key.partition("/")[2] for key in missing]
-        named = ", ".join(ranks[:8]) + (", ..." if len(ranks) > 8 else "")
         raise UserError(
-            f"{found.launcher}: of {found.size} processes {named} did not come within {duration(patience)} "
-            "(runtime.patience); see what they printed, or start them all at once"
+            f"{found.launcher}: of {found.size} processes {first_of(ranks, 8)} did not come within "
+            f"{duration(patience)} (runtime.patience); see what they printed, or start them all at once"
         )
     said = store.read_all([f"about/{rank}" for rank in range(found.size)])
     every = dict(enumerate(map(as_object, said)))

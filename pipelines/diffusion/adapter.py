@@ -11,7 +11,6 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import diffusers  # its parts are loaded when they are first used
@@ -20,12 +19,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling, Size
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import Media
 from mmrl.core.trajectory import Prompt
-from mmrl.models.description import Resting
 
 from .fields import Width, check_flow
 from .pictures import clip_of, first_frames, fitted, frames, scaled, sources_of
@@ -218,18 +215,6 @@ class Adapter(ABC):
         """The component that predicts at a timestep."""
         return self.trains
 
-    def resting(self, recipe: Recipe) -> Resting | None:
-        """What of the trained models waits in the host's memory where ``model.offload`` is on; None: nothing."""
-        return None
-
-    def rest(self, device: torch.device) -> None:
-        """Let what is ``resting`` wait from now on, and have the rest of the trained models on ``device``."""
-        raise NotImplementedError
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Have all trained models on the device."""
-        return nullcontext()
-
     @property
     def prepare(self) -> str:
         """Python that makes a stock ``pipe`` sample as this adapter does, if its own settings differ."""
@@ -339,9 +324,16 @@ class Adapter(ABC):
         Where nobody gives one, guidance moves away from ``encode(self.negative)``."""
         return self.encode(text)
 
-    @abstractmethod
+    @property
+    def patch(self) -> int:
+        """The side of what the model takes as one token, in latents; a size is a multiple of it."""
+        return getattr(self.pipe, self.trains).config.patch_size
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """The shape of one sample. Raises ``UserError`` if the family cannot make this size."""
+        factor = self.pipe.vae_scale_factor
+        self._fits(height, width, factor * self.patch)
+        return (getattr(self.pipe, self.trains).config.in_channels, height // factor, width // factor)
 
     def started(self, noisy: Tensor, features: dict[str, Tensor], start: float) -> Tensor:
         """What is denoised first, of initial noise ``[B, ...]`` times the schedule's ``start``; ``features`` of the
@@ -412,13 +404,9 @@ class Adapter(ABC):
         pipeline in it."""
         return {"negative_prompt": json.dumps(text, ensure_ascii=False)}
 
-    def as_given(self, noise: Tensor) -> Tensor:
-        """Initial noise ``[B, ...]`` as the stock pipeline's call takes ``latents``."""
-        return noise
-
     def given_noise(self, noise: Tensor) -> dict[str, Tensor]:
-        """The arguments of that call with ``as_given``, or what it draws for them where it takes none."""
-        return {"latents": self.as_given(noise)}
+        """The arguments of that call for initial noise ``[B, ...]``, or what it draws for them where it takes none."""
+        return {"latents": noise}
 
     def schedule(self, steps: int | None = None) -> Schedule:
         """The schedule of ``steps``, by default sampling's: all, or the last that ``sampling.strength`` takes."""

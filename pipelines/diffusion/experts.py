@@ -97,10 +97,15 @@ def _frozen(model: nn.Module) -> nn.Module:
     return held
 
 
-def resting(recipe: Recipe, model: Experts) -> Resting | None:
+def awake(model: nn.Module) -> AbstractContextManager[None]:
+    """Have all of ``model`` on the device."""
+    return model.using(0, 1) if isinstance(model, Experts) else nullcontext()
+
+
+def resting(recipe: Recipe, model: nn.Module) -> Resting | None:
     """What of ``model`` waits in the host's memory where ``model.offload`` is on; None where nothing does."""
     kind = recipe.algorithm.kind
-    if not recipe.model.offload or recipe.model.lora is None:
+    if not isinstance(model, Experts) or not recipe.model.offload or recipe.model.lora is None:
         return None
     if recipe.model.quantize is not None or kind not in ("policy_gradient", "forward_process"):
         return None

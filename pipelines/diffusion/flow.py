@@ -39,7 +39,7 @@ from . import export
 from .adapter import Adapter, Schedule
 from .decoding import Decoder
 from .denoiser import Denoiser
-from .experts import trained_steps
+from .experts import awake, trained_steps
 from .given import given_of
 from .prompt_lengths import PromptLengths, readers
 
@@ -406,7 +406,7 @@ class FlowPipeline(Denoiser):
     # -- export ------------------------------------------------------------------------------------------------------
 
     def write(self, out: Path, what: What) -> None:
-        with self.adapter.awake():
+        with awake(self.adapter.model):
             export.write(self.adapter, self.policy, self.recipe, out, what)
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:

@@ -65,10 +65,12 @@ class Given(ABC):
         return self.pipeline.sizes.key(f"given/{pictures.digest(prompt)}", prompt)
 
     def _pixels(self, prompt: Prompt, medium: Media, size: Size) -> Tensor:
+        """A picture ``[3, H, W]``, or a clip ``[F, 3, H, W]``, in [-1, 1]."""
         adapter = self.pipeline.adapter
         if adapter.makes == "image":
-            return pictures.pixels(prompt, medium, size)
-        return pictures.clip_pixels(prompt, medium, size, adapter.sampling.frames or 1)
+            return pictures.scaled(pictures.fitted(prompt, medium, size))
+        clip = pictures.frames(prompt, medium, size, adapter.sampling.frames or 1)
+        return torch.stack([pictures.scaled(frame) for frame in clip])
 
     def sizes(self, rows: Rows) -> list[int]:
         return [1] * len(rows)

@@ -47,6 +47,7 @@ from .adapter import Adapter
 from .caching import cache_of
 from .decoding import lay
 from .describe import empty_pipeline
+from .experts import Experts, resting
 from .flow import FlowPipeline
 from .pictures import without_sources
 from .prompt_lengths import PromptLengths, of_checkpoint, of_pipe, readers
@@ -79,15 +80,16 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     """
     pipe = _load(family, recipe, path)
     pipeline = _assemble(family, pipe, recipe, path, device)
-    if apart(device) and pipeline.adapter.resting(recipe):
-        pipeline.adapter.rest(device)
+    model = pipeline.adapter.model
+    if isinstance(model, Experts) and apart(device) and resting(recipe, model):
+        model.rest(device)
     else:
         sharded_loading.move(pipeline.policy, device)
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipeline.adapter.vae):
             module.to(device)
     if recipe.performance.compile:
-        compile_for_all(pipeline.adapter.model, device, sizes=len(recipe.denoising.sizes))
+        compile_for_all(model, device, sizes=len(recipe.denoising.sizes))
     pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_pipe(pipeline.adapter))
     pipeline.cache = cache_of(pipeline.adapter, recipe)
     if not recipe.rollout.in_process:
@@ -122,7 +124,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
                 type(adapter.model).__name__,
                 pipeline.policy,
                 frozenset(get_args(Phase)),
-                adapter.resting(recipe),
+                resting(recipe, adapter.model),
             ),
             *encoders,
             Component("VAE", type(pipe.vae).__name__, adapter.vae, vae_for),

@@ -24,8 +24,8 @@ class PackedAdapter(Adapter, ABC):
         self._fits(height, width, 2 * factor)
         return (self.pipe.transformer.config.in_channels // 4, height // factor, width // factor)
 
-    def as_given(self, noise: Tensor) -> Tensor:
-        return packed(noise)
+    def given_noise(self, noise: Tensor) -> dict[str, Tensor]:
+        return {"latents": packed(noise)}
 
     def _spacing(self, steps: int) -> dict[str, Json]:
         _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)

@@ -34,11 +34,6 @@ def fitted(prompt: Prompt, medium: Media, size: Size) -> Image.Image:
     return ImageOps.fit(image, (size.width, size.height), Image.Resampling.BICUBIC)
 
 
-def pixels(prompt: Prompt, medium: Media, size: Size) -> Tensor:
-    """``fitted`` as ``[3, H, W]`` in [-1, 1]."""
-    return scaled(fitted(prompt, medium, size))
-
-
 def frames(prompt: Prompt, medium: Media, size: Size, count: int) -> list[Image.Image]:
     """``count`` frames of a clip of ``prompt``, RGB and evenly spaced, each fitted as a picture is.
 
@@ -68,11 +63,6 @@ _TRAIN = "train (sampling.frames)"
 
 def _short(found: int, count: int, does: str = _TRAIN) -> str:
     return f"its clip has {found} frames, and {count} {does}; take it out"
-
-
-def clip_pixels(prompt: Prompt, medium: Media, size: Size, count: int) -> Tensor:
-    """``frames`` as ``[F, 3, H, W]`` in [-1, 1]."""
-    return torch.stack([scaled(frame) for frame in frames(prompt, medium, size, count)])
 
 
 def scaled(image: Image.Image) -> Tensor:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from mmrl.config.schema import Recipe
-from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.errors import BadPromptError, UserError, first_of
 from mmrl.core.hub_files import json_of
 from mmrl.core.json_types import as_list
 from mmrl.core.trajectory import Prompt
@@ -59,7 +59,7 @@ class PromptLengths:
         found = [(prompt, why) for prompt in prompts if (why := self.why(prompt)) is not None]
         if not found:
             return []
-        names = ", ".join(prompt.id for prompt, _ in found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+        names = first_of([prompt.id for prompt, _ in found], _NAMED)
         said = f"{len(found)} of {len(prompts)} prompts looked at are too long ({names}): the first {found[0][1]}"
         if self.how == "error":
             raise UserError(f"data: {said}; {_EDIT}")

@@ -73,11 +73,6 @@ class SanaAdapter(EulerAdapter):
         )
         return {"embeds": embeds[0].to(self.device), "mask": mask[0].to(self.device)}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        config, factor = self.pipe.transformer.config, self.pipe.vae_scale_factor
-        self._fits(height, width, factor * config.patch_size)
-        return (config.in_channels, height // factor, width // factor)
-
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         return model(
             x.to(features["embeds"].dtype),

@@ -66,16 +66,14 @@ class SD3Adapter(Adapter):
         return {"embeds": embeds[0].to(self.device), "pooled": pooled[0].to(self.device)}
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        config, factor = self.pipe.transformer.config, self.pipe.vae_scale_factor
-        multiple = factor * config.patch_size
-        self._fits(height, width, multiple)
-        largest = config.pos_embed_max_size * multiple
+        shape = super().latent_shape(height, width)
+        largest = self.pipe.transformer.config.pos_embed_max_size * self.pipe.vae_scale_factor * self.patch
         if max(height, width) > largest:
             raise UserError(
                 f"sampling.height and sampling.width: {height} x {width} is more than the {largest} pixels a side that "
                 f"this checkpoint has positions for; use {min(height, largest)} x {min(width, largest)} or less"
             )
-        return (config.in_channels, height // factor, width // factor)
+        return shape
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         return model(

@@ -43,10 +43,9 @@ class UNetAdapter(NoisePredictionAdapter, ABC):
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         return [clip_reads(text, tokenizer) for tokenizer in tokenizers.values()]
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        config, factor = self.pipe.unet.config, self.pipe.vae_scale_factor
-        self._fits(height, width, factor * 2 ** (len(config.block_out_channels) - 1))  # or up-blocks do not meet
-        return (config.in_channels, height // factor, width // factor)
+    @property
+    def patch(self) -> int:
+        return 2 ** (len(self.pipe.unet.config.block_out_channels) - 1)  # or up-blocks do not meet
 
     def denoise(self, model: nn.Module, z: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         return model(z, timestep, **self.conditions(features), return_dict=False)[0]

@@ -5,20 +5,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import diffusers  # its parts are loaded when they are first used
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
-from mmrl.config.schema import Recipe
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
-from mmrl.models.description import Resting
 
 from . import loading
-from .experts import Experts, resting
+from .experts import Experts
 from .wan import WanAdapter
 
 
@@ -63,15 +59,6 @@ class Wan22A14BAdapter(WanAdapter):
 
     def expert(self, timestep: float) -> str:
         return self.trained()[timestep < self._boundary]
-
-    def resting(self, recipe: Recipe) -> Resting | None:
-        return resting(recipe, self._experts)
-
-    def rest(self, device: torch.device) -> None:
-        self._experts.rest(device)
-
-    def awake(self) -> AbstractContextManager[None]:
-        return self._experts.using(0, 1)
 
     def scale(self, timestep: Tensor, scale: float) -> float | Tensor:
         second = self.sampling.guidance_scale_2

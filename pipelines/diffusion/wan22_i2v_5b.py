@@ -67,8 +67,8 @@ class Wan22I2V5BAdapter(WanAdapter):
     def free(self, latents: Tensor) -> Tensor:
         return latents[:, :, 1:]
 
-    def as_given(self, noise: Tensor) -> Tensor:
-        return torch.cat([torch.zeros_like(noise[:, :, :1]), noise], 2)
+    def given_noise(self, noise: Tensor) -> dict[str, Tensor]:
+        return {"latents": torch.cat([torch.zeros_like(noise[:, :, :1]), noise], 2)}
 
 
 build, describe = loading.entry_points(Wan22I2V5BAdapter)

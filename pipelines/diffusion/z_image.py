@@ -68,10 +68,9 @@ class ZImageAdapter(Adapter):
         embeds = nn.functional.pad(embeds, (0, 0, 0, most - len(embeds)))
         return {"embeds": embeds.to(self.device), "length": length}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        config, factor = self.pipe.transformer.config, self.pipe.vae_scale_factor
-        self._fits(height, width, 2 * factor)
-        return (config.in_channels, height // factor, width // factor)
+    @property
+    def patch(self) -> int:
+        return 2
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         embeds = features["embeds"]

@@ -282,7 +282,7 @@ def test_pictures_are_the_stock_pipelines_at_their_size(folders, family, guidanc
             num_inference_steps=3,
             height=size[0],
             width=size[1],
-            latents=adapter.as_given(noise(5, [name], "initial", shape)),
+            **adapter.given_noise(noise(5, [name], "initial", shape)),
             output_type="pt",
             **(adapter.call() | given),
         )

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmrl.config.algorithm_settings import CriticSettings
 from mmrl.config.schema import Recipe
-from mmrl.core.errors import BadPromptError, UserError
+from mmrl.core.errors import BadPromptError, UserError, first_of
 from mmrl.core.library_loading import refused
 from mmrl.core.rollout_engine import Completion, Request, Settings
 from mmrl.core.trajectory import Prompt, Slot
@@ -221,7 +221,7 @@ def _of_clips(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[str
 
 
 def _named(overlong: Sequence[OverlongError], of: int) -> str:
-    names = ", ".join(error.prompt for error in overlong[:NAMED]) + (", ..." if len(overlong) > NAMED else "")
+    names = first_of([error.prompt for error in overlong], NAMED)
     return f"{len(overlong)} of {of} prompts looked at are too long ({names}); of the first, {overlong[0].reason}"
 
 

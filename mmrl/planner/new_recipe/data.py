@@ -11,7 +11,7 @@ from mmrl.config.data import Data
 from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
 from mmrl.config.names import is_hub_data
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, first_of
 from mmrl.core.json_types import Cell, Json
 from mmrl.data.fields import ANSWER, IMAGES, PAIR, TEXT, VIDEOS, Columns, unread
 from mmrl.data.loading import load_data
@@ -146,7 +146,7 @@ def _of_table(target: str, data: Data, home: Path, given: Mapping[str, str | Non
     )
     found.said.append(f"{len(rows)} records: {shown}")
     if unused := unread([key for key in keys if key not in found.columns.values()], Columns()):
-        listed = ", ".join(unused[:MOST_META]) + (", ..." if len(unused) > MOST_META else "")
+        listed = first_of(unused, MOST_META)
         if data.name == "jsonl" and len(unused) <= MOST_META:
             options["meta"] = list(unused)
             found.said.append(f"for rewards, in sample.prompt.meta: {listed}")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from PIL.Image import Image
 
+from mmrl.core.errors import first_of
 from mmrl.core.json_types import Json, JsonObject, elements
 from mmrl.core.lines import lines_of, opened, row_of
 from mmrl.core.media.images import png_bytes
@@ -48,10 +49,9 @@ class Cache:
             found, damaged = _verdicts(path)
             self._known |= found
             if damaged:
-                lines = ", ".join(map(str, damaged[:_NAMED])) + (", ..." if len(damaged) > _NAMED else "")
                 tell(
                     f"warning: {path}: {len(damaged)} verdict{'s' * (len(damaged) > 1)} of {len(found) + len(damaged)} "
-                    f"cannot be trusted and will be asked again (lines {lines})"
+                    f"cannot be trusted and will be asked again (lines {first_of(damaged, _NAMED)})"
                 )
 
     def __len__(self) -> int:
