@@ -268,9 +268,14 @@ class Fixed:
             self._cache.grow(length)
             self._graphs = {}  # they know the places of the smaller one
 
+    @property
+    def _made(self) -> FixedCache:
+        """The cache, which the first rows bring."""
+        assert self._cache is not None
+        return self._cache
+
     def _put(self, slots: list[int], begun: Begun, n: int) -> None:
-        cache, row = self._cache, self.rows[slots[0]]
-        assert cache is not None
+        cache, row = self._made, self.rows[slots[0]]
         assert row is not None
         at = to_device(torch.tensor(slots), begun.tokens.device)
         cache.put(at, begun.cache, n, row.prompt)
@@ -279,14 +284,12 @@ class Fixed:
         self._shift[at], self.logits[at] = begun.shift[n], begun.logits[n]
 
     def write(self, tokens: Tensor) -> None:
-        cache = self._cache
-        assert cache is not None
+        cache = self._made
         cache.places.add_(1).clamp_(max=cache.length - 1)  # where nobody is they go on
         self._tokens[cache.slots, cache.places] = tokens
 
     def read(self) -> None:
-        cache = self._cache
-        assert cache is not None
+        cache = self._made
         width = max(row.prompt + row.drawn for row in self.rows if row is not None)
         cache.width = min(_rounded(width, self._columns), cache.length)
         if self._tokens.device.type == "cpu":
@@ -314,8 +317,7 @@ class Fixed:
             self._graphs[width] = graph
 
     def _step(self) -> None:
-        cache, policy = self._cache, self._reader.writer.policy
-        assert cache is not None
+        cache, policy = self._made, self._reader.writer.policy
         places = cache.places[: cache.rows].unsqueeze(1)
         columns = torch.arange(cache.width, device=places.device)
         given = {
@@ -332,9 +334,8 @@ class Fixed:
         self.logits[: cache.rows].copy_(out.logits[:, -1])
 
     def said(self) -> tuple[Tensor, Tensor]:
-        assert self._cache is not None
         columns = torch.arange(self._tokens.shape[1], device=self._tokens.device)
-        return self._tokens, columns <= self._cache.places.unsqueeze(1)
+        return self._tokens, columns <= self._made.places.unsqueeze(1)
 
     def keep(self, index: list[int]) -> None:
         kept = set(index)

@@ -11,7 +11,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import diffusers  # its parts are loaded when they are first used
 import torch
@@ -30,13 +30,6 @@ from .pictures import clip_of, first_frames, fitted, frames, scaled, sources_of
 Conditions = dict[str, Tensor | dict[str, Tensor]]
 """Arguments of a model besides latents and timestep."""
 _SCHEDULER = "scheduler"
-
-
-class Shown(Protocol):
-    """The output of a stock pipeline: pictures or clips."""
-
-    images: Tensor
-    frames: Tensor
 
 
 def set_scheduler(pipe: diffusers.DiffusionPipeline, scheduler: diffusers.SchedulerMixin) -> None:
@@ -67,9 +60,10 @@ def by_channel(values: Sequence[float] | Tensor, like: Tensor) -> Tensor:
     return torch.as_tensor(values).view(-1, *[1] * (like.ndim - 2)).to(like)
 
 
-def clip_reads(text: str, tokenizer: Any) -> Read:
-    """What a CLIP encoder reads of ``text``."""
-    return Read(len(tokenizer(text, verbose=False).input_ids), tokenizer.model_max_length)
+def clip_reads(text: str, tokenizers: Mapping[str, Any], t5: str = "", most: int = 0) -> list[Read]:
+    """What CLIP encoders read of ``text``, and the encoder ``t5``, which reads ``most`` tokens."""
+    counts = {name: len(tokenizer(text, verbose=False).input_ids) for name, tokenizer in tokenizers.items()}
+    return [Read(n, most if name == t5 else tokenizers[name].model_max_length) for name, n in counts.items()]
 
 
 class Adapter(ABC):
@@ -315,6 +309,11 @@ class Adapter(ABC):
         encoder's name. Empty: not known."""
         return []
 
+    def _reads(self, text: str, tokenizer: Any, before: int = 0) -> list[Read]:
+        """What one encoder reads of ``text``, not counting the ``before`` tokens of a template."""
+        count = len(tokenizer(text, verbose=False).input_ids) - before
+        return [Read(count, self.sampling.max_sequence_length)]
+
     def read_negative(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         """``read`` a negative prompt that the user gives."""
         return self.read(text, tokenizers)
@@ -390,10 +389,6 @@ class Adapter(ABC):
             return (latents - by_channel(config.latents_mean, latents)) / by_channel(config.latents_std, latents)
         shift = config.shift_factor if "shift_factor" in self.statistics else 0.0
         return (latents - shift) * config.scaling_factor
-
-    def shown(self, output: Shown) -> Tensor:
-        """Pictures or clips in the output of the stock pipeline."""
-        return output.images if self.makes == "image" else output.frames
 
     def call(self) -> dict[str, Json]:
         """Arguments of the stock pipeline's call, besides prompt, steps and size, to sample as this adapter does."""

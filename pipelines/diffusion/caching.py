@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache, digest_of
 from mmrl.core.json_types import JsonObject
@@ -59,7 +57,8 @@ def _parts(adapter: Adapter) -> Iterator[str]:
         yield type(encoder).__name__
         yield _as_text(config.to_dict() if hasattr(config, "to_dict") else dict(config))
         yield str(getattr(config, "_attn_implementation", None))
-        yield from _weights(encoder)
+        for name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
+            yield digest_of(name, {"": tensor})
     for name in (*map(adapter.tokenizer_of, adapter.encoders), *([adapter.sees] if adapter.sees else [])):
         if getattr(pipe, name, None) is not None:
             yield from _files(getattr(pipe, name))
@@ -68,11 +67,6 @@ def _parts(adapter: Adapter) -> Iterator[str]:
 def _as_text(config: JsonObject) -> str:
     """A configuration without the place that it was read from."""
     return json.dumps({k: v for k, v in config.items() if not k.startswith("_")}, sort_keys=True, default=str)
-
-
-def _weights(module: nn.Module) -> Iterator[str]:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield digest_of(name, {"": tensor})
 
 
 def _files(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -44,7 +44,8 @@ def verdict(kind: str) -> Verdict:
     if fitting := families_of(kind):
         return Verdict(tuple(fitting))
     parts = _parts(kind)
-    return Verdict((), _why(kind, parts), _nearest(parts))
+    denoiser = next((name for name in _DENOISERS if name in parts), "")
+    return Verdict((), _why(kind, parts, denoiser), _nearest(parts, denoiser))
 
 
 def families_of(kind: str) -> list[str]:
@@ -81,8 +82,7 @@ def _parts(kind: str) -> Mapping[str, tuple[type, ...]]:
         return {}
 
 
-def _why(kind: str, parts: Mapping[str, tuple[type, ...]]) -> str:
-    denoiser = next((name for name in _DENOISERS if name in parts), "")
+def _why(kind: str, parts: Mapping[str, tuple[type, ...]], denoiser: str) -> str:
     if not hasattr(diffusers, kind):
         return f"diffusers {diffusers.__version__} has no {kind}"
     if not parts:
@@ -104,9 +104,8 @@ def _why(kind: str, parts: Mapping[str, tuple[type, ...]]) -> str:
     return f"{said}, beside other parts" if other else f"{said}, which it calls in another way"
 
 
-def _nearest(parts: Mapping[str, tuple[type, ...]]) -> str:
+def _nearest(parts: Mapping[str, tuple[type, ...]], denoiser: str) -> str:
     """The family that has most classes in common: that of the denoiser before others, and more than one without it."""
-    denoiser = next((name for name in _DENOISERS if name in parts), "")
 
     def common(family: type[Adapter]) -> tuple[bool, int, bool]:
         theirs, plain = declared(family.pipeline), not (family.saved_as or family.also_trains)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import diffusers  # its parts are loaded when they are first used
 import torch
@@ -92,7 +93,7 @@ class Case:
                 rows.append(pipe(prompt=slot.prompt.text, **steps, **given))
         if adapter.sounds:
             self.heard["stock"] = torch.cat([row.audio for row in rows]).float().cpu()
-        return torch.cat([adapter.shown(row) for row in rows]).float().cpu()
+        return torch.cat([row.images if adapter.makes == "image" else row.frames for row in rows]).float().cpu()
 
     def gap(self, ours: Tensor, theirs: Tensor) -> float:
         """The largest difference of pictures, or of the sound that was drawn with them."""
@@ -126,16 +127,10 @@ class Case:
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-@contextmanager
-def _drawing(pipe: Any, drawn: Sequence[Tensor]) -> Generator[None]:
+def _drawing(pipe: Any, drawn: Sequence[Tensor]) -> AbstractContextManager[object]:
     """A stock pipeline that draws those of ``drawn`` where it draws noise, each by its shape."""
-    module, name = sys.modules[type(pipe).__module__], "randn_tensor"
-    before = getattr(module, name)
-    setattr(module, name, lambda shape, **_: next(one for one in drawn if one.shape == tuple(shape)))
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    by_shape = {tuple(one.shape): one for one in reversed(drawn)}
+    return patch.object(sys.modules[type(pipe).__module__], "randn_tensor", lambda shape, **_: by_shape[tuple(shape)])
 
 
 def _picture(seed: int) -> Media:

@@ -154,10 +154,12 @@ def _configurations(family: type[Adapter], path: str, architecture: Path | None)
 
 def _of_checkpoint(family: type[Adapter], path: str) -> Configs:
     """Raises ``OSError`` or ``ValueError`` where a configuration is not to be had."""
-    index = _read(path, "model_index.json")
+    index: dict[str, Any] = dict(json_of(path, "model_index.json"))
     check_classes(family, path, index)
     found = {name: (index.get(name) or [None, None])[1] for name in _files(family)}
-    configs = {name: _read(path, file) for name, file in _files(family).items() if found[name] is not None}
+    configs: Configs = {
+        name: dict(json_of(path, file)) for name, file in _files(family).items() if found[name] is not None
+    }
     for name, config in configs.items():  # the class that the index names counts, as for diffusers
         if not isinstance(config.get("_class_name", ""), str):
             raise ValueError(f"{_files(family)[name]} says _class_name: {config['_class_name']}, which is no class")
@@ -171,7 +173,3 @@ def _files(family: type[Adapter]) -> dict[str, str]:
     modules = {name: f"{name}/config.json" for name in (*family.trained(), "vae", *family.encoders, *beside)}
     guider = {family.guider: f"{family.guider}/guider_config.json"} if family.guider else {}
     return modules | guider | {"scheduler": "scheduler/scheduler_config.json"}
-
-
-def _read(path: str, file: str) -> dict[str, Any]:
-    return dict(json_of(path, file))

@@ -64,6 +64,8 @@ class FlowPipeline(Denoiser):
     def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
         super().__init__(adapter, policy, recipe, device)
         self.makes: Literal["image", "video"] = adapter.makes
+        self.reads_media = adapter.edits
+        self.masks = adapter.masks
         self.cache: FeatureCache | None = None
         self._encoders_looked_at = False
         self.lengths_of_prompts: PromptLengths | None = None
@@ -82,14 +84,6 @@ class FlowPipeline(Denoiser):
         """How many of the steps that may train each of two models predicts in; empty of one model."""
 
     # -- conditioning ------------------------------------------------------------------------------------------------
-
-    @property
-    def reads_media(self) -> bool:
-        return self.adapter.edits
-
-    @property
-    def masks(self) -> bool:
-        return self.adapter.masks
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing

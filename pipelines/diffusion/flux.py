@@ -51,11 +51,7 @@ class FluxAdapter(PackedAdapter):
         yield encoder_width(pipe, "pooled_projection_dim", pipe.text_encoder)
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        most = self.sampling.max_sequence_length
-        return [
-            Read(len(one(text, verbose=False).input_ids), most) if name == self.encoders[-1] else clip_reads(text, one)
-            for name, one in tokenizers.items()
-        ]
+        return clip_reads(text, tokenizers, self.encoders[-1], self.sampling.max_sequence_length)
 
     @property
     def combines(self) -> bool:

@@ -57,7 +57,7 @@ class Flux2KleinAdapter(Adapter):
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
-        return [Read(len(tokenizer(prompt, verbose=False).input_ids), self.sampling.max_sequence_length)]
+        return self._reads(prompt, tokenizer)
 
     @property
     def combines(self) -> bool:

@@ -82,8 +82,7 @@ class HunyuanVideo15Adapter(Adapter):
         asked = [{"role": "system", "content": self.pipe.system_message}, {"role": "user", "content": text or " "}]
         tokenizer = tokenizers["text_encoder"]
         prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        count = len(tokenizer(prompt, verbose=False).input_ids) - self.pipe.prompt_template_encode_start_idx
-        return [Read(count, self.sampling.max_sequence_length)]
+        return self._reads(prompt, tokenizer, self.pipe.prompt_template_encode_start_idx)
 
     def encode(self, text: str) -> dict[str, Tensor]:
         embeds, mask, quoted, quoted_mask = self.pipe.encode_prompt(text, device=self.text_encoders[0].device)

@@ -100,8 +100,7 @@ class LTX2Adapter(Adapter):
             yield encoder_width(pipe, "caption_channels", pipe.text_encoder)
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        ids = tokenizers["text_encoder"](text.strip(), verbose=False).input_ids
-        return [Read(len(ids), self.sampling.max_sequence_length)]
+        return self._reads(text.strip(), tokenizers["text_encoder"])
 
     def encode(self, text: str) -> dict[str, Tensor]:
         """``embeds`` and ``sound``, the states of the text ``[T, width]`` for each stream, and their ``mask``

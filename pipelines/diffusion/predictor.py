@@ -46,12 +46,9 @@ class Predictor:
         self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or guided_loss)
         moves = recipe.model.offload and apart(device)
         self.offloaded = Offloaded((*adapter.text_encoders, adapter.vae) if moves else (), device)
+        self.sounds = bool(adapter.sounds)
         modalities = trained(recipe.rewards)
         self._counted = modalities[0] if adapter.sounds and len(modalities) == 1 else None
-
-    @property
-    def sounds(self) -> bool:
-        return bool(self.adapter.sounds)
 
     def modalities(self, states: Tensor) -> dict[str, Tensor]:
         return self.adapter.modalities(states)

@@ -62,9 +62,8 @@ class QwenImageAdapter(PackedAdapter):
         return {f"{last}.attn.to_add_out": why, f"{last}.txt_mlp": why}
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        begins = self.pipe.prompt_template_encode_start_idx
-        ids = tokenizers["text_encoder"](self.pipe.prompt_template_encode.format(text), verbose=False).input_ids
-        return [Read(len(ids) - begins, self.sampling.max_sequence_length)]
+        asked = self.pipe.prompt_template_encode.format(text)
+        return self._reads(asked, tokenizers["text_encoder"], self.pipe.prompt_template_encode_start_idx)
 
     def encode(self, text: str) -> dict[str, Tensor]:
         length = self.pipe.prompt_template_encode_start_idx + self.sampling.max_sequence_length

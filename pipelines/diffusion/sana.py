@@ -49,8 +49,7 @@ class SanaAdapter(EulerAdapter):
         return [Read(len(ids), len(tokenizer.encode(before)) + self.sampling.max_sequence_length - 2)]
 
     def read_negative(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        ids = tokenizers["text_encoder"](text.lower().strip(), verbose=False).input_ids
-        return [Read(len(ids), self.sampling.max_sequence_length)]
+        return self._reads(text.lower().strip(), tokenizers["text_encoder"])
 
     @property
     def _instruction(self) -> list[str]:

@@ -48,11 +48,7 @@ class SD3Adapter(Adapter):
             yield encoder_width(pipe, "joint_attention_dim", pipe.text_encoder_3, "T5")
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        most = self.sampling.max_sequence_length
-        return [
-            Read(len(one(text, verbose=False).input_ids), most) if name == self.encoders[-1] else clip_reads(text, one)
-            for name, one in tokenizers.items()
-        ]
+        return clip_reads(text, tokenizers, self.encoders[-1], self.sampling.max_sequence_length)
 
     def encode(self, text: str) -> dict[str, Tensor]:
         embeds, _, pooled, _ = self.pipe.encode_prompt(

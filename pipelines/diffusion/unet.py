@@ -41,7 +41,7 @@ class UNetAdapter(NoisePredictionAdapter, ABC):
         yield name, [*dict.fromkeys(widths)], [text], f"text encoders of width {text}"
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
-        return [clip_reads(text, tokenizer) for tokenizer in tokenizers.values()]
+        return clip_reads(text, tokenizers)
 
     @property
     def patch(self) -> int:

@@ -74,8 +74,7 @@ class WanAdapter(EulerAdapter):
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        ids = tokenizers["text_encoder"](prompt_clean(text), verbose=False).input_ids
-        return [Read(len(ids), self.sampling.max_sequence_length)]
+        return self._reads(prompt_clean(text), tokenizers["text_encoder"])
 
     def encode(self, text: str) -> dict[str, Tensor]:
         device, most = self.text_encoders[0].device, self.sampling.max_sequence_length

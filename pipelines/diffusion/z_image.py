@@ -47,8 +47,7 @@ class ZImageAdapter(Adapter):
 
     def read(self, text: str, tokenizers: Mapping[str, Any]) -> list[Read]:
         tokenizer = tokenizers["text_encoder"]
-        ids = tokenizer(self._prompt(text, tokenizer), verbose=False).input_ids
-        return [Read(len(ids), self.sampling.max_sequence_length)]
+        return self._reads(self._prompt(text, tokenizer), tokenizer)
 
     def _prompt(self, text: str, tokenizer: Any) -> str:
         return tokenizer.apply_chat_template(

@@ -287,7 +287,7 @@ def test_pictures_are_the_stock_pipelines_at_their_size(folders, family, guidanc
             **(adapter.call() | given),
         )
         assert mine.shape[2:] == size
-        torch.testing.assert_close(mine, adapter.shown(stock).float(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(mine, stock.images.float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ from mmrl.models.text.stop_strings import stops_of
 from mmrl.models.text.thoughts import left_open
 from mmrl.models.text.token_sampling import without
 from mmrl.models.text.told import Contents, Told, key_of_told, whole_key
-from mmrl.models.text.written_pictures import Frame
 
 if TYPE_CHECKING:  # slow to import
     from transformers import Emu3ForConditionalGeneration
@@ -103,6 +102,10 @@ class LanguagePipeline:
         engine: RolloutEngine | None = None,
     ) -> None:
         self.conditioner, self.policy, self.recipe, self.device = conditioner, policy, recipe, device
+        self.reads_media = bool(conditioner.forbidden)  # such a model has tokens that stand for pictures
+        self.frame = conditioner.frame
+        """Where which token of a picture stands, of a model that writes pictures."""
+        self._guided = self.frame is not None and self.frame.guided
         self.engine, self.given = engine, engine_sampling.GivenWeights()
         self._synced: object = None
         self._source: Policy | None = None
@@ -132,10 +135,6 @@ class LanguagePipeline:
         self._resting = Offloaded(teachers.values() if moves else (), self.device)
 
     # -- conditioning ------------------------------------------------------------------------------------------------
-
-    @property
-    def reads_media(self) -> bool:
-        return bool(self.conditioner.forbidden)  # such a model has tokens that stand for pictures
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         with self._encoding:  # asynchronous rollouts encode prompts while another step is trained
@@ -200,15 +199,6 @@ class LanguagePipeline:
         if not self._guided:
             return []
         return [as_weights(self.conditioner.negative(slot.prompt), self.policy, self.device) for slot in slots]
-
-    @property
-    def frame(self) -> Frame | None:
-        """Where which token of a picture stands, of a model that writes pictures."""
-        return self.conditioner.frame
-
-    @property
-    def _guided(self) -> bool:
-        return self.frame is not None and self.frame.guided
 
     def _read(self, rows: TextRows, shown: Sequence[Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """The model's arguments: prompts padded on the left, then what is behind them, ``[R, T]``. ``shown``: see
