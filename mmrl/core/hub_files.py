@@ -189,6 +189,11 @@ def _lacks(folder: Path) -> str:
     return next((name for name in needed if not (folder / name).is_file()), "")
 
 
+def place_of(path: str) -> str:
+    """A directory, or what may be a name on the hub, as messages call it."""
+    return f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
+
+
 def unreadable(path: str, name: str, what: str, error: Exception) -> UserError:
     """The error for a checkpoint whose file ``name`` cannot be read, and whose ``what`` nobody recorded."""
     if wrong := lacking(path):

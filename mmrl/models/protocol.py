@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -19,6 +19,9 @@ from mmrl.controller.features import FeatureStore
 from mmrl.core.trajectory import DenoisingRows, Prompt, Rows, Sample, SampleId, Slot, TextRows
 from mmrl.logging.card import Usage, What
 from mmrl.models.policy import Policy
+
+if TYPE_CHECKING:  # slow to import
+    from mmrl.models.text.packing import Packing
 
 Weights = Callable[[str], AbstractContextManager[None]]
 """``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
@@ -30,16 +33,6 @@ class PairUpdates(Protocol):
     def sizes(self, rows: Rows) -> Sequence[int]:
         """What each row counts in an update's denominator, where the objective counts by length: the tokens of a given
         response, 1 of a pair."""
-        ...
-
-
-@runtime_checkable
-class ResponseUpdates(Protocol):
-    """What an objective that compares given responses with those of other prompts asks as well."""
-
-    def beside(self, slot: Slot, other: Prompt) -> Slot:
-        """``slot`` with the response of ``other``, of which ``compare`` recomputes ``mismatched_log_ratio`` ``[B]``,
-        the log-ratio of policy and reference behind the prompt of ``slot``."""
         ...
 
 
@@ -174,15 +167,6 @@ class _Pipeline(Protocol[Made]):
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
         """How to load what ``write`` wrote into ``folder``, and draw ``prompt`` with it."""
-        ...
-
-
-class Packing(Protocol):
-    """How the rows of a micro-batch stand behind one another."""
-
-    @property
-    def flat(self) -> bool:
-        """Whether all are in one line (``mmrl.controller.workload_balance.lines``)."""
         ...
 
 

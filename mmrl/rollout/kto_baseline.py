@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mmrl.core.trajectory import Prompt, Slot
-from mmrl.models.protocol import ResponseUpdates
+from mmrl.models.text.given import Responses
 from mmrl.step.step_context import StepContext
 
 Place = tuple[int, int]
@@ -16,7 +16,7 @@ def mismatched(context: StepContext, slots: Sequence[Slot], prompt_at: Callable[
     """``slots``, each with the response of the previous slot of all controllers' slots; the first has the response of
     the last. Only places are exchanged. All controllers call it together."""
     given = context.pipeline.pairs
-    if not isinstance(given, ResponseUpdates):
+    if not isinstance(given, Responses):
         raise TypeError(f"{type(given).__name__} has no responses that could be exchanged")
     everyone = sorted(
         place for own in context.controller.gather([(s.index, s.attempt) for s in slots]) for place in own

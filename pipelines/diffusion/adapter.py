@@ -29,12 +29,6 @@ from .pictures import clip_of, first_frames, fitted, frames, scaled, sources_of
 
 Conditions = dict[str, Tensor | dict[str, Tensor]]
 """Arguments of a model besides latents and timestep."""
-_SCHEDULER = "scheduler"
-
-
-def set_scheduler(pipe: diffusers.DiffusionPipeline, scheduler: diffusers.SchedulerMixin) -> None:
-    """Replace the scheduler of ``pipe``."""
-    setattr(pipe, _SCHEDULER, scheduler)  # diffusers declares no components
 
 
 class Schedule(NamedTuple):
@@ -444,7 +438,7 @@ class Adapter(ABC):
     def _shift(self, shift: float) -> None:
         """Have the scheduler shift its sigmas by ``shift``. Raises ``UserError`` if the family has no shift."""
         scheduler = self.pipe.scheduler
-        set_scheduler(self.pipe, type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift))
+        self.pipe.scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift)
 
     def _schedule(self, steps: int) -> Schedule:
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)

@@ -41,16 +41,12 @@ class Verdict:
 
 def verdict(kind: str) -> Verdict:
     """What mmrl does with a checkpoint whose ``model_index.json`` names the class ``kind``."""
-    if fitting := families_of(kind):
+    fitting = sorted(name for name, family in shipped().items() if kind in (family.pipeline, *family.saved_as))
+    if fitting:
         return Verdict(tuple(fitting))
     parts = _parts(kind)
     denoiser = next((name for name in _DENOISERS if name in parts), "")
     return Verdict((), _why(kind, parts, denoiser), _nearest(parts, denoiser))
-
-
-def families_of(kind: str) -> list[str]:
-    """The shipped pipelines that are for a class of diffusers, as a recipe names them."""
-    return sorted(name for name, family in shipped().items() if kind in (family.pipeline, *family.saved_as))
 
 
 @cache

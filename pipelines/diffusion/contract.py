@@ -33,7 +33,6 @@ from mmrl.logging.card import What
 from mmrl.models.policy import Policy
 
 from . import export
-from .adapter import set_scheduler
 from .flow import FlowPipeline
 from .negative import Negatives
 
@@ -209,7 +208,7 @@ def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
         case.pipeline.write(Path(folder), what)
         kind: type[diffusers.DiffusionPipeline] = getattr(diffusers, adapter.pipeline)
         pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
-        set_scheduler(pipe, adapter.pipe.scheduler)
+        pipe.scheduler = adapter.pipe.scheduler
         if export.loads_lora(adapter):
             exec(export.loading_code(adapter, folder), {"pipe": pipe})  # what a model card shows
         else:

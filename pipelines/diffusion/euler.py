@@ -13,7 +13,7 @@ from mmrl.config.sampling import Sampling
 from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json
 
-from .adapter import Adapter, own_shift, set_scheduler, shift_key
+from .adapter import Adapter, own_shift, shift_key
 from .fields import HOW_IT_STEPS, not_default, says
 
 
@@ -30,9 +30,9 @@ class EulerAdapter(Adapter, ABC):
             return
         if sampling.schedule == "checkpoint":
             first = {k: v for k, v in FIRST.items() if k in own.config}
-            set_scheduler(pipe, type(own).from_config(own.config, **first))
+            pipe.scheduler = type(own).from_config(own.config, **first)
         else:
-            set_scheduler(pipe, diffusers.FlowMatchEulerDiscreteScheduler(shift=own_shift(own.config)))
+            pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=own_shift(own.config))
 
     def _check_scheduler(self) -> None:
         own: Any = self.pipe.scheduler
@@ -74,7 +74,7 @@ class EulerAdapter(Adapter, ABC):
 
     def _shift(self, shift: float) -> None:
         own = self.pipe.scheduler
-        set_scheduler(self.pipe, type(own).from_config(own.config, **{shift_key(own.config): shift}))
+        self.pipe.scheduler = type(own).from_config(own.config, **{shift_key(own.config): shift})
 
 
 _KEPT = frozenset(

@@ -94,8 +94,11 @@ class FlowPipeline(Denoiser):
                 self.lengths_of_prompts.check(prompt)
         negatives = self.negatives.needed(slots)
         texts = list(dict.fromkeys([*prompts, *negatives]))
-        paired = [] if self.pairs is None else [slot for slot in slots if slot.step != ONLY_SAMPLED]
-        pairs = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in paired}
+        pairs = {
+            self.pairs.key(slot.prompt): slot.prompt
+            for slot in slots
+            if self.pairs is not None and slot.step != ONLY_SAMPLED
+        }
         keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
         try:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from mmrl.config.schema import Recipe
 from mmrl.core import notices, sharded_loading
 from mmrl.core.errors import UserError
-from mmrl.core.hub_files import json_of
+from mmrl.core.hub_files import json_of, place_of
 from mmrl.core.json_types import JsonObject, as_list, as_object, as_text
 from mmrl.core.library_loading import check_tokens, refused, try_tokenizer
 from mmrl.core.offload import apart
@@ -109,10 +109,11 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     lengths = pipeline.lengths_of_prompts = PromptLengths(pipeline.negatives, recipe, of_checkpoint(adapter, path))
 
     def said_of(prompts: Sequence[Prompt]) -> list[str]:
-        most = recipe.data.max_bad_fraction
         looked_at = prompts[:: max(1, len(prompts) // _CLIPS)] if adapter.clips else prompts
         lacking = (
-            without_sources(looked_at, lambda one: _at(pipeline, one).check_sources(one), most) if adapter.edits else []
+            without_sources(looked_at, lambda one: _at(pipeline, one).check_sources(one), recipe.data.max_bad_fraction)
+            if adapter.edits
+            else []
         )
         return [*lacking, *lengths.said_of(prompts)]
 
@@ -224,10 +225,9 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> diffusers.Diffusi
     check_path(family, path)
     check_scheduler(path)
     kind: type[diffusers.DiffusionPipeline] = getattr(diffusers, family.pipeline)
-    where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
     with refused(
         lambda reason: (
-            f"model.path: {where} cannot be loaded as a {family.family} pipeline: {reason}\n"
+            f"model.path: {place_of(path)} cannot be loaded as a {family.family} pipeline: {reason}\n"
             "  Give a directory with model_index.json as diffusers saves it, or a hub name while online."
         )
     ):

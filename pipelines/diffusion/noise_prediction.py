@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmrl.config.sampling import Sampling
 from mmrl.core.errors import UserError
 
-from .adapter import Adapter, Schedule, set_scheduler
+from .adapter import Adapter, Schedule
 from .fields import HOW_IT_STEPS, not_default, says
 
 
@@ -54,7 +54,7 @@ class NoisePredictionAdapter(Adapter, ABC):
                 "then ends no step where the next one begins; write leading or trailing in "
                 'scheduler/scheduler_config.json, or spacing = "trailing" in the adapter'
             )
-        set_scheduler(pipe, scheduler)
+        pipe.scheduler = scheduler
         kind = scheduler.config["prediction_type"]
         if kind not in ("epsilon", "v_prediction"):
             raise UserError(

@@ -75,7 +75,8 @@ class QwenImageAdapter(PackedAdapter):
 
     def _features(self, **read: Tensor) -> dict[str, Tensor]:
         """The last states of what the text encoder ``read``, without those of the template's beginning."""
-        encoder, begins = self.text_encoders[0], self.pipe.prompt_template_encode_start_idx
+        encoder: Any = self.text_encoders[0]
+        begins = self.pipe.prompt_template_encode_start_idx
         given = {name: tensor.to(encoder.device) for name, tensor in read.items()}
         states = encoder(**given, output_hidden_states=True).hidden_states[-1]
         mask = given["attention_mask"][0, begins:]

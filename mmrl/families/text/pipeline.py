@@ -162,7 +162,11 @@ class LanguagePipeline:
         keys = [*prompts, *paired]
         self.features.hold(keys)  # before anything is put: the store may drop features that nobody holds
         try:
-            made = {key: self._encoded(prompt) for key, prompt in prompts.items() if key not in self.features}
+            made = {
+                key: as_weights(self.fitter.encode(prompt, self.limit)[1], self.policy, self.device)
+                for key, prompt in prompts.items()
+                if key not in self.features
+            }
             for key, prompt in paired.items():
                 if self.pairs is not None and key not in self.features:
                     features = made.get(key_of(prompt)) or self.features.get(key_of(prompt))
@@ -178,9 +182,6 @@ class LanguagePipeline:
         """As the model is shown it: cut, where it is too long and the recipe says so."""
         return self.fitter.shown(prompt, self.limit)
 
-    def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
-        return as_weights(self.fitter.encode(prompt, self.limit)[1], self.policy, self.device)
-
     @property
     def limit(self) -> Limit | None:
         """The most tokens of a prompt."""
@@ -188,11 +189,6 @@ class LanguagePipeline:
         context = self.context if samples else None  # Pairs checks the context with the responses
         key = "sampling.max_new_tokens" if self.recipe.environment is None else "environment.max_tokens"
         return limit_of(settings.max_prompt_tokens, self.recipe.response_tokens, context, self.engine_context, key)
-
-    def _asked(self, slots: Sequence[Slot]) -> dict[str, Tensor]:
-        """The model's arguments for prompts alone, padded on the left; under guidance the negative ones behind them."""
-        keys = [key_of(slot.prompt) for slot in slots]
-        return self._inputs(keys, [self.features.get(key) for key in keys] + self._negatives(slots))
 
     def _negatives(self, slots: Sequence[Slot]) -> list[dict[str, Tensor]]:
         """The features of what guidance moves away from for each prompt; none without guidance."""
@@ -383,7 +379,8 @@ class LanguagePipeline:
         if self.world is not None and self.world.plays:
             return self._played(self.world, slots, ids, seed, temperature)
         if self.engine is None and not self.refills:
-            inputs = self._asked(slots)
+            keys = [key_of(slot.prompt) for slot in slots]
+            inputs = self._inputs(keys, [self.features.get(key) for key in keys] + self._negatives(slots))
             limits = [slot.prompt.max_new_tokens for slot in slots]
             with self._autocast():
                 drawn = generation.generate(self, inputs, ids, limits, seed, temperature, until)

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from mmrl.config.schema import Recipe
 from mmrl.core import sharded_loading
 from mmrl.core.errors import BadPromptError, UserError
-from mmrl.core.hub_files import check_weights
+from mmrl.core.hub_files import check_weights, place_of
 from mmrl.core.json_types import JsonObject
 from mmrl.core.library_loading import check_size, refused
 from mmrl.core.reward_contract import Failed
@@ -89,10 +89,9 @@ def load_scorer(
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
     with refused(
         lambda reason: (
-            f"path: {where} cannot be loaded as a reward model: {reason}\n"
+            f"path: {place_of(path)} cannot be loaded as a reward model: {reason}\n"
             "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
         )
     ):

@@ -77,24 +77,23 @@ class _InPlaceOf(types.ModuleType):
         return getattr(self._module, name)
 
 
-def _cuda() -> _InPlaceOf:
-    return _InPlaceOf(
-        torch.cuda,
-        Stream=_Nothing,
-        Event=_Nothing,
-        current_device=lambda: _CPU,
-        current_stream=lambda *_, **__: _Nothing(),
-        default_stream=lambda *_, **__: _Nothing(),
-        device_count=lambda: 1,
-        empty_cache=lambda: None,
-        get_rng_state=lambda *_, **__: torch.get_rng_state(),
-        is_available=lambda: False,
-        manual_seed=torch.manual_seed,
-        set_device=lambda *_: None,
-        set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
-        stream=lambda *_, **__: contextlib.nullcontext(),
-        synchronize=lambda *_, **__: None,
-    )
+_cuda = _InPlaceOf(
+    torch.cuda,
+    Stream=_Nothing,
+    Event=_Nothing,
+    current_device=lambda: _CPU,
+    current_stream=lambda *_, **__: _Nothing(),
+    default_stream=lambda *_, **__: _Nothing(),
+    device_count=lambda: 1,
+    empty_cache=lambda: None,
+    get_rng_state=lambda *_, **__: torch.get_rng_state(),
+    is_available=lambda: False,
+    manual_seed=torch.manual_seed,
+    set_device=lambda *_: None,
+    set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    stream=lambda *_, **__: contextlib.nullcontext(),
+    synchronize=lambda *_, **__: None,
+)
 
 
 def _here(factory: Callable[P, T]) -> Callable[P, T]:
@@ -109,4 +108,4 @@ def _here(factory: Callable[P, T]) -> Callable[P, T]:
     return make
 
 
-_torch = _InPlaceOf(torch, cuda=_cuda(), **{name: _here(getattr(torch, name)) for name in _FACTORIES})
+_torch = _InPlaceOf(torch, cuda=_cuda, **{name: _here(getattr(torch, name)) for name in _FACTORIES})

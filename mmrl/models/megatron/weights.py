@@ -449,7 +449,8 @@ class Gradients:
         are left without. All ranks call it together."""
         if (sums := self._sums) is None:
             sums = {place: p.grad for place, p in self._ours.items() if p.grad is not None}
-        there = torch.tensor([float(place in sums) for place in self._ours], device=self._device)
+        device = next(iter(self._exact.values())).device
+        there = torch.tensor([float(place in sums) for place in self._ours], device=device)
         self._add(there, self._groups.copies)
         found = {}
         for n, (place, p) in zip(there.tolist(), self._ours.items(), strict=True):
@@ -489,10 +490,6 @@ class Gradients:
 
     def _copies_of(self, place: Place) -> dist.ProcessGroup:
         return self._groups.expert_copies if place.cut == "experts" else self._groups.copies
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._exact.values())).device
 
 
 class Pipeline:

@@ -243,7 +243,8 @@ class Responses(GivenTexts):
         return [self.pipeline.features.ref(self.key(slot.prompt)).shapes["completion"][0] for slot in rows.slots]
 
     def beside(self, slot: Slot, other: Prompt) -> Slot:
-        """See ``mmrl.models.protocol.ResponseUpdates``."""
+        """``slot`` with the response of ``other``, for an objective that compares it with its own: ``compare``
+        recomputes ``mismatched_log_ratio`` ``[B]``, that of policy and reference behind the prompt of ``slot``."""
         self.texts(other)
         meta = {**slot.prompt.meta, OTHER: [dict(given_message(other, self.columns["completion"]))]}
         return replace(slot, prompt=replace(slot.prompt, meta=meta))

@@ -51,7 +51,6 @@ def entropy(logits: Tensor, temperature: float, vocabulary: Vocabulary | None = 
 class _SavedSettings(Saved, Protocol):
     temperature: float
     dtype: torch.dtype
-    few: bool
 
 
 class _Picked(torch.autograd.Function):
@@ -64,8 +63,8 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _SavedSettings, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:  # type: ignore[override]
-        ctx.temperature, ctx.dtype, ctx.few = temperature, logits.dtype, logits.numel() <= CHUNK
-        if ctx.few:
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        if logits.numel() <= CHUNK:
             log_probs = _softmax(logits, temperature)
             ctx.save_for_backward(log_probs, tokens)
             return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -78,7 +77,7 @@ class _Picked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _SavedSettings, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (kept, tokens), temperature = ctx.saved_tensors, ctx.temperature
-        if ctx.few:
+        if kept.numel() <= CHUNK:
             return _slope(kept.exp(), tokens, grad, temperature).to(ctx.dtype), None, None
         out, width = torch.empty_like(kept, memory_format=torch.contiguous_format), kept.shape[-1]
         each = _chunks(kept), _chunks(out), _chunks(tokens, width), _chunks(grad, width)
@@ -100,10 +99,8 @@ def head_log_probs(
     return _OfHead.apply(hidden, weight, tokens, temperature, dtype, barred)  # type: ignore[no-any-return]
 
 
-class _SavedHead(Saved, Protocol):
+class _SavedHead(_SavedSettings, Protocol):
     barred: Tensor | None
-    temperature: float
-    dtype: torch.dtype
     needs_input_grad: tuple[bool, ...]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from mmrl.config.schema import Recipe
 from mmrl.core import sharded_loading
 from mmrl.core.errors import UserError
-from mmrl.core.hub_files import check_weights
+from mmrl.core.hub_files import check_weights, place_of
 from mmrl.core.library_loading import check_size, refused
 from mmrl.core.whole_weights import whole_weights
 from mmrl.models.gradient_check import excuse
@@ -75,9 +74,8 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     ranks = sharded_loading.group()
-    where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
     wanted = "a directory with config.json and safetensors"
-    said = f"model.path: {where} cannot be loaded by {auto.__name__}: "
+    said = f"model.path: {place_of(path)} cannot be loaded by {auto.__name__}: "
     with refused(lambda reason: said + why(reason, wanted, otherwise)), whole_weights(f"model.path: {path}"):
         check_weights(path)
         check_kind(AutoConfig.from_pretrained(path).model_type)
