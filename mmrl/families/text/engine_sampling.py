@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.config.replicas import spread
 from mmrl.config.schema import Recipe
-from mmrl.core.errors import UserError, refuse
+from mmrl.core.errors import UserError
 from mmrl.core.json_types import Json, JsonObject
 from mmrl.core.media import Clip
 from mmrl.core.randomness import seed_of
