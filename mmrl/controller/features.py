@@ -7,18 +7,17 @@ pickle).
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import shutil
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Concatenate, ParamSpec, TypeVar
+from typing import IO
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
@@ -36,21 +35,6 @@ class FeatureRef:
 
     shapes: Mapping[str, tuple[int, ...]]
     bytes: int
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _locked(method: Callable[Concatenate[FeatureStore, P], R]) -> Callable[Concatenate[FeatureStore, P], R]:
-    """Allow one thread at a time: the controller prepares features while its devices read others."""
-
-    @functools.wraps(method)
-    def guarded(self: FeatureStore, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.lock:
-            return method(self, *args, **kwargs)
-
-    return guarded
 
 
 class FeatureStore:
@@ -73,7 +57,8 @@ class FeatureStore:
         self._held: Counter[str] = Counter()
         self._spill = Spill(None if folder is None else Path(folder))
         self._warned = False
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        """The controller prepares features while its devices read others."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._refs
@@ -86,57 +71,57 @@ class FeatureStore:
         """The number of keys with a hold."""
         return len(self._held)
 
-    @_locked
     def put(self, key: str, features: dict[str, Tensor]) -> None:
         """Store ``features`` under ``key``; drops or moves others to stay in the budget."""
-        self.drop(key)
-        shapes = {name: tuple(tensor.shape) for name, tensor in features.items()}
-        self._refs[key] = FeatureRef(shapes, sum(tensor.nbytes for tensor in features.values()))
-        self._load(key, features)
+        with self._lock:
+            self.drop(key)
+            shapes = {name: tuple(tensor.shape) for name, tensor in features.items()}
+            self._refs[key] = FeatureRef(shapes, sum(tensor.nbytes for tensor in features.values()))
+            self._load(key, features)
 
     def ref(self, key: str) -> FeatureRef:
         """A description of the features of ``key``, without reading the disk. Raises ``KeyError`` if they were never
         put or were dropped."""
         return self._refs[key]
 
-    @_locked
     def get(self, key: str) -> dict[str, Tensor]:
         """The features of ``key``, marked as just used. Raises ``KeyError`` if they were never put or were dropped, and
         ``UserError`` if they were on disk and cannot be read back."""
-        if key in self._loaded:
-            features = self._loaded[key] = self._loaded.pop(key)
-            return features
-        self._load(key, self._spill.read(key))
-        return self._loaded[key]
+        with self._lock:
+            if key in self._loaded:
+                features = self._loaded[key] = self._loaded.pop(key)
+                return features
+            self._load(key, self._spill.read(key))
+            return self._loaded[key]
 
-    @_locked
     def hold(self, keys: list[str]) -> None:
-        self._held.update(keys)
+        with self._lock:
+            self._held.update(keys)
 
-    @_locked
     def release(self, keys: list[str]) -> None:
-        self._held.subtract(keys)
-        self._held += Counter()
-        for key in set(keys) - set(self._held):
-            self._spill.remove(key)
-            if key not in self._loaded:
-                self.drop(key)
+        with self._lock:
+            self._held.subtract(keys)
+            self._held += Counter()
+            for key in set(keys) - set(self._held):
+                self._spill.remove(key)
+                if key not in self._loaded:
+                    self.drop(key)
 
-    @_locked
     def drop(self, key: str) -> None:
         """Delete ``key``, in memory and on disk."""
-        self._unload(key)
-        self._spill.remove(key)
-        self._refs.pop(key, None)
+        with self._lock:
+            self._unload(key)
+            self._spill.remove(key)
+            self._refs.pop(key, None)
 
-    @_locked
     def close(self) -> None:
         """Delete everything."""
-        self._refs.clear()
-        self._loaded.clear()
-        self._held.clear()
-        self._spill.close()
-        self.bytes = 0
+        with self._lock:
+            self._refs.clear()
+            self._loaded.clear()
+            self._held.clear()
+            self._spill.close()
+            self.bytes = 0
 
     def _load(self, key: str, features: dict[str, Tensor]) -> None:
         self._loaded[key] = features

@@ -276,7 +276,7 @@ class MultiDevice(Devices):
         gpus = [share for share in all_of(self._put(self._trainers, device_tasks.gpu, ())) if share is not None]
         mine = {
             **self._replicas.busy(board.scheduler.numbers(), self.state.split),
-            "wall": board.elapsed,
+            "wall": time.perf_counter() - board.scheduler.start,
             "cpu": self.cpu_seconds(context) - self._step_began,
             "gpu": sum(gpus),
             "gpus": len(gpus),
@@ -286,7 +286,7 @@ class MultiDevice(Devices):
         tried = what_if.of_step(board.measured(), self.state, work) if decides else []
         if decides:
             board.note(TRIED, tried)
-        rows = as_rows(board.events, step + 1, context.controller.rank, board.entries())
+        rows = as_rows(board.scheduler.events, step + 1, context.controller.rank, board.entries())
         found = context.controller.gather((mine, rows, tried))
         numbers = summed([mine for mine, _, _ in found])
         self._lines = [line for _, lines, _ in found for line in lines]

@@ -17,7 +17,7 @@ from mmrl.models.policy import Version
 from mmrl.placement.adaptive import Moves, Split
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.scheduler_log import BEGINS, DECIDES, HANDED, MEASURED, Entry
-from mmrl.placement.tasks import Call, Event, Role
+from mmrl.placement.tasks import Call, Role
 from mmrl.placement.what_if import measured
 
 R = TypeVar("R")
@@ -66,15 +66,6 @@ class TaskQueue:
         self._closed = False
         self.finished = 0
         """Counts what has finished, for ``wait``."""
-
-    @property
-    def events(self) -> list[Event]:
-        return self.scheduler.events
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start of the step."""
-        return time.perf_counter() - self.scheduler.start
 
     def tell(self, call: Callable[..., R], *given: Json) -> R:
         """Call a method of ``scheduler`` that takes JSON data, and write it into the log."""

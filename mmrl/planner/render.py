@@ -15,11 +15,12 @@ from mmrl.core.secrets import hidden
 from mmrl.core.sizes import size
 from mmrl.planner.device_roles import rows, shares
 from mmrl.planner.max_length import max_length
-from mmrl.planner.plan_data import Plan
+from mmrl.planner.plan_data import PhaseMemory, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mmrl.config.midway import Midway
     from mmrl.config.schema import Recipe
     from mmrl.planner.estimate import Estimate
 
@@ -62,7 +63,7 @@ def _render_whole(plan: Plan, console: Console) -> None:
         console.print(_phases(plan))
         say(_peak(plan))
         if plan.load:
-            console.print(_loading(plan), markup=False, highlight=False)
+            console.print(_loading(plan, plan.load), markup=False, highlight=False)
         if plan.recipe.train.context_parallel > 1:
             say(_cut(plan))
         if plan.host:
@@ -138,7 +139,7 @@ def _arithmetic(plan: Plan) -> list[str]:
         if recipe.midway is not None:
             forwards = f"{c.sampling_forwards:,} forwards{_engine(plan)}{_shared(plan)}"
             chosen = f", drawn by {recipe.rollout.engine_name}: it chooses its own forwards"
-            lines[-1] = f"{batches}; {_pruned(plan)}{chosen if own else f' = {forwards}'}"
+            lines[-1] = f"{batches}; {_pruned(plan, recipe.midway)}{chosen if own else f' = {forwards}'}"
     if c.predicted:
         lines.append(f"  scoring: {c.samples:,} samples, and {c.predicted:,} results predicted before recorded steps")
     without = f" and {m.forwards} without" if m.forwards else ""
@@ -172,9 +173,8 @@ def _drawn(recipe: Recipe) -> str:
     )
 
 
-def _pruned(plan: Plan) -> str:
-    (c, _), midway, recipe = plan.known, plan.recipe.midway, plan.recipe
-    assert midway is not None
+def _pruned(plan: Plan, midway: Midway) -> str:
+    (c, _), recipe = plan.known, plan.recipe
     if recipe.makes == "text":
         what, done = f"up to {recipe.decoding.max_new_tokens} tokens", "tokens at most"
     else:
@@ -278,14 +278,13 @@ def _peak(plan: Plan) -> str:
     return f"peak: {size(peak.total)} in {peak.name}, {share:.0%} of {plan.where}'s {size(plan.device_memory)}"
 
 
-def _loading(plan: Plan) -> str:
+def _loading(plan: Plan, load: PhaseMemory) -> str:
     """The memory of loading; without ``by_rows`` each rank has the whole model on its device for a moment."""
-    assert plan.load is not None
-    listed = ", ".join(f"{name} {size(n)}" for name, n in plan.load.parts.items())
+    listed = ", ".join(f"{name} {size(n)}" for name, n in load.parts.items())
     first = "" if plan.device == "cpu" else "; each process first has the weights in the host's memory"
     if plan.by_rows:
         first = "; each process reads only its part of the checkpoint"
-    return f"loading: {size(plan.load.total)} ({listed}){first}"
+    return f"loading: {size(load.total)} ({listed}){first}"
 
 
 def _time(plan: Plan, time: Estimate, console: Console) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmrl.config.left_to_plan import with_values
-from mmrl.planner.plan_data import Plan
+from mmrl.planner.plan_data import PhaseMemory, Plan
 
 ROWS = 16
 """The most rows of a stacked forward, guidance's included: more gained next to nothing (docs/speed.md)."""
@@ -44,7 +44,7 @@ def _chosen(made: Plan) -> tuple[int, str]:
     if c.entries == 1:
         return 1, "because one step of a sample trains"
     rows = c.slice_rows * (2 if m.guided_loss else 1)
-    pays, fit = max(1, ROWS // rows), 1 + max(0, _room(made)) // max(1, m.train_step)
+    pays, fit = max(1, ROWS // rows), 1 + max(0, _room(made, made.peak)) // max(1, m.train_step)
     n = even(c.entries, min(pays, fit))
     if pays == 1:
         return 1, f"because a forward of one step has {rows} rows, and more than {ROWS} gain next to nothing"
@@ -56,7 +56,10 @@ def _chosen(made: Plan) -> tuple[int, str]:
                 "first ratios might not be 1"
             )
     elif n < even(c.entries, pays):
-        return n, f"because {even(c.entries, pays)} would take more memory than {_limit(made)}"
+        limit = f"{SHARE:.0%} of the device's"
+        if made.device_memory is None:
+            limit = "the other phases do, and the device's memory is not known"
+        return n, f"because {even(c.entries, pays)} would take more memory than {limit}"
     return n, f"{n * rows} rows in a forward ({rows} of each step, {ROWS} at most)"
 
 
@@ -65,19 +68,12 @@ def even(count: int, most: int) -> int:
     return -(-count // -(-count // most))
 
 
-def _room(made: Plan) -> int:
+def _room(made: Plan, peak: PhaseMemory) -> int:
     """Free bytes for the update beyond its need with one denoising step per forward."""
-    assert made.peak is not None
-    most = made.peak.total  # a different phase may need it anyway
+    most = peak.total  # a different phase may need it anyway
     if made.device_memory is not None:
         recipe = made.recipe
         here = made.device == "cpu" and recipe.ray == "local"  # processes that share the memory
         n = recipe.controllers * recipe.devices_per_controller if here else 1
         most = max(most, int(SHARE * made.device_memory) // n)
     return most - next(phase.total for phase in made.phases if phase.name == "train")
-
-
-def _limit(made: Plan) -> str:
-    if made.device_memory is None:
-        return "the other phases do, and the device's memory is not known"
-    return f"{SHARE:.0%} of the device's"

@@ -408,13 +408,14 @@ def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not
         several.close()
         rewards.close()
     assert done[0] == done[1]
-    board = several._board
-    judged = [e.ended - e.began for e in board.events if e.role == "judge"]
-    woken = [(e.ended - e.began, e.priced) for e in board.events if e.role == "wake" and e.ended - e.began > PRICE_S]
+    scheduler = several._board.scheduler
+    events = scheduler.events
+    judged = [e.ended - e.began for e in events if e.role == "judge"]
+    woken = [(e.ended - e.began, e.priced) for e in events if e.role == "wake" and e.ended - e.began > PRICE_S]
     assert len(judged) == 2
     if sleep:
-        assert board.scheduler.price("judge") > PRICE_S
+        assert scheduler.price("judge") > PRICE_S
         assert [priced for _, priced in woken] == [True, True]
     else:
-        assert board.scheduler.price("judge") == 0.0
+        assert scheduler.price("judge") == 0.0
         assert [priced for _, priced in woken] == [False]  # it came for good

@@ -92,7 +92,7 @@ def test_the_members_of_a_replica_get_no_work_but_training(placement, asked):
     devices.context.recipe.rollout.in_process = False
     try:
         devices.run_step(0, [[MicroBatch(0.01, 0.01 * (placement.type == "partial"))] * 12])
-        events = [event for event in devices._board.events if event.role in ("rollout", "judge")]
+        events = [event for event in devices._board.scheduler.events if event.role in ("rollout", "judge")]
         done, row = devices.performed, devices.end_step(devices.context, 0)
     finally:
         devices.close()

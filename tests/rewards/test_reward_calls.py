@@ -164,7 +164,7 @@ def recorded(folder, name):
         time.sleep(0.01)
     finally:
         outside.close()
-    return board.events
+    return board.scheduler.events
 
 
 def test_requests_that_a_reward_counts_are_recorded_with_its_call(tmp_path):

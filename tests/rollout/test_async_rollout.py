@@ -343,12 +343,12 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
     board.take(0)
     began = board.scheduler.since[0]
     board.tell(board.scheduler.cut)
-    (row,) = as_rows(board.events, 4, 0)
+    (row,) = as_rows(board.scheduler.events, 4, 0)
     assert (row["of"], row["round"], row["cut"]) == (5, 1, True)
     board.tell(board.scheduler.new_step)
     board.done(0, "rollout", began, began, board.scheduler.start + 2.0)
-    assert [(e.began, e.ended) for e in board.events] == [(0.0, pytest.approx(2.0))]
-    (row,) = as_rows(board.events, 5, 0)
+    assert [(e.began, e.ended) for e in board.scheduler.events] == [(0.0, pytest.approx(2.0))]
+    (row,) = as_rows(board.scheduler.events, 5, 0)
     assert "of" not in row  # it is of this step now
     assert "cut" not in row
     assert row["round"] == 1
@@ -361,7 +361,7 @@ def test_work_that_ends_as_the_step_does_counts_once():
     began = board.scheduler.since[0]
     board.tell(board.scheduler.cut)
     board.done(0, "rollout", began, began, began + 5.0)
-    first, rest = board.events
+    first, rest = board.scheduler.events
     assert first.ended == rest.began
     assert board.scheduler.events.seconds("rollout") == pytest.approx(5.0)
 

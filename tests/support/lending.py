@@ -82,7 +82,7 @@ class Watched(MultiDevice):
             yield n, trajectory, samples
 
     def end_step(self, context, step):
-        self.rows += [(step, event) for event in self._board.events]
+        self.rows += [(step, event) for event in self._board.scheduler.events]
         found = super().end_step(context, step)
         self.decided += [line for line in self.lines() if "decision" in line]
         return found

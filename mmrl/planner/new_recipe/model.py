@@ -16,7 +16,7 @@ from mmrl.config.errors import did_you_mean
 from mmrl.config.names import missing_model, resolve, shipped_recipes
 from mmrl.core.errors import UserError
 from mmrl.core.hub_files import json_of
-from mmrl.core.json_types import Json, JsonObject
+from mmrl.core.json_types import JsonObject, as_object
 
 
 class Modality(StrEnum):
@@ -245,17 +245,13 @@ def _recipes_like(path: str, algorithm: str | None) -> list[Shipped]:
     ``algorithm`` is first, and one without an environment, which init does not write."""
     found: list[tuple[tuple[bool, bool, bool, bool, bool], Shipped]] = []
     for name, file in shipped_recipes().items():
-        values: Json = yaml.safe_load(file.read_text(encoding="utf-8"))
-        model = values.get("model") if isinstance(values, Mapping) else None
-        if not isinstance(values, Mapping) or not isinstance(model, Mapping):
-            continue
-        own = resolve(file.parent, str(model.get("path")))
-        section = values.get("algorithm")
-        other = not isinstance(section, Mapping) or section.get("type") != algorithm
-        world = values.get("environment")
-        of_others = isinstance(world, Mapping) and ":" in str(world.get("name"))
-        order = own != path, Path(own).exists(), other, world is not None, of_others
-        found.append((order, Shipped(name, values, own == path)))
+        values = as_object(yaml.safe_load(file.read_text(encoding="utf-8")))
+        own = resolve(file.parent, str(as_object(values["model"])["path"]))
+        one = Shipped(name, values, own == path)
+        other = one.section("algorithm").get("type") != algorithm
+        world = one.section("environment")
+        order = not one.same, Path(own).exists(), other, bool(world), ":" in str(world.get("name"))
+        found.append((order, one))
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -128,10 +128,11 @@ def starting_point(modality: Modality, functions: Sequence[str], *, answers: boo
     have one."""
     reads, made, says = _MADE[modality]
     numbers = reads in ("image", "video")
-    parts = [f'"""A reward for {made}, to change: it returns a number for each sample, and higher is better."""\n']
-    if numbers:
-        parts.append("import numpy\n")
-    parts.append("import mmrl\n")
+    parts = [
+        f'"""A reward for {made}, to change: it returns a number for each sample, and higher is better."""\n',
+        *(["import numpy\n"] if numbers else []),
+        "import mmrl\n",
+    ]
     body = _BODY["answer" if answers and reads == "text" else reads]
     for function in functions:
         parts.append(
