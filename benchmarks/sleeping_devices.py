@@ -228,7 +228,7 @@ class SleepingDevices(MultiDevice):
     def _perform(self, context: Any, device: int, task: Task) -> Any:
         switched = task.call is device_tasks.switch_role
         words = " ".join(filter(None, map(str, task.arguments[::2]))) if switched else ""
-        self.performed.append((device, task.name, words))
+        self.performed.append((device, task.call.__name__, words))
         if task.call is lending.lent:
             task = Task(task.role, *task.arguments)
         if task.call is device_tasks.load_version and self._did.get(device) == "judge":

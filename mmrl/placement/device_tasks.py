@@ -37,16 +37,7 @@ def sample(
     with context.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
             context.pipeline.sync(context.policy)
-
-            def drawn(rows: range) -> Rows:
-                return _drawn(context, chunk, rows, how)
-
-            if sharing(context) > 1:  # one device alone cannot go on with fewer rows
-                parts = [drawn(range(len(chunk.ids)))]
-            else:
-                most = context.compute.local.at_once
-                parts = in_parts(most, "sample", len(chunk.ids), drawn, _batch_size_edit(context))
-            made = parts[0] if len(parts) == 1 else Rows.join(parts)
+            made = _sampled(context, chunk, how, whole=sharing(context) > 1)  # one alone cannot go on with fewer rows
         shown = _shown(context, made, how, clock)
         if isinstance(made, DenoisingRows) and made.predicted is not None:
             before, made = made.predicted.unbind(1), replace(made, predicted=None)
@@ -65,6 +56,18 @@ def sample_beside(context: StepContext, chunk: Chunk, how: SamplingSpec) -> None
     """Sample a micro-batch together with a device that decodes it (``sample``)."""
     with context.policy.using(how.weights), torch.no_grad(), in_phase("sample"):
         _drawn(context, chunk, range(len(chunk.ids)), how)
+
+
+def _sampled(context: StepContext, chunk: Chunk, how: SamplingSpec, *, whole: bool) -> Rows:
+    """The rows of a micro-batch: ``whole``, or fewer at once where memory has run out."""
+
+    def drawn(rows: range) -> Rows:
+        return _drawn(context, chunk, rows, how)
+
+    if whole:
+        return drawn(range(len(chunk.ids)))
+    parts = in_parts(context.compute.local.at_once, "sample", len(chunk.ids), drawn, _batch_size_edit(context))
+    return parts[0] if len(parts) == 1 else Rows.join(parts)
 
 
 def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -> Rows:
@@ -93,15 +96,7 @@ def sample_at_once(
     asked = Chunk(slots, ids, Rows.join(begun) if begun else None)
     with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
         context.pipeline.sync(context.policy)
-
-        def drawn(rows: range) -> Rows:
-            return _drawn(context, asked, rows, how)
-
-        if refills(context):
-            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _batch_size_edit(context))
-            whole = Rows.join(parts)
-        else:
-            whole = drawn(range(len(ids)))
+        whole = _sampled(context, asked, how, whole=not refills(context))
     for part in _divided(whole, [len(chunk.ids) for chunk in chunks]):
         yield part, _shown(context, part, how, clock)
 

@@ -369,7 +369,7 @@ class MultiDevice(Devices):
         last: str | None = None
         version, trains = None, self.settings.apart and device in self._trainers
         while (task := self._board.take(device)) is not None:
-            shown = task.role if task.name in _SHOWN else None
+            shown = task.role if task.call.__name__ in _SHOWN else None
             returns = task.call is lending.give_back and version is not None
             role = task.arguments[0] if task.call is device_tasks.ready else "train" if returns else shown
             began = turned = time.perf_counter()

@@ -43,10 +43,6 @@ class Task:
     """Of all tasks of this process, for the log."""
 
     @property
-    def name(self) -> str:
-        return self.call.__name__
-
-    @property
     def updates(self) -> int | None:
         return None if self.version is None else self.version.updates
 
@@ -108,9 +104,9 @@ class TaskQueue:
         with self._changed:
             if self._failed is not None:
                 task.answer.set_exception(self._failed)
-                return task.answer
-            with self._heard("ready", task.number, task.role, task.device, task.updates, task.of, task.judge):
-                self.scheduler.ready(task)
+            else:
+                with self._heard("ready", task.number, task.role, task.device, task.updates, task.of, task.judge):
+                    self.scheduler.ready(task)
         return task.answer
 
     def take(self, device: int) -> Task | None:

@@ -59,7 +59,6 @@ def count(
     prompts = -(-train.prompts_per_step // recipe.controllers)
     samples = prompts * train.group_size
     batch = recipe.sampled_at_once if sampled else samples
-    chunks = [range(start, min(start + batch, samples)) for start in range(0, samples, batch)]
     begun = prompts * recipe.midway.group_size if recipe.midway is not None else 0
     turns = [
         sum(k % train.updates_per_step == u for k in range(train.group_size)) for u in range(train.updates_per_step)
@@ -74,7 +73,7 @@ def count(
         prompts=prompts,
         samples=samples,
         batch=min(batch, samples),
-        micro_batches=len(chunks) if sampled else 0,
+        micro_batches=-(-samples // batch) if sampled else 0,
         sampling_forwards=_forwards(recipe, samples, begun, batch, shared_steps) if sampled else 0,
         entries=entries,
         slices=sum(-(-n // most) for n in rows) * -(-entries // train.at_once),

@@ -462,8 +462,8 @@ def _carried(made: Plan, description: Description, prompts: list[Sequence[Prompt
     negative prompt without guidance."""
     looked_at = [prompt for split in prompts for prompt in _looked_at(split)]
     made.notes += [*unread(made.recipe, looked_at, reads_media=description.pipeline.reads_media), *description.notes]
-    if unused := _unused_negative(prompts, description):
-        made.problems.append(unused)
+    every = looked_at if description.longest is not None else (prompt for split in prompts for prompt in split)
+    made.problems += itertools.islice(filter(None, map(description.pipeline.unused_negative, every)), 1)
 
 
 def _shared_steps(recipe: Recipe, pipeline: Pipeline, objective: Objective) -> float:
@@ -536,11 +536,3 @@ def _different(
     found = {(p.text, p.media if description.pictures else (), size) for p, size in zip(every, said, strict=True)}
     negatives = len({p.negative_prompt for p in every}) * sizes  # without one: the recipe's, or the empty one
     return len(found) + negatives, negatives
-
-
-def _unused_negative(prompts: list[Sequence[Prompt]], description: Description) -> str | None:
-    """Why the negative prompts of the data would not be used, with the edit."""
-    looked_at = (
-        prompt for split in prompts for prompt in (split if description.longest is None else _looked_at(split))
-    )
-    return next(filter(None, map(description.pipeline.unused_negative, looked_at)), None)

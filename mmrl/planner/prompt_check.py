@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from mmrl.config.schema import Recipe
@@ -77,7 +78,7 @@ def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> tuple[l
     """Problems and notes: prompts that the chat template does not show, or whose given texts it does not, a problem
     where they are more than ``data.max_bad_fraction``; and reasoning of earlier turns that it never reads."""
     step = max(1, -(-len(prompts) // MOST))
-    looked_at, bad, unread = prompts[::step], list[BadPromptError](), dict[str, int]()
+    looked_at, bad, unread = prompts[::step], list[BadPromptError](), Counter[str]()
     for prompt in looked_at:
         try:
             _render(pipeline, prompt)
@@ -87,9 +88,7 @@ def unreadable(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> tuple[l
         except BadPromptError as error:
             bad.append(error)
         keys = {key for turn in prompt.turns for key, _ in turn.more}
-        for key in keys:
-            if not reads_key(pipeline.conditioner.saved, key):
-                unread[key] = unread.get(key, 0) + 1
+        unread.update(key for key in keys if not reads_key(pipeline.conditioner.saved, key))
     notes = [
         f"the chat template never reads {key}, which earlier turns of {times} of {len(looked_at)} prompts have: that "
         "reasoning is left out"
