@@ -300,7 +300,7 @@ def lines(lengths: Sequence[int], *, flat: bool) -> tuple[int, list[list[int]]]:
     """
     if flat:
         return sum(lengths), [[*range(len(lengths))]]
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = _by_descending_cost(lengths)
     found = [_filled(lengths, order, int(lengths[order[0]] * wide)) for wide in WIDTHS]
     return min(found, key=lambda one: len(one[1]) * (one[0] + QUADRATIC * one[0] * one[0]))
 
@@ -326,7 +326,7 @@ def line_tokens(lengths: Sequence[int], *, flat: bool) -> int:
 def pack_lines(lengths: Sequence[int], most: int, tokens: int | None, *, flat: bool) -> list[list[int]]:
     """Divide rows into micro-batches for ``lines``, from the longest row on: of at most ``most`` rows, and of at most
     ``tokens`` tokens with padding; a longer row is a micro-batch by itself. The rows of each are ascending."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = _by_descending_cost(lengths)
     found, begin = list[list[int]](), 0
     while begin < len(order):
         part = order[begin : begin + most]

@@ -431,9 +431,8 @@ class Judges:
 
     def took(self, judge: str, seconds: float) -> None:
         """A micro-batch took so long. ``judge``: empty for another task."""
-        if not judge:
-            return
-        self._seconds[judge] = recent(self._seconds.get(judge, 0.0), seconds)
+        if judge:
+            self._seconds[judge] = recent(self._seconds.get(judge, 0.0), seconds)
 
     def expect(self, other: Judges) -> None:
         """Expect what ``other`` has measured."""

@@ -53,18 +53,15 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
         yield f"placement.one_judge: {len(judged)} of the recipe's rewards computes on devices; remove it"
     if plan.recipe.placement.sleep and plan.recipe.devices_per_controller == 1:
         yield from _all_awake(plan)
-    if kind == "colocate":
-        return
+    mend = "set placement=colocate"
     if kind == "disaggregated":
         yield from _apart(plan)
-        return
-    mend = "set placement=colocate"
-    if objective.kind not in SAMPLED:
+    elif kind != "colocate" and objective.kind not in SAMPLED:
         yield (
             f"placement: {kind} has some devices judge while others sample, and {plan.recipe.algorithm.type} does not "
             f"sample before its updates; {mend}"
         )
-    elif not judged:
+    elif kind != "colocate" and not judged:
         yield (
             f"placement: {kind} has some devices judge while others sample, and no reward of this recipe runs on a "
             f"device (as a judge with a local model or @mmrl.reward(device=True) does); {mend}"

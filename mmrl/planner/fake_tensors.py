@@ -194,11 +194,8 @@ def fake(modules: Iterable[nn.Module]) -> None:
     for module in {id(m): m for root in modules for m in root.modules()}.values():
         for name, p in module._parameters.items():
             if p is not None and not isinstance(p, FakeTensor):
-                if id(p) not in made:
-                    made[id(p)] = nn.Parameter(
-                        FakeTensor(mode, p.data.to("meta"), device), requires_grad=p.requires_grad
-                    )
-                module._parameters[name] = made[id(p)]  # type: ignore[assignment]
+                its = nn.Parameter(FakeTensor(mode, p.data.to("meta"), device), requires_grad=p.requires_grad)
+                module._parameters[name] = made.setdefault(id(p), its)  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, FakeTensor):
                 module._buffers[name] = made.setdefault(id(buffer), FakeTensor(mode, buffer.to("meta"), device))

@@ -97,8 +97,7 @@ def measure(
     """Run the parts of a step on fake tensors, for the largest micro-batch and slice; every row has ``prompt``.
 
     ``others``: prompts of other sizes, and the share of a step's rows that each has: the operations are the mean.
-    ``foreach``: the optimizer updates all parameters at once, as on CUDA, which needs more memory. The modules of
-    ``description`` become fake and cannot be used afterwards.
+    ``foreach``: the optimizer updates all parameters at once, as on CUDA. The modules of ``description`` stay fake.
     """
     fake(component.module for component in description.components)
     pipeline = description.pipeline

@@ -39,7 +39,7 @@ from mmrl.runtime.process import RunProcess
 from mmrl.runtime.program import before_cuda, log_to, sees, versions
 from mmrl.runtime.rendezvous import GoneError, RendezvousStore, meet
 from mmrl.runtime.shipped import variables
-from mmrl.runtime.start import OpenRun, command, opened, resumed
+from mmrl.runtime.start import OpenRun, came_to_end, command, opened, resumed
 
 _SETTLE = 5.0
 """Seconds at most for the others to read why the run does not begin."""
@@ -128,9 +128,7 @@ def _lead(
         if not begun:
             _refuse(store, found, str(error) or type(error).__name__)
         raise
-    if run.stop.exit_code and not outcome.finished:
-        raise SystemExit(run.stop.exit_code)
-    return outcome.finished
+    return came_to_end(outcome, run.stop)
 
 
 def _conclude(run: OpenRun, outcome: Outcome) -> NoReturn:
@@ -276,9 +274,7 @@ def _follow(loaded: LoadedRecipe, found: Launched, store: RendezvousStore) -> bo
         say_for_leader(outcome)
     if outcome.error:
         raise SystemExit(outcome.exit_code)
-    if stop.exit_code and not outcome.finished:
-        raise SystemExit(stop.exit_code)
-    return outcome.finished
+    return came_to_end(outcome, stop)
 
 
 def _told(store: RendezvousStore, found: Launched, key: str, patience: float) -> Json:

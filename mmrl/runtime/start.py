@@ -74,8 +74,13 @@ def train_to_end(
         else:
             outcome = run.trainer(callbacks).begin(run.stop, run.found, resume=resume)
         run.conclude(outcome)
-    if run.stop.exit_code and not outcome.finished:
-        raise SystemExit(run.stop.exit_code)
+    return came_to_end(outcome, run.stop)
+
+
+def came_to_end(outcome: Outcome, stop: Stop) -> bool:
+    """Whether the run came to its end; not where Ctrl-C stopped it. Raises ``SystemExit`` where another signal did."""
+    if stop.exit_code and not outcome.finished:
+        raise SystemExit(stop.exit_code)
     return outcome.finished
 
 
