@@ -348,7 +348,7 @@ def test_a_sleeping_engine_wakes_weights_first_gets_new_ones_and_then_its_cache(
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     monkeypatch.setattr(fresh, "sleeps", True)
     mode = SleepMode(keep_weights=level == 1, sleep=llm.sleep, wake=llm.wake_up)
-    monkeypatch.setattr(fresh, "_open", (llm, mode))
+    monkeypatch.setattr(fresh, "_mode", mode)
     (old,) = fresh.generate([ask()], Settings(16))
     fresh.sleep()
     assert executor.sleeping_tags == {"weights", "kv_cache"}
