@@ -593,7 +593,7 @@ class LanguagePipeline:
         if rows.sequences is not rows:
             found = self._of_tokens(rows.sequences, temperature, with_entropy=with_entropy, every_token=every_token)
             return {name: rows.rejoined(values) for name, values in found.items()}
-        if self.packing is not None and any(rows.responses):
+        if self.packing is not None and any(rows.responses):  # only of models without forbidden tokens
             out = self._said(rows, temperature, whole=with_entropy)[1]
             return {name: packing.padded(rows, values) for name, values in out.items()}
         logits = self._logits(rows, every_token=every_token)
