@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from PIL import Image, ImageSequence
+from PIL import Image
 from pydantic import BaseModel, Field
 
 from mmrl.core.episode import Line, lines_in
 from mmrl.core.json_types import elements
 from mmrl.core.media import evenly
+from mmrl.core.media.images import frames_of
 from mmrl.core.stored import BadFileError, read_as
 from mmrl.core.untrusted import inside
 from mmrl.logging.grids import moving, rgb, score_line
@@ -147,7 +148,7 @@ def embed(path: Path, edge: int = EDGE) -> str | None:
             if max(image.size) <= edge:
                 content, kind = path.read_bytes(), Image.MIME[image.format or "PNG"]
             elif getattr(image, "n_frames", 1) > 1:
-                frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+                frames = frames_of(image)
                 for frame in frames:
                     frame.thumbnail((edge, edge))
                 content, kind = moving(frames, lossless=False), "image/webp"

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageSequence
+from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
@@ -30,7 +30,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.grouping import grouped
 from mmrl.core.json_types import JsonObject
 from mmrl.core.media import KINDS, BadMediaError, Media, open_clip
-from mmrl.core.media.images import BadImageError, read_rgb, to_tensor
+from mmrl.core.media.images import BadImageError, frames_of, read_rgb, to_tensor
 from mmrl.core.media.sound import BadSoundError, read_wav
 from mmrl.core.reward_contract import Context
 from mmrl.core.trajectory import Audio, Prompt, Sample, SampleId
@@ -289,7 +289,7 @@ def _read_clip(source: Path) -> tuple[Image.Image, ...]:
     first, _ = read_rgb(source)  # checks the size
     with Image.open(source) as image:
         try:
-            return tuple(frame.convert("RGB") for frame in ImageSequence.Iterator(image)) or (first,)
+            return tuple(frames_of(image)) or (first,)
         except Exception as error:  # as in read_rgb
             raise BadImageError(f"not a readable picture: {error}") from error
 

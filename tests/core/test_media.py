@@ -28,6 +28,7 @@ from mmrl.core.media import (
     Limits,
     Media,
     decoding,
+    images,
     open_clip,
     open_image,
     probe_clip,
@@ -35,6 +36,7 @@ from mmrl.core.media import (
     read_bytes,
 )
 from mmrl.core.media.decoder import FinalError, container_of, select
+from mmrl.logging.pictures import embed
 
 RED, BLUE = (225, 45, 45), (60, 95, 235)
 
@@ -574,3 +576,17 @@ def test_thumbnails_are_no_scans():
     data = encoded(halves(), "JPEG", exif=exif, progressive=True)
     assert data.count(b"\xff\xda") > 1000
     assert picture(data).size == halves().size
+
+
+def test_a_picture_that_moves_for_too_long_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "MAX_MOVING_PIXELS", 3 * 64)
+    Image.new("L", (8, 8)).save(
+        file := tmp_path / "a.gif", save_all=True, append_images=[Image.new("L", (8, 8), 40 * n) for n in range(1, 4)]
+    )
+    with Image.open(file) as moving, pytest.raises(images.BadImageError, match="more than 192 pixels; shorten it"):
+        images.frames_of(moving)
+    assert embed(file, edge=4) is None
+    monkeypatch.setattr(images, "MAX_MOVING_PIXELS", 4 * 64)
+    with Image.open(file) as moving:
+        assert [frame.getpixel((0, 0))[0] for frame in images.frames_of(moving)] == [0, 40, 80, 120]
+    assert embed(file, edge=4).startswith("data:image/webp")
