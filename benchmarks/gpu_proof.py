@@ -30,6 +30,7 @@ from checks import RESULTS, Predicted, device_name
 from smoke_place import MissedError, Place
 
 import mmrl
+from mmrl.core.json_types import finite
 from mmrl.logging.environment import environment
 from mmrl.logging.metrics import read
 from mmrl.logging.rundir import RunDir
@@ -140,7 +141,7 @@ def curve(out: Path) -> dict[str, Any]:
             of = level(samples.get(row["step"], {}).get(key, {}))
             points[row["step"]] = None if of is None else [round(n, 4) for n in (of.value, of.low, of.high)]
         change = change_of(run, samples, key)
-        rise = None if change is None else [change.difference, change.low, change.high]
+        rise = None if change is None else [finite(of) for of in (change.value, change.low, change.high)]
         found[key] = {"points": points, "rise": rise and [None if n is None else round(n, 4) for n in rise]}
     return found | {"measure": measure}
 

@@ -32,7 +32,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.core.trajectory import Rows, SampleId, Slot
 from mmrl.models.protocol import recorded_steps
 from mmrl.planner.counts import forwards_of_a_sample
-from mmrl.rollout.branches import branch_ids, inner_std
+from mmrl.rollout.branches import branch_ids, known_std
 from mmrl.rollout.midway import chosen, rank_correlation
 from mmrl.step.step_context import StepContext
 
@@ -117,7 +117,7 @@ def line(at: int, groups: Sequence[Group], how: How, total: int) -> str:
         flat += int(found.max() == found.min())
         best = final[chosen(final, min(how.keep, how.begun), how.rule)]
         spread = [of.std(correction=0).item() for of in (found, one.final[: how.keep], best)]
-        inner = inner_std(found.unsqueeze(0), how.branches).mean().item()
+        inner = known_std(found.view(-1, how.branches)).mean().item()
         rows.append([*spread, inner, (found.mean() - one.final.mean()).item(), *work(one, how, at, total)])
     *spread, inner, shift, steps, cut = (statistics.mean(column) for column in zip(*rows, strict=True))
     shown = f"{statistics.mean(ranks):6.2f}" if ranks else "     -"
