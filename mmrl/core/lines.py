@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import io
 import json
-import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from mmrl.core.untrusted import open_file, parse_json
 
 _OPEN: dict[Path, Lines] = {}
 _OPENING = threading.Lock()
+_PIECE = 1 << 16
+"""Bytes that are read at a time."""
 
 
 class Lines:
@@ -107,10 +108,13 @@ def _drop_torn_line(path: Path) -> None:
     try:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not (end := file.seek(0, os.SEEK_END)):
-                return
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                kept = content.rfind(b"\n") + 1
+            end = kept = file.seek(0, os.SEEK_END)
+            newline = -1
+            while kept and newline < 0:  # in pieces from the end: not every file system can map a file
+                start = max(0, kept - _PIECE)
+                file.seek(start)
+                newline = file.read(kept - start).rfind(b"\n")
+                kept = start + newline + 1
             if kept < end:
                 file.truncate(kept)
     except FileNotFoundError:
