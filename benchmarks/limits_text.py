@@ -16,6 +16,7 @@ from smoke_place import Place, SkippedError
 from torch import Tensor
 from true_shapes import decoder, run_of_text
 
+from mmrl.models.text.features import key_of
 from mmrl.step.batch import samples_of
 from mmrl.step.step_context import StepContext
 
@@ -50,7 +51,9 @@ def decoding(place: Place) -> dict[str, Any]:
         every = samples_of(slots, 4)
         asked = [slot for slot, _ in every], [name for _, name in every]
         told(f"{label}, tokens/s", lambda c=context, a=asked: sum(c.pipeline.sample(*a, (), 0).responses))
-        inputs = context.pipeline._asked(asked[0])  # type: ignore[attr-defined]
+        pipeline: Any = context.pipeline
+        keys = [key_of(slot.prompt) for slot in asked[0]]
+        inputs = pipeline._inputs(keys, [pipeline.features.get(key) for key in keys])
         closed(context)
     inputs.pop("position_ids", None)
     told("static cache and graphs, tokens/s", static(place, folder, inputs, length))
