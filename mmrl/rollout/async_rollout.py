@@ -146,7 +146,7 @@ class AsyncRollout(StepPart, RolloutStrategy):
             first = Sampling(context, slots, step, clock, inside, version)
             sample = first.collect
         before = [*self._begun.values()]
-        attempts = None if self.dynamic is None else DynamicSampling(self.dynamic.most, self._valid[self._of(step)])
+        attempts = None if self.dynamic is None else type(self.dynamic)(self.dynamic.most, self._valid[self._of(step)])
 
         def draw() -> PartialRound | None:
             for earlier in before:
