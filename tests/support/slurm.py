@@ -40,6 +40,7 @@ TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=30
+MessageTimeout=60
 SlurmdParameters=config_overrides
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
