@@ -64,7 +64,7 @@ def _soup(path):
 
 def _sweep(path):
     Sweep(
-        path, ("shapes-lora",), (), (("optim.lr=1",), ("optim.lr=2",)), 2, (0,), {(1, 1, 0): Result(0.5, 1.0)}
+        path, ("shapes-lora",), (), (("optim.lr=1",), ("optim.lr=2",)), 2, (0,), {(1, 1, 0): Result(0.5, 1.0, "")}
     ).write()
 
 

@@ -12,9 +12,9 @@ FAULTS = [
     ),
     Fault(
         "advantage scaled over the batch in place of the group",
-        "mmrl.algorithms.advantages:group_advantages",
-        "stats.variance.sqrt()[groups] + _EPSILON",
-        "stats.variance.sqrt().mean() + _EPSILON",
+        "mmrl.algorithms.advantages:scale",
+        "group_statistics(values.flatten(), valid.flatten(), groups.flatten()).variance.sqrt()[groups] + EPSILON",
+        "group_statistics(values.flatten(), valid.flatten(), groups.flatten()).variance.sqrt().mean() + EPSILON",
         ("tests/algorithms/test_algorithms.py::test_golden_advantages",),
     ),
     Fault(

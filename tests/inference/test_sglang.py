@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -434,7 +435,8 @@ def test_what_slept_gets_the_present_weights_again(folder, served):
     )
     recipe = load_recipe(["sums"]).recipe
     policy = Policy(language_model(1), recipe.optim, 1)
-    pipeline = LanguagePipeline(None, policy.module, recipe, torch.device("cpu"), engine)  # type: ignore[arg-type]
+    conditioner = SimpleNamespace(forbidden=(), frame=None)
+    pipeline = LanguagePipeline(conditioner, policy.module, recipe, torch.device("cpu"), engine)  # type: ignore[arg-type]
 
     def sent():
         return [path for path, _ in served.asked].count("/update_weights_from_disk")
