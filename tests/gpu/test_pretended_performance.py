@@ -69,7 +69,7 @@ def test_offloading_changes_no_bit_and_waits_for_nothing(optimizer):
     assert devices(plain) == ({"cuda"}, {"cuda"})
     assert devices(moved) == ({"cpu"}, {"cpu"})
     assert all(t.is_pinned() for t in moved.copies["reference"].values())
-    assert not moved._visiting._here  # nothing of it is on the device after an update
+    assert not moved._visiting  # nothing of it is on the device after an update
     for name, p in plain.trainable.items():
         assert torch.equal(p, moved.trainable[name])
     assert waited[::2] == waited[1::2]
