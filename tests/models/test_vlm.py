@@ -11,7 +11,7 @@ from mmrl.core.errors import BadPromptError, UserError
 from mmrl.core.media import Media
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt, SampleId, Slot
-from mmrl.models.text.features import as_weights
+from mmrl.models.text.features import as_weights, key_of
 from mmrl.models.text.overlong import Fitter, Limit
 from tests.support import tiny
 from tests.support.rows import distance, with_prompts_of
@@ -270,7 +270,8 @@ def test_a_copy_encodes_with_its_own_weights_and_other_batches_are_left_alone(pi
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    inputs = pipeline._asked(trajectory.slots)
+    keys = [key_of(slot.prompt) for slot in trajectory.slots]
+    inputs = pipeline._inputs(keys, [pipeline.features.get(key) for key in keys])
     pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
     with torch.no_grad():
         copied = other.base_model.get_image_features(**pixels, return_dict=True).pooler_output
