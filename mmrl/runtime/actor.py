@@ -115,14 +115,20 @@ class Actor:
             loaded = moved(loaded, self._given)
             atexit.register(removed, loaded)
         whole = RunDir(path)
-        log_to(whole.path / "controllers" / processes.log(self._number), keep=resume)
+        logs = whole.path / "controllers"
+        log_to(logs / processes.log(self._number), keep=resume)
+
+        def show(line: str) -> None:
+            with (logs / processes.log(0)).open("a") as leading:  # the driver prints what is new in it
+                leading.write(f"{line}\n")
+
         found = Launched("ray", self._number, len(processes.where), 0, host, port)
         try:
             called = unpacked(callbacks)
             store = meet(found, loaded.recipe.runtime.patience, self._socket)
         except UserError as error:
             return Outcome(False, 0, 0, 0.0, str(error))
-        self._process = RunProcess(loaded, whole, found, store, processes, self._left.put, called)
+        self._process = RunProcess(loaded, whole, found, store, processes, self._left.put, called, show)
         return self._process.run(self._stop, resume=resume)
 
     def left(self) -> Outcome:

@@ -267,10 +267,12 @@ def _follow(loaded: LoadedRecipe, found: Launched, store: RendezvousStore) -> bo
             why = outcome.error or ""  # of process 0, that is lost itself: process 1 says it for all
             if found.rank == 1 and why.startswith(processes.name(0)):
                 again = resumed(loaded, found.command(command(loaded, whole.path)))
-                _say(terminal, f"{why}\nsteps up to {outcome.saved} are saved; continue with: {again}")
+                _say(terminal, f"error: {why}\nsteps up to {outcome.saved} are saved; continue with: {again}")
 
         mine = replace(loaded, recipe=in_workers(loaded.recipe))
-        outcome = RunProcess(mine, whole, found, store, processes, leave).run(stop, resume=resume)
+        outcome = RunProcess(mine, whole, found, store, processes, leave, show=partial(_say, terminal)).run(
+            stop, resume=resume
+        )
         say_for_leader(outcome)
     if outcome.error:
         raise SystemExit(outcome.exit_code)
@@ -304,4 +306,4 @@ def _into(log: Path, *, keep: bool) -> Generator[int]:
 
 
 def _say(terminal: int, text: str) -> None:
-    os.write(terminal, f"error: {hidden(text)}\n".encode())
+    os.write(terminal, f"{hidden(text)}\n".encode())

@@ -100,8 +100,9 @@ class HeartbeatMonitor:
     """Final class: a thread that gives a sign of life of process ``number``, and looks for those of others, until
     ``close``.
 
-    ``leave``: ends this process if it does not end by itself after another was lost; it gets the reason. ``called``:
-    says in which call a process was, by its number.
+    ``leave``: ends this process if it does not end by itself after another was lost; it gets the reason. ``show``:
+    prints what a user shall see: the lines of the others, and who gives no sign of life. Process 1 says so of process
+    0. ``called``: says in which call a process was, by its number.
     """
 
     def __init__(
@@ -267,7 +268,8 @@ class HeartbeatMonitor:
                 f"{frozen}; {silence}. If a reward or a data set of yours holds Python's lock (GIL) for so long, raise "
                 "runtime.patience"
             )
-        if seconds > PATIENCE and self._number == 0 and not silence.reported:
+        tells = self._number == (1 if number == 0 else 0)
+        if seconds > PATIENCE and tells and not silence.reported:
             silence.reported = True
             self._show(f"{frozen}; {silence}. The run waits at most {duration(self._patience)} (runtime.patience)")
         return ""

@@ -44,7 +44,8 @@ class RunProcess:
     """Final class: process ``found.rank`` of a run, while a thread watches the others.
 
     ``loaded``: with workers in place of devices (``in_workers``). ``leave``: ends this process, whose main thread waits
-    for one that is lost; it gets how the run ended. ``callbacks``: of the user's, which the leader calls.
+    for one that is lost; it gets how the run ended. ``callbacks``: of the user's, which the leader calls. ``show``:
+    prints a line where a user sees it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RunProcess:
         processes: Processes,
         leave: Callable[[Outcome], None],
         callbacks: Sequence[AnyCallback] = (),
+        show: Callable[[str], None] = print,
     ) -> None:
         recipe, number = loaded.recipe, found.rank
         self._callbacks = callbacks
@@ -73,6 +75,7 @@ class RunProcess:
             recipe.runtime.patience,
             self._pulse,
             lambda why: leave(self._lost(why)),
+            show,
             called=lambda n: in_a_call(whole.of_controller(n // processes.devices).path),
         )
         if (devices := processes.servers(recipe, number)) is not None:

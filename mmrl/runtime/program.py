@@ -56,7 +56,7 @@ def sees(mark: str) -> bool:
 def log_to(path: Path, *, keep: bool) -> None:
     """Redirect this process's output to the file; ``keep``: append to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if keep else os.O_TRUNC), 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if keep else os.O_TRUNC), 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

@@ -68,3 +68,21 @@ def test_the_first_process_of_a_host_sees_that_another_of_its_host_has_ended():
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_process_1_tells_the_user_that_process_0_is_silent_and_process_0_tells_of_the_others():
+    here = whereabouts()
+    found = Processes(
+        {n: here | {"host": host} for n, host in enumerate("abc")}, 1, [0]
+    )  # none can read another's state
+    told = {n: [] for n in range(3)}
+    for number in range(3):
+        monitor = HeartbeatMonitor(None, number, found, 120.0, None, print, told[number].append)
+        for other in monitor._watched:
+            for seconds in (5.0, 20.0, 40.0):
+                assert monitor._silent(other, seconds) == ""
+    words = (
+        "{} has given no sign of life for 20 s; its state is not known. "
+        "The run waits at most 2 min 00 s (runtime.patience)"
+    )
+    assert told == {0: [words.format(found.name(n)) for n in (1, 2)], 1: [words.format(found.name(0))], 2: []}
