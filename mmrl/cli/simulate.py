@@ -125,7 +125,7 @@ def shape(recipe: Recipe, devices: int | None) -> Cluster:
             f"train.prompts_per_step={recipe.train.prompts_per_step} leaves some of {controllers} controllers without "
             f"a prompt; write train.prompts_per_step={controllers * own} or fewer controllers"
         )
-    return Cluster(controllers, own)
+    return Cluster(controllers, own, settings=recipe.placement)
 
 
 def micro_batches(recipe: Recipe, controllers: int) -> int:

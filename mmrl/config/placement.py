@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from mmrl.config.section import Count, Few, Section
+
+_ROLES = {"type", "judges", "split", "trainers", "staleness", "lend", "inside"}
+"""The keys that say which devices sample, judge and train."""
 
 
 class Placement(Section):
@@ -65,7 +68,12 @@ class Placement(Section):
         """What a run goes on with where a decision of the policy cannot be: its name and the section."""
         if self.apart:
             return "a greedy split", self.model_copy(update={"split": "greedy", "judges": None})
-        return "colocate", Placement(sleep=self.sleep, one_judge=self.one_judge, log=self.log)
+        return "colocate", self.with_roles()
+
+    def with_roles(self, **roles: Any) -> Placement:
+        """The section with other ``roles`` (``type``, ``judges``, ``split``, ...) in place of its own. Settings that
+        give no device a role stay."""
+        return Placement(**{**self.model_dump(exclude=_ROLES), **roles})
 
     def training(self, devices: int) -> int:
         """How many of a controller's ``devices`` train."""

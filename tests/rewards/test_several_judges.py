@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mmrl.cli.simulate import shape
 from mmrl.config.loader import load_recipe
 from mmrl.config.placement import Placement
 from mmrl.core.errors import UserError
@@ -15,6 +16,8 @@ from mmrl.placement.scheduler import Judges, shares
 from mmrl.placement.simulated_devices import MicroBatch, SimulatedDevices
 from mmrl.placement.step_records import as_rows
 from mmrl.placement.what_if import rounds
+from mmrl.planner.simulator.simulate import static
+from mmrl.planner.simulator.trace import Trace, Work
 from mmrl.planner.simulator.trace_from_run import read_run
 from tests.support.planning import planned, planned_in_short
 from tests.support.ray_runs import JUDGED, alike, placed, rows, run
@@ -169,6 +172,14 @@ def test_one_device_with_two_judges_keeps_both_or_changes(alone, wakes):
     devices.step([[judged(30.0, a=1.0, b=1.0)] * 4], Split(1, 1), "never")  # each waits for the next to be sampled
     events = devices.scheduler.events
     assert len([e for e in events if e.role == "wake"]) == wakes
+
+
+def test_the_simulator_keeps_what_a_recipe_says_beside_roles():
+    work = Trace([Work([[[judged(30.0, a=1.0, b=1.0)] * 4]], 0.0)], 5.0, "")  # a device changes its judge in 5 seconds
+    recipe = load_recipe(["shapes-judge"], ["devices_per_controller=2", "placement={type: greedy, sleep: true}"]).recipe
+    alone = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"one_judge": True})})
+    found = [static(work, shape(of, 2), Split(1, 1)).steps for of in (recipe, alone)]
+    assert found == [[4 * 30.0 + 1.0 + 1.0], [4 * 30.0 + 5.0 + 1.0 + 5.0 + 1.0]]
 
 
 @pytest.mark.parametrize("sleep", [False, True])

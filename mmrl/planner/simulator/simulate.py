@@ -24,11 +24,13 @@ from mmrl.planner.simulator.trace import Trace, Work
 @dataclass(frozen=True)
 class Cluster:
     """``controllers`` with ``devices`` each. ``slow``: the devices of the first controller take so many times as long
-    to sample and to judge as the others'."""
+    to sample and to judge as the others'. ``settings``: the recipe's section ``placement``; each placement has its own
+    roles in it."""
 
     controllers: int
     devices: int
     slow: float = 1.0
+    settings: Placement = field(default_factory=Placement)
 
     @property
     def total(self) -> int:
@@ -138,22 +140,24 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str, *, pr
 def static(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
     """``colocate`` (judge 0), or ``partial`` with one split for the whole run."""
     if not split.judge:
-        return placed(trace, cluster, Placement(), "colocate")
-    settings = Placement(type="partial", judges=split.judge)
+        return placed(trace, cluster, cluster.settings.with_roles(), "colocate")
+    settings = cluster.settings.with_roles(type="partial", judges=split.judge)
     return placed(trace, cluster, settings, f"partial {split.rollout}+{split.judge}")
 
 
 def moving(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
     """Every step begins with the same split, and devices move within it; ``greedy`` where all sample first."""
     name = f"{split.rollout}+{split.judge} with moves" if split.judge else "greedy"
-    return placed(trace, cluster, Placement(type="greedy", judges=split.judge or None), name)
+    settings = cluster.settings.with_roles(type="greedy", judges=split.judge or None)
+    return placed(trace, cluster, settings, name)
 
 
 def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True, prompts_move: bool = False) -> Outcome:
     """The split follows the load between steps; with ``moves``, devices also switch roles within a step, with
     ``prompts_move`` prompts move between controllers."""
     name = ("adaptive" if moves else "adaptive, split alone") + ", prompts move" * prompts_move
-    return placed(trace, cluster, Placement(type="adaptive", inside=moves), name, prompts_move=prompts_move)
+    settings = cluster.settings.with_roles(type="adaptive", inside=moves)
+    return placed(trace, cluster, settings, name, prompts_move=prompts_move)
 
 
 def disaggregated(
@@ -161,7 +165,7 @@ def disaggregated(
 ) -> Outcome:
     """Fixed roles: in every controller ``train`` devices train, ``judge`` judge and the rest sample. ``lend``: devices
     that wait to train sample and judge meanwhile."""
-    settings = Placement(type="disaggregated", trainers=train, judges=judge or None, lend=lend)
+    settings = cluster.settings.with_roles(type="disaggregated", trainers=train, judges=judge or None, lend=lend)
     name = f"disaggregated {cluster.devices - train - judge}+{judge}+{train}"
     return sampled_ahead(trace, cluster, settings, staleness, f"{name}, lent" if lend else name, judged=judge > 0)
 
@@ -170,7 +174,8 @@ def three_roles(
     trace: Trace, cluster: Cluster, train: int, staleness: int, how: Literal["greedy", "adaptive"], *, lend: bool = True
 ) -> Outcome:
     """``disaggregated``, but the devices that do not train move between sampling and judging (``split``)."""
-    settings = Placement(type="disaggregated", trainers=train, split=how, staleness=staleness, lend=lend)
+    roles = {"trainers": train, "split": how, "staleness": staleness, "lend": lend}
+    settings = cluster.settings.with_roles(type="disaggregated", **roles)
     name = f"three roles {cluster.devices - train}+{train}, {how}"
     return sampled_ahead(trace, cluster, settings, staleness, name if lend else f"{name}, not lent")
 
