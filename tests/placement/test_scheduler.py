@@ -43,7 +43,7 @@ def work(seed):
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_replayed_durations_of_a_real_run_give_the_same_decisions(placement):
     settings = Placement(sleep=True, **placement)
-    devices, replayed = SleepingDevices(DEVICES, settings, PRICE), Replayed(DEVICES, PRICE)
+    devices, replayed = SleepingDevices(DEVICES, settings, PRICE), Replayed(DEVICES, PRICE, settings=settings)
     state = starting(settings, DEVICES)
     try:
         for step in range(4):
