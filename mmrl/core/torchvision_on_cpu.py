@@ -34,8 +34,10 @@ def allow_cpu_only() -> None:
     """
     if "torchvision" not in sys.modules and not _kept and not any(isinstance(f, _Hook) for f in sys.meta_path):
         sys.meta_path.insert(0, _Hook())
-    if "torchaudio" not in sys.modules and (folder := _folder("torchaudio")) and _needs_cuda(folder / "lib"):
-        sys.modules["torchaudio"] = None  # type: ignore[assignment]  # the import system's mark for "not there"
+    if "torchaudio" not in sys.modules and (folder := _folder("torchaudio")):
+        own = folder / "lib"
+        if _names_cuda(own) or ("torch" in sys.modules and _needs_cuda(own)):
+            sys.modules["torchaudio"] = None  # type: ignore[assignment]  # the import system's mark for "not there"
 
 
 class _Hook(importlib.abc.MetaPathFinder):
@@ -58,6 +60,15 @@ class _Hook(importlib.abc.MetaPathFinder):
 def _folder(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _names_cuda(folder: Path) -> bool:
+    """Whether the operators in ``folder`` name torch's library for CUDA, which this torch lacks. It imports no torch,
+    which takes seconds: a server of rewards may need none."""
+    torch = _folder("torch")
+    if torch is None or any((torch / "lib").glob("*torch_cuda*")):
+        return False
+    return any(b"torch_cuda" in path.read_bytes() for path in folder.glob("_torchaudio*"))
 
 
 def _needs_cuda(folder: Path) -> bool:
