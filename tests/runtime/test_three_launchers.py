@@ -81,6 +81,7 @@ class Batch:
 
     def poll(self):
         found = self.cluster.said("scontrol", "show", "job", self.number)
+        assert "Reason=launch_failed" not in found, (self.cluster.folder / "log").read_text()
         self.restarts = int(re.search(r"Restarts=(\d+)", found)[1])
         if (state := re.search(r"JobState=(\w+)", found)[1]) in ("COMPLETED", "FAILED", "CANCELLED"):
             self.returncode = int(state != "COMPLETED")
@@ -101,9 +102,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory):
+def two_hosts():
     """A Slurm of two hosts, and these."""
-    with network(2) as hosts, slurm(tmp_path_factory.mktemp("slurm") / "two", hosts, OMP_NUM_THREADS="1") as cluster:
+    with network(2) as hosts, slurm(hosts, OMP_NUM_THREADS="1") as cluster:
         yield cluster, hosts
 
 
@@ -155,7 +156,7 @@ def test_ray_starts_all_again(whole, tmp_path):
 
 @needed
 def test_slurm_queues_the_job_again(whole, tmp_path):
-    with slurm(tmp_path / "slurm", OMP_NUM_THREADS="1") as cluster:
+    with slurm(OMP_NUM_THREADS="1") as cluster:
         job = Batch(cluster, tmp_path)
         killed(job, tmp_path / "run", lambda: cluster.task(3))
         assert job.restarts == 1
@@ -214,7 +215,7 @@ def test_devices_change_roles_under_each_launcher(name, tmp_path):
     killed(process, out, lambda: process_of("1", children(process.pid), "RANK"), "device 1 of controller 0 of 1")
     same(folders["ray"] / "run", out, 1, 3)
     if not MISSING:
-        with slurm(tmp_path / "slurm-state", OMP_NUM_THREADS="1") as cluster:
+        with slurm(OMP_NUM_THREADS="1") as cluster:
             job = Batch(cluster, folders["slurm"], ROLES[name])
             printed = job.communicate(timeout=400)[0]
         assert job.returncode == 0, printed

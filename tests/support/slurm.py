@@ -12,6 +12,8 @@ import subprocess
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -100,8 +102,13 @@ class Slurm:
 
 
 @contextmanager
-def slurm(folder, hosts=(), **environ):
+def slurm(hosts=(), **environ):
     """A ``Slurm`` of the loopback, or of one node for each of ``hosts``; ``environ``: more variables of its jobs."""
+    with TemporaryDirectory(prefix="slurm-") as short:  # a socket's path has 107 characters at most
+        yield from _in(Path(short), hosts, environ)
+
+
+def _in(folder, hosts, environ):
     names = {f"node{i}": host for i, host in enumerate(hosts)} or {"localhost": None}
     for name in ("state", *(f"spool-{node}" for node in names)):
         (folder / name).mkdir(parents=True)
