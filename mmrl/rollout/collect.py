@@ -92,8 +92,9 @@ def credit(
     ``groups`` and what was ``prepared``. Returns the step's metrics of both.
 
     The objective computes the advantages (``advantages_of``): by default of the rewards of each group. A sample whose
-    reward failed has the reward NaN: it gets weight 0, and the statistics of its group are those of the others. Rewards
-    are float64; advantages, weights and log-probs are float32 in any ``model.dtype``.
+    reward failed has the reward NaN: it gets weight 0, and the statistics of its group are those of the others. A group
+    in which all have failed adds nothing. Rewards are float64; advantages, weights and log-probs are float32 in any
+    ``model.dtype``.
     """
     rewards, algorithm = rewards_of(context, groups), context.recipe.algorithm
     parts = {label: groups.column(lambda s, label=label: s.parts[label]) for label in context.rewards.labels}
@@ -214,8 +215,8 @@ def span_rewards(context: StepContext, batch: Batch, groups: Groups) -> Tensor |
 
 
 def said_by_rewards(context: StepContext, batch: Batch, groups: Groups) -> dict[str, Tensor]:
-    """The log-probs ``[B, T]`` that teachers which are rewards gave to written tokens, by ``column_name``; NaN for all
-    others, and for samples whose reward failed."""
+    """Some teachers are served as rewards. Returns, by ``column_name``, the log-probs ``[B, T]`` that each gave to the
+    written tokens; NaN for other tokens, and for samples whose reward failed."""
     out: dict[str, Tensor] = {}
     for label in {teacher.reward for teacher in context.recipe.teacher if teacher.reward}:
         column = torch.full((len(batch.places), max(t.width for t in batch.texts)), torch.nan)

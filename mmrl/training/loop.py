@@ -5,7 +5,8 @@ in one forward and backward pass. The program branches only on the kind of objec
 the gradients on one or several devices (``mmrl.placement``).
 
 Numbers alone cross between the controllers (``context.controller``): the loss denominator of an update, the rewards
-of every sample, means of metrics; and the gradients, which ``device_tasks.apply`` sums before the optimizer step.
+of every sample, sums for statistics over the whole batch, means of metrics; and the gradients, which
+``device_tasks.apply`` sums before the optimizer step.
 Prompts, samples and features stay with the controller that has the slot.
 
 A checkpoint lies between two steps: weights, optimizer and copies of each trained model, and the state of each
@@ -162,8 +163,8 @@ def computed(context: StepContext, micro_batch: MicroBatch, step: int, metrics: 
 
 
 def sampling_weights(context: StepContext, name: str) -> AbstractContextManager[None]:
-    """``Policy.using``. For a copy that samples ahead of training (``staleness``) it uses the snapshot that sampled for
-    this step."""
+    """A context in which the policy has the weights called ``name`` (``Policy.using``). Where a copy samples ahead of
+    training (``staleness``), these are the snapshot that sampled for this step."""
     if context.rollout.strategy.staleness and name in copies_of(context.objective):
         name = snapshot_name(name, context.rollout.strategy.staleness)
     return context.policy.using(name)
