@@ -134,7 +134,7 @@ def trained(arm: str, reward: str, seed: int, folder: Path, words: list[str]) ->
 
 def machine() -> dict[str, Any]:
     """What CPU-seconds are of."""
-    full = environment()
+    full: Any = environment()
     return {"cpu": full["cpu"]["name"], "torch": full["versions"]["torch"], "git": full["git"]}
 
 

@@ -43,6 +43,7 @@ from mmrl.controller.peers import Group
 from mmrl.core.clock import Clock
 from mmrl.core.trajectory import DenoisingRows, Rows
 from mmrl.logging.environment import environment
+from mmrl.models.protocol import of_pictures
 from mmrl.step.batch import Batch, chunks, rows_of_update, samples_of
 from mmrl.step.micro_batches import split_micro_batches
 from mmrl.step.objectives import load_objective
@@ -115,7 +116,7 @@ class Worker:
         made = []
         with run.policy.using(sampler(run.objective, 0)):
             for chunk in chunks(rows, run.recipe.train.micro_batch_size):
-                noisy = run.pipeline.noisy_steps(number)
+                noisy = of_pictures(run.pipeline).noisy_steps(number)
                 made.append(run.pipeline.sample([s for s, _ in chunk], [i for _, i in chunk], noisy, 0))
         pictures = [s.image for t in made for s in run.pipeline.samples(t, frozenset({"image"}))]
         out = Rows.join(made), [np.asarray(p) for p in pictures]
@@ -132,7 +133,7 @@ class Worker:
         """Train on rows that came through the object store."""
         run, n = self.run, len(advantages)
         self.moved += nbytes((rows, []))
-        lengths = torch.full((n,), float(run.objective.entries or len(run.pipeline.noisy_steps(0))))
+        lengths = torch.full((n,), float(run.objective.entries or len(of_pictures(run.pipeline).noisy_steps(0))))
         places = [(0, i) for i in range(n)]
         batch = Batch([rows], places, advantages.clone(), torch.ones(n), lengths, self.keys)
         total = run.controller.count(run.objective.loss_denominator(batch.weights, batch.lengths))

@@ -193,7 +193,7 @@ def ours_per_sample(context: StepContext) -> Arm:
                     None,
                     None,
                     do_classifier_free_guidance=False,
-                    max_sequence_length=context.recipe.sampling.max_sequence_length,
+                    max_sequence_length=context.recipe.denoising.max_sequence_length,
                 )
                 for text, e, p in zip(texts, embeds, pooled, strict=True):
                     context.pipeline.features.put(text, {"embeds": e, "pooled": p})

@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def of_transformers(path: str, chats: Sequence[list[dict[str, str]]], most: int)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     answers: list[list[int]] = []
     gaps: list[float] = []
     for chat in chats:

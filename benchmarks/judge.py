@@ -125,8 +125,8 @@ def one_round(context: StepContext, step: int, judge: int) -> tuple[Row, Round]:
 def check_same(rounds: Mapping[str, Round]) -> None:
     """Raise ``ValueError`` where the arms did not sample the same tokens or got other scores for them."""
     a, b = rounds.values()
-    tokens = zip(a.micro_batches, b.micro_batches, strict=True)
-    if not all(torch.equal(x.tokens, y.tokens) for x, y in tokens):
+    written: Any = zip(a.micro_batches, b.micro_batches, strict=True)
+    if not all(torch.equal(x.tokens, y.tokens) for x, y in written):
         raise ValueError("the arms sampled different tokens, so they did not do the same work")
     if not all(torch.allclose(a.scores.parts[k], b.scores.parts[k], equal_nan=True) for k in a.scores.parts):
         raise ValueError("the judge scored the same samples otherwise in the other arm")

@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -144,7 +145,7 @@ def sentences(path: str, subjects: Sequence[str]) -> list[tuple[str, str]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     made: list[tuple[str, str]] = []
     for start in range(0, len(subjects), 25):
         part = subjects[start : start + 25]

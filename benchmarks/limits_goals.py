@@ -58,7 +58,7 @@ def pictures(place: Place) -> dict[str, Any]:
 
         def draw(context: StepContext = context, asked: Any = asked) -> None:
             with torch.no_grad():
-                context.pipeline.sample(*asked, (), 0)
+                context.pipeline.sample(asked[0], asked[1], (), 0)
 
         for label, work in (("update", slices.backward), ("sampling", draw)):
             reached, milliseconds = share(place, work)
@@ -116,7 +116,7 @@ def decoded(place: Place, folder: Path, rows: int, length: int) -> dict[str, Any
     context.pipeline.encode(prompts)
     every = samples_of(prompts, 4)
     asked = [slot for slot, _ in every], [name for _, name in every]
-    seconds = timed(place, lambda: context.pipeline.sample(*asked, (), 0), 1)
+    seconds = timed(place, lambda: context.pipeline.sample(asked[0], asked[1], (), 0), 1)
     weights = sum(p.numel() for p in context.policy.module.parameters()) * 2
     closed(context)
     return {

@@ -146,7 +146,8 @@ def flow_grpo(place: Place) -> dict[str, Any]:
 
 def their_slice(peer: Any, slices: Slices, place: Place) -> Callable[[], torch.Tensor]:
     """Forward, reference and backward of the first recorded step; returns the log-probs."""
-    context, rows = slices.context, slices.micro_batches[0].rows
+    context = slices.context
+    rows: Any = slices.micro_batches[0].rows
     pipeline: Any = context.pipeline
     sampling, pipe = context.recipe.denoising, pipeline.adapter.pipe
     pipe.scheduler.set_timesteps(sampling.steps, device=place.device)

@@ -50,7 +50,7 @@ def decoding(place: Place) -> dict[str, Any]:
         context.pipeline.encode(slots)
         every = samples_of(slots, 4)
         asked = [slot for slot, _ in every], [name for _, name in every]
-        told(f"{label}, tokens/s", lambda c=context, a=asked: sum(c.pipeline.sample(*a, (), 0).responses))
+        told(f"{label}, tokens/s", lambda c=context, a=asked: sum(c.pipeline.sample(a[0], a[1], (), 0).responses))
         pipeline: Any = context.pipeline
         keys = [key_of(slot.prompt) for slot in asked[0]]
         inputs = pipeline._inputs(keys, [pipeline.features.get(key) for key in keys])

@@ -30,6 +30,7 @@ from torch import Tensor
 import mmrl
 from mmrl.core.clock import Clock
 from mmrl.core.randomness import noise
+from mmrl.models.protocol import of_pictures
 from mmrl.step.step_context import StepContext
 
 PACKAGE = "src/flow_factory"
@@ -122,7 +123,7 @@ class Theirs:
         self._score = score or jpeg()
         recipe, train = context.recipe, context.recipe.train
         self.batches = -(-train.prompts_per_step * train.group_size // train.micro_batch_size)
-        window = len(context.pipeline.noisy_steps(0))
+        window = len(of_pictures(context.pipeline).noisy_steps(0))
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=self.batches * window)
         algorithm: Any = recipe.algorithm
         settings = recipe.denoising
@@ -155,7 +156,7 @@ class Theirs:
         pipe.encode_prompt = partial(pipe.encode_prompt, max_sequence_length=length)  # for the 256 of its default
         pipe.scheduler = self.peer.FlowMatchEulerDiscreteSDEScheduler(
             noise_level=self.run.recipe.denoising.sde.noise_level,
-            sde_steps=self.run.pipeline.noisy_steps(0),
+            sde_steps=own.noisy_steps(0),
             **{k: v for k, v in pipe.scheduler.config.items() if not k.startswith("_")},
         )
         pipe.scheduler.register_to_config(use_flow_sigmas=True)  # the scheduler's levels, for its own from 1 to 1/steps
@@ -203,7 +204,7 @@ class Theirs:
     def iterate(self, step: int, clock: Clock) -> None:
         """One iteration with the phases of ours, but that ``sample`` holds ``decode``."""
         trainer, scheduler = self.trainer, self.adapter.scheduler
-        scheduler._sde_steps = torch.tensor(self.run.pipeline.noisy_steps(step))
+        scheduler._sde_steps = torch.tensor(of_pictures(self.run.pipeline).noisy_steps(step))
         trainer.epoch = step
         batches = [slots for slots, _ in micro_batches(self.run, step)]
         texts = [[slot.prompt.text for slot in slots] for slots in batches]

@@ -26,6 +26,7 @@ from torch import Tensor
 from mmrl.algorithms import sde
 from mmrl.core.clock import Clock
 from mmrl.core.randomness import noise
+from mmrl.models.protocol import of_pictures
 from mmrl.step.step_context import StepContext
 
 PATCH = "flow_grpo/diffusers_patch"
@@ -123,7 +124,7 @@ class Theirs:
         self.pipe.set_progress_bar_config(disable=True)
         self.encoders = adapter.text_encoders
         self.tokenizers = [capped(t) for t in (self.pipe.tokenizer, self.pipe.tokenizer_2, self.pipe.tokenizer_3)]
-        settings = context.recipe.sampling
+        settings = context.recipe.denoising
         self.config = SimpleNamespace(
             train=SimpleNamespace(cfg=False),
             sample=SimpleNamespace(guidance_scale=1.0, noise_level=settings.sde.noise_level, sde_type="sde"),
@@ -137,13 +138,13 @@ class Theirs:
         self.tracker = peer.PerPromptStatTracker(global_std=True)
 
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        length = self.run.recipe.sampling.max_sequence_length
+        length = self.run.recipe.denoising.max_sequence_length
         return self.peer.compute_text_embeddings(texts, self.encoders, self.tokenizers, length, torch.device("cpu"))
 
     def sample(self, embeds: Tensor, pooled: Tensor, step: int, latents: Tensor | None = None) -> dict[str, Any]:
         """A micro-batch through the peer's pipeline, as its script keeps it. ``latents``: the initial noise."""
-        settings = self.run.recipe.sampling
-        actions = self.run.pipeline.noisy_steps(step)
+        settings = self.run.recipe.denoising
+        actions = of_pictures(self.run.pipeline).noisy_steps(step)
         images, states, log_probs, timesteps = self.peer.pipeline_with_logprob(
             self.pipe,
             prompt_embeds=embeds,

@@ -172,7 +172,8 @@ def train(context: StepContext, evaluated: Callable[[Any, int], bool], out: Path
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     recipe = context.recipe
-    train, optim, algorithm = recipe.train, recipe.optim, recipe.algorithm
+    train, optim = recipe.train, recipe.optim
+    algorithm: Any = recipe.algorithm
     config = GRPOConfig(
         output_dir=str(out),
         per_device_train_batch_size=train.micro_batch_size,

@@ -100,13 +100,14 @@ def opened(load: str) -> Iterator[tuple[StepContext, MultiDevice]]:
     cores = os.sched_getaffinity(0)
     try:
         controller = joined(loaded, 0, port)
+        peers: Any = controller.peers
         connections = listener.accept(1)
         devices = MultiDevice([RemoteWorker(1, connections[0])], loaded.recipe.placement)
         run = build(loaded.recipe, controller, devices)
         devices.open(run)
         yield run, devices
         devices.close()
-        controller.peers.close()
+        peers.close()
     finally:
         worker.kill()
         os.sched_setaffinity(0, cores)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 SAMPLES = 1024
 OTHER_SAMPLES = 360
@@ -123,8 +124,8 @@ def frechet(a, b) -> float:
     import numpy
     import scipy.linalg
 
-    root = scipy.linalg.sqrtm(numpy.cov(a.T) @ numpy.cov(b.T)).real
-    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + numpy.trace(numpy.cov(a.T) + numpy.cov(b.T) - 2 * root))
+    root: Any = scipy.linalg.sqrtm(numpy.cov(a.T) @ numpy.cov(b.T))
+    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + numpy.trace(numpy.cov(a.T) + numpy.cov(b.T) - 2 * root.real))
 
 
 def of_seeds(rows: Mapping[str, Mapping[str, float]], keys: Sequence[str]) -> list[str]:
@@ -189,7 +190,7 @@ def draw_images(runs: list[Path], folder: Path) -> None:
         json.loads(p.read_text())["samples"] for p in (min(samples.glob("*.json")), max(samples.glob("*.json")))
     )
     images = [[Image.open(samples / row["file"]).convert("RGB") for row in rows] for rows in (first, last)]
-    before_after(*images, [row["prompt"] for row in first], columns=6).save(folder / "before_after.png")
+    before_after(images[0], images[1], [row["prompt"] for row in first], columns=6).save(folder / "before_after.png")
 
 
 def main() -> None:

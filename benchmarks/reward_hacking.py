@@ -85,7 +85,9 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     jobs = [(arm, seed) for seed in given.seeds for arm in given.arms]
     with ThreadPoolExecutor(given.jobs) as pool:
-        results = dict(zip(jobs, pool.map(lambda job: trained(*job, given.out, given.overrides), jobs), strict=True))
+        results = dict(
+            zip(jobs, pool.map(lambda job: trained(job[0], job[1], given.out, given.overrides), jobs), strict=True)
+        )
     print(table({arm: [results[arm, seed] for seed in given.seeds] for arm in given.arms}))
     if given.json:
         rows = [{"arm": arm, "seed": seed, **run} for (arm, seed), run in results.items()]
