@@ -16,6 +16,7 @@ import time
 
 import torch
 from PIL import Image
+from stepping import quartiles
 
 from mmrl.config.schema import Reward
 from mmrl.core.reward_contract import Context
@@ -82,7 +83,8 @@ def main() -> None:
             found[name].append(rate(asked.seconds, rewards, given))
     base = statistics.median(launches for launches, _ in found["no reward"])
     for name, rows in found.items():
-        low, middle, high = statistics.quantiles([launches for launches, _ in rows], n=4, method="inclusive")
+        of = quartiles([launches for launches, _ in rows])
+        low, middle, high = of["q1"], of["median"], of["q3"]
         batches = statistics.median(count for _, count in rows)
         print(
             f"{name:13} {middle:11,.0f} launches/s ({low:,.0f} to {high:,.0f}), {middle / base:.2f} of those without; "

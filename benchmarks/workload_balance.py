@@ -36,16 +36,15 @@ import stepping
 import torch
 from stepping import CPU, Arm, spread
 
-import mmrl.step.batch
 from mmrl.app.build import build
 from mmrl.config.loader import load_recipe
 from mmrl.controller.workload_balance import LAUNCH, pack, packing_cost, padded
 from mmrl.core.clock import Clock
-from mmrl.core.trajectory import Rows
+from mmrl.core.trajectory import Rows, TextRows, text_rows
 from mmrl.logging.environment import environment
 from mmrl.rollout.collect import collect_batch
 from mmrl.step.batch import Batch, chunks
-from mmrl.step.micro_batches import parts, split_micro_batches
+from mmrl.step.micro_batches import micro_batches_of, sizes_of
 from mmrl.step.step_context import StepContext
 from mmrl.step.step_metrics import StepMetrics
 
@@ -67,21 +66,21 @@ def sampled(context: StepContext) -> Batch:
 
 def long_tailed(context: StepContext, batch: Batch, median: float, sigma: float, longest: int) -> Batch:
     """``batch`` with responses of random tokens, of lognormal length up to ``longest``."""
-    rng, whole = random.Random(0), Rows.join(batch.micro_batches)
+    rng, whole = random.Random(0), text_rows(Rows.join(batch.micro_batches))
     lengths = [min(longest, max(1, round(rng.lognormvariate(math.log(median), sigma)))) for _ in range(len(whole))]
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)).float()
-    tokens = torch.randint(0, 60, mask.shape, generator=torch.Generator().manual_seed(0)) * mask.long()
-    rows = replace(whole, clean=tokens, mask=mask, log_probs=torch.zeros_like(mask))
+    asked = [(key, context.pipeline.features.get(key)["input_ids"]) for key in whole.features]
+    drawn = torch.randint(0, 60, (sum(lengths),), generator=torch.Generator().manual_seed(0)).split(lengths)
+    cut, none = torch.zeros(len(whole), dtype=torch.bool), [torch.zeros(n) for n in lengths]
+    rows = TextRows.answers(whole.slots, whole.ids, asked, drawn, cut, none)
     places = [(0, n) for n in range(len(whole))]
-    return replace(batch, micro_batches=[rows], places=places, lengths=mask.sum(1), prepared={})
+    return replace(batch, micro_batches=[rows], places=places, lengths=torch.tensor(lengths).float(), prepared={})
 
 
 def update(context: StepContext, batch: Batch, way: Any) -> torch.Tensor:
     """All forward and backward passes of an update with micro-batches cut by ``way``; its gradient ``[n]``."""
-    mmrl.step.batch.pack = way
-    rows = list(range(len(batch.places)))
+    own = way(sizes_of(context.pipeline, batch), context.recipe.train.micro_batch_size)
     total = context.objective.loss_denominator(batch.weights, batch.lengths)
-    for micro_batch in split_micro_batches(context, batch, rows):
+    for micro_batch in micro_batches_of(context, batch, own, len(own)):
         new = context.pipeline.replay(
             micro_batch.rows, micro_batch.entries, context.objective.needs, context.policy.using
         )
@@ -109,8 +108,7 @@ def compare(context: StepContext, batch: Batch, repeats: int, launch: float) -> 
         return one
 
     seconds = stepping.measure({name: arm(way) for name, way in ways.items()}, repeats)
-    found = [parts(context.pipeline, t) for t in batch.micro_batches]
-    sizes = [found[m][i] for m, i in batch.places]
+    sizes = sizes_of(context.pipeline, batch)
     out: dict[str, Any] = {"rows": len(sizes), "gradient_gap": gap, "arms": {}}
     for name, way in ways.items():
         made = way(sizes, context.recipe.train.micro_batch_size)
@@ -151,7 +149,7 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--json", type=Path, help="write every single figure here")
     arguments = made.parse_args(words)
     torch.set_num_threads(1)
-    loaded = load_recipe(["sums"], [f"train.prompts_per_step={arguments.prompts}"])
+    loaded = load_recipe(["sums"], [f"train.prompts_per_step={arguments.prompts}", "train.packing=false"])
     run = build(loaded.recipe)
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
