@@ -18,7 +18,7 @@ from mmrl.report.html import write_report
 from tests.support import recipes, tiny
 from tests.support.cli import mmrl as run_command
 from tests.support.ranks import Command, free_port
-from tests.support.ray_runs import alike, ended
+from tests.support.runs import alike, ended
 from tests.support.sweep import RECIPE, REWARDS
 
 KILLING = """

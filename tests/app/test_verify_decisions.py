@@ -10,7 +10,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.core.errors import UserError
 from mmrl.logging.rundir import RunDir
 from mmrl.report.timeline import timeline
-from tests.support import ray_runs
+from tests.support import runs
 from tests.support.cli import mmrl
 from tests.support.three_roles import JUDGE
 
@@ -68,11 +68,11 @@ def test_a_real_run_decides_as_its_log_says(tmp_path, capsys, controllers, place
     words = [*SMALL, "eval.every=null", "checkpoint.every=1", f'rewards=[{{name: "{judge}:score", batch_size: 4}}]']
     words += [f"controllers={controllers}", f"devices_per_controller={3 if controllers == 1 else 2}"]
     words += ["train.steps=4", f"placement={placement}"]
-    process = ray_runs.train("sums", out, *words)
-    ray_runs.wait_for(process, out, 2)
+    process = runs.train("sums", out, *words)
+    runs.wait_for(process, out, 2)
     process.send_signal(signal.SIGINT)
-    ray_runs.ended(process)
-    ray_runs.run("sums", out, *words, "--resume")  # another process, and the policy goes on where it was
+    runs.ended(process)
+    runs.run("sums", out, *words, "--resume")  # another process, and the policy goes on where it was
     assert mmrl("verify", str(out), "--decisions") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("and 4 decisions between steps are the same, until step 4") == controllers

@@ -11,7 +11,7 @@ from mmrl.config.loader import RecipeError
 from mmrl.config.replicas import devices_of_workers, has_replicas, in_workers
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.planner.device_roles import rows
-from tests.support import judging, ray_runs
+from tests.support import judging, runs
 from tests.support.planning import planned_in_short
 from tests.support.replicas import EXAMPLE, JUDGE, SHORT, TWO, metrics, recipe
 
@@ -109,7 +109,7 @@ class Spread(OwnCopy):
         words = [f"devices_per_controller={1 + 2 * size}", "placement={type: disaggregated, trainers: 1}"]
         options = f"rollout={{engine: '{engine}:Spread', options: {{tensor_parallel_size: {size}}}}}"
         out = tmp_path / f"run-{size}"
-        code, said = ray_runs.ended(ray_runs.train("sums", out, *SHORT, *words, options))
+        code, said = runs.ended(runs.train("sums", out, *SHORT, *words, options))
         assert code == 0, said
         found.append(metrics(out))
     assert len(found[0]) == 3
@@ -146,13 +146,13 @@ def test_real_vllm_on_two_devices_survives_the_loss_of_one_of_its_processes(tmp_
         engine = (
             f"rollout={{engine: vllm_server, weight_transport: {transport}, options: {{tensor_parallel_size: {size}}}}}"
         )
-        process = ray_runs.train("sums", out, *SHORT, "train.steps=4", "eval.every=null", *words, engine)
+        process = runs.train("sums", out, *SHORT, "train.steps=4", "eval.every=null", *words, engine)
         if killed:
             while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
                 assert process.poll() is None
                 time.sleep(0.5)
             kill_one(process.pid, "VLLM::Worker_TP1")
-        code, said = ray_runs.ended(process, timeout=1800)
+        code, said = runs.ended(process, timeout=1800)
         assert code == 0, said
         assert ("the rollout engine is started again" in said) == killed, said
         found.append(metrics(out))
@@ -180,7 +180,7 @@ def test_a_real_judge_on_two_devices_says_what_one_on_one_says(tmp_path):
         asked = f"rubric: '{{{{ response }}}}', model: {{vllm: {model}, args: {args}}}"
         judge = f"rewards=[{{name: judge, timeout: 900, options: {{{asked}}}}}]"
         out = tmp_path / f"run-{size}"
-        code, said = ray_runs.ended(ray_runs.train("sums", out, *SHORT, *words, judge), timeout=1800)
+        code, said = runs.ended(runs.train("sums", out, *SHORT, *words, judge), timeout=1800)
         assert code == 0, said
         found.append([row["reward/mean"] for row in metrics(out)])
     assert found[1] == pytest.approx(found[0], abs=1e-3)

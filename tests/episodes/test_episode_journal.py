@@ -19,7 +19,7 @@ from mmrl.core.episode import Observation
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import SampleId
 from mmrl.episodes.journal import FOLDER, Journal, Kept
-from tests.support import ray_runs
+from tests.support import runs
 from tests.support.episode_journal import calls, play, section, worlds  # noqa: F401
 from tests.support.episodes import SMALL, figures
 
@@ -171,27 +171,27 @@ def test_unfinished_episodes_go_on_with_other_numbers_of_controllers(worlds):
     environment = section(worlds, options={"log": str(worlds / "calls"), "seconds": 0.05}, workers=2)
     changes = [*SMALL, environment, "rewards=[{name: environment}]", "checkpoint.every=1", "eval.every=null"]
     changes += ["train.steps=4", "optim.schedule=constant"]
-    code, said = ray_runs.ended(ray_runs.train("sums", worlds / "whole", *changes), timeout=600)
+    code, said = runs.ended(runs.train("sums", worlds / "whole", *changes), timeout=600)
     assert code == 0, said
     run = worlds / "run"
     for controllers, steps in ((1, 1), (2, 2)):
         more = [f"controllers={controllers}", *(["--resume"] if steps > 1 else [])]
-        process = ray_runs.train("sums", run, *changes, *more)
-        wait_for(process, lambda steps=steps: len(ray_runs.rows(run)) >= steps)
+        process = runs.train("sums", run, *changes, *more)
+        wait_for(process, lambda steps=steps: len(runs.rows(run)) >= steps)
         noted = len(calls(worlds))
         wait_for(process, lambda noted=noted: len(calls(worlds)) >= noted + 8)
-        left = ray_runs.children(process.pid)
+        left = runs.children(process.pid)
         process.kill()
         process.wait()
         for other in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 other.kill()
         assert not psutil.wait_procs(left, timeout=60)[1]
-    assert len(ray_runs.rows(run)) == 2
-    code, said = ray_runs.ended(ray_runs.train("sums", run, *changes, "controllers=1", "--resume"), timeout=600)
+    assert len(runs.rows(run)) == 2
+    code, said = runs.ended(runs.train("sums", run, *changes, "controllers=1", "--resume"), timeout=600)
     assert code == 0, said
     assert told(run) == told(worlds / "whole")
-    for row, other in zip(ray_runs.rows(worlds / "whole"), ray_runs.rows(run), strict=True):
+    for row, other in zip(runs.rows(worlds / "whole"), runs.rows(run), strict=True):
         for name in ("reward/mean", "episode/turns", "episode/reward", "episode/failed", "text/length", "policy/loss"):
             assert row[name] == pytest.approx(other[name], abs=1e-5), name
 

@@ -97,8 +97,7 @@ def test_ranks_that_share_rows_have_the_gradients_and_log_probs_of_one(family, l
 @pytest.mark.long  # in short: the gradients of ranks that share rows, above
 @pytest.mark.slow
 def test_a_run_that_shares_rows_learns_as_one_process_which_goes_on_from_it(tmp_path):
-    pytest.importorskip("ray")
-    from tests.support.ray_runs import alike
+    from tests.support.runs import alike
     from tests.support.sharded_devices import same_beginning, sampled
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -23,7 +23,7 @@ from tests.support.megatron_experts import (  # noqa: F401
     of_one,
     test_divided_experts_have_the_gradients_and_log_probs_of_the_whole,
 )
-from tests.support.ray_runs import alike, rows, run
+from tests.support.runs import alike, rows, run
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -75,7 +75,6 @@ def test_an_engine_is_given_each_expert_by_its_name_in_a_checkpoint(tmp_path):
 @pytest.mark.long
 def test_a_run_goes_on_in_shards_and_over_other_devices(tmp_path):
     pytest.importorskip("megatron.core")
-    pytest.importorskip("ray")
     path, reward = mixture(tmp_path / "model"), tmp_path / "long.py"
     reward.write_text(LONG)
     words = [f"model.path={path}", f'rewards=[{{name: "{reward}:score"}}]', *SMALL]

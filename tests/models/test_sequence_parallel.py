@@ -146,7 +146,7 @@ SMALL += ["eval.every=2", "eval.samples=3", "checkpoint.every=2", "sampling.step
 @pytest.mark.slow
 def test_a_run_of_two_devices_that_share_clips_is_that_of_one(tmp_path):
     pytest.importorskip("ray")
-    from tests.support.ray_runs import alike, placed, run
+    from tests.support.runs import alike, placed, run
 
     (reward := tmp_path / "bright.py").write_text(BRIGHT)
     words = [*SMALL, f'rewards=[{{name: "{reward}:score"}}]']

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.support.ranks import Command, free_port
-from tests.support.ray_runs import ROOT, SMALL, ended, rows, train
+from tests.support.runs import ROOT, SMALL, ended, rows, train
 
 PATIENCE = 10
 PLANTED = """

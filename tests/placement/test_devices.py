@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.rewards.judging.local import LocalModel
-from tests.support.ray_runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start, train
+from tests.support.runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start, train
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("ray")

@@ -20,7 +20,7 @@ from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_devices import SimulatedTask
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.training.loop import train_step
-from tests.support import ray_runs
+from tests.support import runs
 from tests.support.lending import SMALL, Begins, Slow, Watched, task
 from tests.support.tiny_diffusion import two_blocks
 
@@ -249,19 +249,19 @@ def test_lending_that_cannot_be_is_refused_with_the_edit(changes, message):
 
 @pytest.mark.slow
 def test_a_run_of_processes_with_a_judge_has_the_same_outcome_with_lent_devices(tmp_path):
-    pytest.importorskip("ray")
+    pytest.importorskip("torchvision")
     words = ["train.steps=3", *SMALL[:4], "eval.every=3", "eval.samples=8", "rewards.0.batch_size=4"]
     words += ["sampling.batch_size=4", "train.prompts_per_step=6", "devices_per_controller=3"]
     for lend in ("false", "true"):
         settings = f"placement={{type: disaggregated, lend: {lend}}}"
-        ray_runs.run("shapes-judge", tmp_path / lend, *words, settings)
-    for mine, theirs in zip(*(ray_runs.rows(tmp_path / lend) for lend in ("false", "true")), strict=True):
+        runs.run("shapes-judge", tmp_path / lend, *words, settings)
+    for mine, theirs in zip(*(runs.rows(tmp_path / lend) for lend in ("false", "true")), strict=True):
         for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "policy/ratio_max_dev"):
             assert mine[key] == theirs[key], (mine["step"], key)
     for file in ("weights", "optimizer", "ahead"):
         whole = [tmp_path / lend / "checkpoints" / "step_000003" / f"{file}.safetensors" for lend in ("false", "true")]
         assert whole[0].read_bytes() == whole[1].read_bytes()
-    lines = ray_runs.placed(tmp_path / "true")
+    lines = runs.placed(tmp_path / "true")
     assert {"train", "rollout"} <= {line["role"] for line in lines if line.get("device") == 0}
     said = [line["decision"] for line in lines if "decision" in line]
     assert len(said) == 3

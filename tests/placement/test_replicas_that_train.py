@@ -13,7 +13,7 @@ from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.placement.simulated_devices import MicroBatch
 from mmrl.planner.device_roles import rows, shares
 from mmrl.planner.fit_check import edits
-from tests.support import judging, ray_runs
+from tests.support import judging, runs
 from tests.support.planning import planned, planned_in_short
 from tests.support.replicas import EXAMPLE as OWN
 from tests.support.replicas import JUDGE, MODEL, SHORT, TWO, metrics, recipe
@@ -114,7 +114,6 @@ def test_the_members_of_a_replica_get_no_work_but_training(placement, asked):
 def test_samples_and_gradients_are_those_of_engines_on_one_device(tmp_path, backend):
     """Four devices train; their engines have one device each, or two. With weights in shards the members take part in
     sending them."""
-    pytest.importorskip("ray")
     found = []
     for size in (1, 2):
         engine = tmp_path / str(size) / "engine.py"
@@ -123,8 +122,7 @@ def test_samples_and_gradients_are_those_of_engines_on_one_device(tmp_path, back
         words = ["devices_per_controller=4", f"train.backend={backend}"]
         options = f"rollout={{engine: '{engine}:Spread', options: {{tensor_parallel_size: {size}}}}}"
         out = tmp_path / f"run-{size}"
-        code, said = ray_runs.ended(ray_runs.train("sums", out, *SHORT, "eval.every=null", *words, options))
-        assert code == 0, said
+        runs.run("sums", out, *SHORT, "eval.every=null", *words, options)
         found.append(metrics(out))
         started = len(list(engine.parent.glob("started-*")))  # an engine without a micro-batch does not start
         assert started == 4 // size if backend == "fsdp" else 0 < started <= 4 // size
@@ -143,8 +141,8 @@ def test_real_vllm_servers_on_two_devices_sample_and_judge_before_all_four_train
     judge = f"rewards=[{{name: judge, timeout: 900, options: {{{asked}}}}}]"
     words = ["devices_per_controller=4", "placement={type: partial, judges: 2, sleep: true}", "train.steps=2"]
     out = tmp_path / "run"
-    process = ray_runs.train("sums", out, *SHORT, "eval.every=null", *words, TWO, judge)
-    code, said = ray_runs.ended(process, timeout=1800)
+    process = runs.train("sums", out, *SHORT, "eval.every=null", *words, TWO, judge)
+    code, said = runs.ended(process, timeout=1800)
     assert code == 0, said
     found = metrics(out)
     assert len(found) == 2

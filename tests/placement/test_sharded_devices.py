@@ -15,11 +15,10 @@ from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.planner.plan import plan
 from mmrl.training.loop import backward
 from tests.support import damage
-from tests.support.ray_runs import JUDGED, alike, placed, rows, run
+from tests.support.runs import JUDGED, alike, placed, rows, run
 from tests.support.sharded_devices import same_beginning, sampled
 
 allow_cpu_only()  # before transformers imports torchvision
-pytest.importorskip("ray")
 pytest.importorskip("torchvision")
 
 TWO = ["train.backend=fsdp", "devices_per_controller=2"]

@@ -18,7 +18,7 @@ from mmrl.placement.multi_device import MultiDevice
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask
 from mmrl.placement.tasks import LENT
 from mmrl.training.loop import train_step
-from tests.support import ray_runs
+from tests.support import runs
 from tests.support.lending import SMALL, Begins, Slow, Watched
 from tests.support.three_roles import BRIGHT, JUDGE
 from tests.support.tiny_diffusion import two_blocks
@@ -179,22 +179,22 @@ def test_two_controllers_learn_as_without_moves_though_a_device_is_killed(tmp_pa
     words += [*SMALL, "train.prompts_per_step=8"]  # a controller has more micro-batches than devices that sample
     words += ["train.steps=5", "checkpoint.every=1", "eval.every=null", "optim.lr=1e-4", "optim.warmup_steps=0"]
     for name, how in (("fixed", "judges: 1"), ("lent", "judges: 1, lend: true")):
-        ray_runs.run("sums", tmp_path / name, *words, f"placement={{type: disaggregated, trainers: 1, {how}}}")
+        runs.run("sums", tmp_path / name, *words, f"placement={{type: disaggregated, trainers: 1, {how}}}")
     out = tmp_path / "moved"
-    process = ray_runs.train("sums", out, *words, f"placement={{type: disaggregated, trainers: 1, {THREE}}}")
-    ray_runs.wait_for(process, out, 2)
-    ray_runs.actors(process)[-1].kill()  # one that samples and judges
-    code, said = ray_runs.ended(process)
+    process = runs.train("sums", out, *words, f"placement={{type: disaggregated, trainers: 1, {THREE}}}")
+    runs.wait_for(process, out, 2)
+    runs.actors(process)[-1].kill()  # one that samples and judges
+    code, said = runs.ended(process)
     assert code == 0, said
     assert "all controllers start again after step" in said
     for other in ("lent", "moved"):
-        for mine, theirs in zip(ray_runs.rows(tmp_path / other), ray_runs.rows(tmp_path / "fixed"), strict=True):
+        for mine, theirs in zip(runs.rows(tmp_path / other), runs.rows(tmp_path / "fixed"), strict=True):
             for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
                 assert mine[key] == theirs[key], (other, mine["step"], key)
         for file in ("weights", "optimizer", "ahead"):
             whole = [tmp_path / n / "checkpoints" / "step_000005" / f"{file}.safetensors" for n in ("fixed", other)]
             assert whole[0].read_bytes() == whole[1].read_bytes(), (other, file)
-    lines = ray_runs.placed(out)
+    lines = runs.placed(out)
     assert {line["controller"] for line in lines if line.get("device") == 0 and line["role"] in LENT} == {0, 1}
     assert {line["role"] for line in lines if line.get("device") == 2} >= {"rollout", "judge"}
     assert [line["step"] for line in lines if "decision" in line] == [1, 2, 3, 4, 5]

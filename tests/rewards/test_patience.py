@@ -30,7 +30,7 @@ from mmrl.rewards.patience import Patience, one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rewards.serve import RewardServer
 from mmrl.training.evaluation import summary, unmeasured
-from tests.support import judging, ray_runs
+from tests.support import judging, runs
 from tests.support.ranks import launched
 
 REPO = Path(__file__).resolve().parents[2]
@@ -200,22 +200,22 @@ def test_controllers_stop_together_whoever_was_asked(monkeypatch):
 def test_a_run_that_waits_for_its_rewards_hears_sigterm_and_resumes(tmp_path):
     reward = tmp_path / "gone.py"
     reward.write_text(GONE.format(mark=str(tmp_path / "mark")))
-    words = [*ray_runs.SMALL, f'rewards=[{{name: "{reward}:score", on_failure: drop}}]', "scoring.patience=2h"]
+    words = [*runs.SMALL, f'rewards=[{{name: "{reward}:score", on_failure: drop}}]', "scoring.patience=2h"]
     out = tmp_path / "run"
-    process = ray_runs.train("sums", out, *words)
+    process = runs.train("sums", out, *words)
     seen = ""
     while "asked again in 4" not in seen:
         assert process.returncode is None, seen
         seen += process.stdout.read()
         time.sleep(0.1)
     process.terminate()
-    code, said = ray_runs.ended(process)
+    code, said = runs.ended(process)
     assert code == 128 + signal.SIGTERM, said
     assert "stopped after step 2; continue with:" in said
     (tmp_path / "mark").touch()
-    code, said = ray_runs.ended(ray_runs.train("sums", out, *words, "--resume"))
+    code, said = runs.ended(runs.train("sums", out, *words, "--resume"))
     assert code == 0, said
-    assert [row["step"] for row in ray_runs.rows(out)] == [1, 2, 3, 4]
+    assert [row["step"] for row in runs.rows(out)] == [1, 2, 3, 4]
 
 
 GONE = """

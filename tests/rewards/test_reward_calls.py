@@ -30,7 +30,7 @@ from mmrl.report.timeline import timeline
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.loading import build, find
 from tests.support import judging
-from tests.support.ray_runs import rows, run
+from tests.support.runs import rows, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from sleeping_devices import SleepingDevices
@@ -201,7 +201,6 @@ def test_recorded_calls_are_the_work_of_a_trace(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_run_is_predicted_from_its_requests(tmp_path):
-    pytest.importorskip("ray")
     said = json.dumps({"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]})
 
     def late(handler, body):

@@ -20,7 +20,7 @@ from mmrl.planner.simulator.simulate import static
 from mmrl.planner.simulator.trace import Trace, Work
 from mmrl.planner.simulator.trace_from_run import read_run
 from tests.support.planning import planned, planned_in_short
-from tests.support.ray_runs import JUDGED, alike, placed, rows, run
+from tests.support.runs import JUDGED, alike, placed, rows, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from sleeping_devices import SleepingDevices
@@ -226,7 +226,7 @@ def test_the_plan_counts_one_judge_that_is_awake(alone, judging):
     ["{type: partial, judges: 2, sleep: true, one_judge: true}", pytest.param("adaptive", marks=pytest.mark.long)],
 )
 def test_two_judges_on_devices_of_their_own_learn_as_on_one_device(tmp_path, placement):
-    pytest.importorskip("ray")
+    pytest.importorskip("torchvision")
     twice = second()
     run("shapes-judge", tmp_path / "one", *JUDGED, *twice)
     run("shapes-judge", tmp_path / "two", *JUDGED, *twice, "devices_per_controller=3", f"placement={placement}")

@@ -20,7 +20,7 @@ from mmrl.rewards.judging.asking import Ask
 from mmrl.rewards.judging.asking import Settings as Asking
 from mmrl.rewards.judging.server import ServedJudge
 from tests.support import judging, tiny
-from tests.support.ray_runs import SMALL, children, ended, rows, train, wait_for
+from tests.support.runs import SMALL, children, ended, rows, train, wait_for
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("vllm")

@@ -20,7 +20,7 @@ from mmrl.core.errors import UserError
 from mmrl.placement import device_tasks
 from mmrl.placement.single_device import SingleDevice
 from mmrl.rollout.async_rollout import AsyncRollout
-from tests.support import ray_runs
+from tests.support import runs
 from tests.support.partial_rollouts import EXTRA, PER_STEP, Room, Sampler, load, replayed, step, watched, write
 
 STEPS = 6
@@ -250,13 +250,13 @@ def test_servers_beside_devices_go_on_with_responses_whatever_the_number_of_cont
     recipe, *words = VLLM
     stages = ("one", "train.steps=4"), ("two", "train.steps=2", "controllers=2"), ("two", "train.steps=4", "--resume")
     for out, *more in stages:
-        code, said = ray_runs.ended(ray_runs.train(recipe, tmp_path / out, *words, *more), timeout=900)
+        code, said = runs.ended(runs.train(recipe, tmp_path / out, *words, *more), timeout=900)
         assert code == 0, said
-    for row, other in zip(ray_runs.rows(tmp_path / "one"), ray_runs.rows(tmp_path / "two"), strict=True):
+    for row, other in zip(runs.rows(tmp_path / "one"), runs.rows(tmp_path / "two"), strict=True):
         for key in ("sampling/stale_age", "sampling/stale_steps", "sampling/in_flight", "text/length", "reward/mean"):
             assert other[key] == row[key], (row["step"], key)
         assert other["optim/grad_norm"] == pytest.approx(row["optim/grad_norm"], rel=1e-3)
         assert row["mismatch/log_prob_gap_max"] < 1e-3 or row["sampling/stale_steps"]
-    assert max(row["sampling/stale_steps"] for row in ray_runs.rows(tmp_path / "one")) > 1
-    ahead = [line for line in ray_runs.placed(tmp_path / "one") if line.get("of", 0) > line["step"]]
+    assert max(row["sampling/stale_steps"] for row in runs.rows(tmp_path / "one")) > 1
+    ahead = [line for line in runs.placed(tmp_path / "one") if line.get("of", 0) > line["step"]]
     assert {line["role"] for line in ahead} == {"rollout"}

@@ -28,7 +28,7 @@ from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.rollout.async_rollout import AsyncRollout
 from mmrl.rollout.dynamic_sampling import DynamicSampling
 from mmrl.training.loop import train_step
-from tests.support.ray_runs import ended, learned, rows, run, same_heldout, train
+from tests.support.runs import learned, rows, run, same_heldout
 from tests.support.tiny_diffusion import two_blocks
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -386,14 +386,13 @@ def test_what_cannot_be_drawn_ahead_is_refused(recipe, overrides, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("controllers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path, controllers):
-    pytest.importorskip("ray")
+    pytest.importorskip("torchvision")
     placement = "placement={type: disaggregated, staleness: 1}"
     loaded = load_recipe(["shapes-judge"], [*JUDGED, placement])
     in_one_process(loaded, tmp_path / "one")
     out = tmp_path / "apart"
     apart = [f"controllers={controllers}", "devices_per_controller=3"]
-    code, said = ended(train("shapes-judge", out, *JUDGED, placement, *apart))
-    assert code == 0, said
+    run("shapes-judge", out, *JUDGED, placement, *apart)
     assert len(learned(out)) == 4
     for mine, theirs in zip(rows(out), rows(tmp_path / "one"), strict=True):
         for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
@@ -411,15 +410,12 @@ def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path,
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_that_drew_ahead_goes_on_with_another_number_of_controllers(tmp_path):
-    pytest.importorskip("ray")
+    pytest.importorskip("torchvision")
     placement, out = "placement={type: disaggregated, staleness: 1}", tmp_path / "whole"
-    code, said = ended(train("shapes-judge", out, *JUDGED, placement, "controllers=2"))
-    assert code == 0, said
+    run("shapes-judge", out, *JUDGED, placement, "controllers=2")
     resumed = tmp_path / "resumed"
-    code, said = ended(train("shapes-judge", resumed, *JUDGED, placement, "controllers=2", "train.steps=2"))
-    assert code == 0, said
-    code, said = ended(train("shapes-judge", resumed, *JUDGED, placement, "--resume"))
-    assert code == 0, said
+    run("shapes-judge", resumed, *JUDGED, placement, "controllers=2", "train.steps=2")
+    run("shapes-judge", resumed, *JUDGED, placement, "--resume")
     for mine, theirs in zip(rows(resumed), rows(out), strict=True):
         assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-3, abs=1e-5)
 
@@ -449,7 +445,6 @@ def reference(request, tmp_path_factory):
     ids=" ".join,
 )
 def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(reference, layout, tmp_path):
-    pytest.importorskip("ray")
     (name, *words), wanted = reference
     run(name, tmp_path, *words, *layout, "train.steps=2")
     run(name, tmp_path, *words, *layout, "--resume")

@@ -5,10 +5,9 @@ import shutil
 import pytest
 
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
-from tests.support.ray_runs import alike, rows, run
+from tests.support.runs import alike, rows, run
 
 allow_cpu_only()  # before transformers imports torchvision
-pytest.importorskip("ray")
 
 PRUNED = [
     *("sampling.steps=4", "sampling.same_initial_noise=false", "model.dtype=float32"),

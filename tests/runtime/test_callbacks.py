@@ -13,7 +13,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.core.signals import Stop
 from mmrl.runtime.actor import packed, unpacked
 from mmrl.training.callbacks import Callbacks
-from tests.support.ray_runs import ROOT
+from tests.support.runs import ROOT
 
 BESIDE = """
 import os, mmrl

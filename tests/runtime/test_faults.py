@@ -9,7 +9,7 @@ import pytest
 from mmrl.core import notices
 from mmrl.runtime import stall_watchdog as pulses
 from mmrl.runtime.stall_watchdog import Sign, StallWatchdog, Stuck, blamed
-from tests.support.ray_runs import SMALL, ended, learned, rows, train
+from tests.support.runs import SMALL, ended, learned, rows, train
 
 HANGS = """
 import os, time

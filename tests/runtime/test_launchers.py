@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -17,8 +18,9 @@ from mmrl.core.errors import UserError
 from mmrl.runtime.external_launch import _on_one_host, _refuse, _told, with_processes
 from mmrl.runtime.launchers import Launched, first_host, hidden_from_each_other, launched, own_device
 from mmrl.runtime.rendezvous import meet
+from tests.support import runs
 from tests.support.ranks import Command, free_port
-from tests.support.ray_runs import ROOT, SMALL, UNHURRIED, children, ended, rows, wait_for
+from tests.support.runs import ROOT, SMALL, UNHURRIED, children, ended, rows, wait_for
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500"}
 SLURM = {
@@ -114,17 +116,7 @@ def test_gpus_that_slurm_hides_from_each_other_are_said():
     assert not hidden_from_each_other(launched(TORCHRUN), "0")
 
 
-def tasks(recipe, out, *words, size=2, each=(), vary=(), **more):
-    """The processes of a job as Slurm would start them. ``each``: words of one process; ``vary``: variables of one."""
-    port = str(free_port())
-    found = []
-    for rank in range(size):
-        slurm = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 1}
-        environ = {**os.environ, "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
-        environ |= {key: str(value) for key, value in (slurm | more).items()} | dict(vary[rank] if vary else {})
-        own = each[rank] if each else ()
-        found.append(Command("mmrl.cli", ["train", recipe, *words, *own, "--out", out], ROOT, environ))
-    return found
+tasks = partial(runs.tasks, size=2)
 
 
 def unhurried(out):

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.ray_runs import (
+from tests.support.runs import (
     actors,
     children,
     ended,

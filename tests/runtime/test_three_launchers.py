@@ -16,7 +16,7 @@ from mmrl.runtime.launch_files import Job
 from mmrl.runtime.launch_files import slurm as script
 from tests.support.hosts import lose, network
 from tests.support.ranks import Command, free_port
-from tests.support.ray_runs import ROOT, actors, children, ended, placed, rows, wait_for
+from tests.support.runs import ROOT, actors, children, ended, placed, rows, wait_for
 from tests.support.slurm import MISSING, needed, slurm, until
 
 allow_cpu_only()  # before transformers imports torchvision

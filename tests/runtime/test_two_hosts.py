@@ -12,7 +12,7 @@ import pytest
 
 from mmrl.config.loader import find_recipe
 from tests.support.hosts import ENVIRONMENT, lose, network, ray
-from tests.support.ray_runs import UNHURRIED, learned, rows
+from tests.support.runs import UNHURRIED, learned, rows
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

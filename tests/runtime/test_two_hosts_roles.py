@@ -15,7 +15,7 @@ import pytest
 
 from mmrl.app.verify.decisions import verify_decisions
 from mmrl.placement.tasks import LENT
-from tests.support import ray_runs
+from tests.support import runs
 from tests.support.hosts import ENVIRONMENT, lose, network, ray
 from tests.support.three_roles import BRIGHT
 
@@ -91,7 +91,7 @@ def test_three_roles_on_two_hosts_learn_as_fixed_roles_on_one(two, tmp_path, rec
         (tmp_path / "bright.py").write_text(BRIGHT)
         small.append(f'rewards=[{{name: "{tmp_path / "bright.py"}:score", batch_size: 4}}]')
     fixed = "placement={type: disaggregated, trainers: 1, judges: 1}"
-    ray_runs.run(recipe, tmp_path / "fixed", *small, "devices_per_controller=3", fixed)
+    runs.run(recipe, tmp_path / "fixed", *small, "devices_per_controller=3", fixed)
     out, moved = (
         tmp_path / "moved",
         "placement={type: disaggregated, trainers: 1, split: adaptive, lend: true, log: true}",
@@ -107,21 +107,21 @@ def test_three_roles_on_two_hosts_learn_as_fixed_roles_on_one(two, tmp_path, rec
     )
     try:
         with half_as_fast(hosts[1]):
-            ray_runs.wait_for(process, out, 2, timeout=600)
+            runs.wait_for(process, out, 2, timeout=600)
             actors(hosts[1])[-1].kill()  # a device that samples and judges
             said, _ = process.communicate(timeout=1200)
     finally:
         process.kill()
     assert process.returncode == 0, said
     assert "all controllers start again after step" in said, said
-    for mine, theirs in zip(ray_runs.rows(out), ray_runs.rows(tmp_path / "fixed"), strict=True):
+    for mine, theirs in zip(runs.rows(out), runs.rows(tmp_path / "fixed"), strict=True):
         for key in ("reward/mean", "optim/grad_norm", "sampling/stale_steps"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), (mine["step"], key)
-    lines = ray_runs.placed(out)
+    lines = runs.placed(out)
     lent = [line for line in lines if line.get("device") == 0 and line.get("role") in LENT]
     assert lent  # where a trainer waits depends on the hosts' speed
     assert [line["step"] for line in lines if "decision" in line] == [1, 2, 3, 4, 5]
     decisions = verify_decisions(out)
     assert decisions.equal, str(decisions)
     assert [one.decided for one in decisions.replays.values()] == [5, 5]
-    print(f"{recipe}: {decisions}, {len(lent)} tasks lent, {[row['optim/grad_norm'] for row in ray_runs.rows(out)]}")
+    print(f"{recipe}: {decisions}, {len(lent)} tasks lent, {[row['optim/grad_norm'] for row in runs.rows(out)]}")

@@ -3,7 +3,7 @@
 import pytest
 
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
-from tests.support.ray_runs import run
+from tests.support.runs import run
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("ray")

@@ -1,6 +1,7 @@
 """Runs of `mmrl train` in processes of their own, for tests that start, kill and read them."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.ranks import Command
+from mmrl.config.loader import load_recipe
+from tests.support.ranks import Command, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 UNHURRIED = """
@@ -111,9 +113,35 @@ def lose_one(out, how, *overrides):
 
 
 def run(recipe, out, *overrides):
-    code, said = ended(train(recipe, out, *overrides))
+    """A whole run; returns what it printed. Processes of several devices are started as Slurm starts them: forked from
+    one that has imported all, they begin in a fraction of the time of Ray's, and compute the same."""
+    first, *others = tasks(recipe, out, *overrides)
+    try:
+        code, said = ended(first)
+    finally:
+        found = [ended(one) for one in others]
     assert code == 0, said
+    assert [code for code, _ in found] == [0] * len(found), found
     return said
+
+
+def tasks(recipe, out, *words, size=None, each=(), vary=(), **more):
+    """The processes of a run as Slurm would start them, ``size`` or as many as its devices. ``each``: words of one
+    process; ``vary``: variables of one."""
+    if size is None:
+        loaded = load_recipe([recipe], [word for word in words if not word.startswith("--")]).recipe
+        size = loaded.controllers * loaded.devices_per_controller
+    if size == 1:
+        return [train(recipe, out, *words)]
+    port = str(free_port())
+    found = []
+    for rank in range(size):
+        slurm = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 1}
+        environ = {**os.environ, "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
+        environ |= {key: str(value) for key, value in (slurm | more).items()} | dict(vary[rank] if vary else {})
+        own = each[rank] if each else ()
+        found.append(Command("mmrl.cli", ["train", recipe, *words, *own, "--out", out], ROOT, environ))
+    return found
 
 
 def placed(out):
