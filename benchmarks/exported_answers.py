@@ -54,9 +54,11 @@ def of_vllm(path: str, chats: Sequence[list[dict[str, str]]], most: int) -> list
         os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     mend()
+    from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
-    engine = LLM(path, dtype="float32", max_model_len=1024, enforce_eager=True, disable_log_stats=True)
+    longest = min(1024, AutoConfig.from_pretrained(path).max_position_embeddings)
+    engine = LLM(path, dtype="float32", max_model_len=longest, enforce_eager=True, disable_log_stats=True)
     outputs = engine.chat(list(chats), SamplingParams(temperature=0, max_tokens=most), use_tqdm=False)
     return [(list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]
 

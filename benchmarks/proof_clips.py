@@ -1,15 +1,15 @@
 """The proof of RL on clips: held-out success before and after, several seeds, with a measure that RL does not see.
 
     python benchmarks/proof_clips.py --seeds 0 1 2 --jobs 2
-    python benchmarks/proof_clips.py --recipe moving-picture --seeds 0 1 2 --jobs 2
+    python benchmarks/proof_clips.py --recipe RECIPE.yaml --seeds 0 1 2 --jobs 2
 
 Every run is resumable: what is finished is not done again. A run trains ``moving-shapes`` (at most 1,200 CPU-seconds of
-RL), or ``moving-picture`` (600), whose clips go on from a given first frame. It then makes the same held-out clips with
-the base model and with the trained one, from the same noise, and prints
+RL), or another recipe on the data set ``motions``. It then makes the same held-out clips with the base model and with
+the trained one, from the same noise, and prints
 
 - success: does the shape move as the caption says, in colour and kind that RL never saw together;
 - looks: colour and kind in every frame, for which RL is not paid;
-- steady (``moving-picture``): does it move evenly and stay what it was in the first frame; RL is not paid for it.
+- steady (where ``eval.rewards`` of the recipe has ``motion:steady``): does it move evenly and stay what it was.
 """
 
 from __future__ import annotations

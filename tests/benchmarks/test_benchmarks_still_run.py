@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+import mmrl
+from mmrl.core.trajectory import Sample, SampleId
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,9 +28,24 @@ class Case(NamedTuple):
 
 CASES = {
     "busy_rows": Case("--rows 4 --samples 10 --shorter 8", "both drew the same 246 tokens"),
+    "controller_bytes": Case("--pixels 32 --controllers 1 --arms ours", "our own processor time "),
     "engine_seeds": Case("--samples 8 --tokens 2 --repeats 1", "without / with: ", ("vllm",)),
     "episode_pace": Case("--loads 1 --samples 4 --repeats 1", "lock step takes "),
+    "exported_answers": Case(
+        "{root}/pipelines/llm/models/sums-qwen3 Compute --tokens 4", "1 of 1 answers have the same tokens", ("vllm",)
+    ),
+    "loading_memory": Case("--ranks 1 --layers 1", "    1 rows   "),
+    "proof_world": Case(
+        "--recipe guess-number --seeds 0 --out {folder}/world train.steps=1 train.prompts_per_step=2 "
+        "train.group_size=2 eval.samples=8",
+        "| 1 | 8.000 | ",
+        ("textarena",),
+    ),
     "reward_process": Case("--seconds 0.2 --repeats 1", "in a process "),
+    "stacked_steps": Case(
+        "shapes-full sampling.steps=4 train.prompts_per_step=1 train.group_size=2 train.micro_batch_size=2 --repeats 1",
+        "2 a forward: ",
+    ),
     "workload_balance": Case("--prompts 2 --repeats 1", "packed / filled: predicted "),
 }
 
@@ -39,7 +57,20 @@ def test_a_benchmark_measures_at_its_smallest_size(name, tmp_path):
     if missing := [package for package in case.needs if importlib.util.find_spec(package) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *case.words.format(folder=tmp_path).split()]
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / f"{name}.py"),
+        *case.words.format(folder=tmp_path, root=ROOT).split(),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     assert case.said in done.stdout, done.stdout
+
+
+def test_the_reward_of_steps_counts_the_finished_ones_that_are_wrong():
+    score, sums = mmrl.load("rewards", f"{ROOT}/benchmarks/sum_steps.py:score"), mmrl.load("datasets", "sums")
+    prompt = sums.prompts("train")[0]
+    steps = prompt.meta["steps"]
+    texts = ["", sums.BREAK.join(["1", "2", "3"]), sums.BREAK.join([steps[0], "2"]), sums.BREAK.join([*steps, "1"])]
+    samples = [Sample(prompt, SampleId(0, 0, 0, n), text=text) for n, text in enumerate(texts)]
+    assert score(samples, context=None) == [0.0, -2.0, 0.0, 0.0]
