@@ -290,6 +290,7 @@ def main() -> None:
     given.cache = given.cache.resolve()
     if given.job != RECIPE and any(arm.startswith("pairs") for arm in given.arms):
         parser.error("the arms with pairs are of pictures; add --arms labels oracle")
+    given.cache.mkdir(parents=True, exist_ok=True)
     if given.one:
         torch.set_num_threads(1)
         run = with_pairs if given.one[0].startswith("pairs") else trained
