@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 import mmrl
-from mmrl.core.packages.places import found
+from mmrl.core.packages.places import found, lacking
 from mmrl.core.reward_contract import Context
 from mmrl.core.torchvision_on_cpu import allow_cpu_only
 from mmrl.core.trajectory import Prompt, Sample, SampleId
@@ -193,6 +194,8 @@ def main() -> None:
     parser.add_argument("--subjects", type=int, default=40)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if missing := lacking(MODEL):
+        sys.exit(missing)
     path = found(MODEL)
     subjects = mmrl.load("datasets", "instructions").SUBJECTS[: given.subjects]
     pairs = sentences(path, subjects)
