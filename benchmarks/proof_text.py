@@ -21,20 +21,19 @@ from proof_shapes import every_seed, of_seeds
 
 from mmrl.rewards.judging.statistics import wilson
 
-SAMPLES = 1024
 KEYS = [f"{when}/{how}" for how in ("sampled", "greedy") for when in ("before", "after")]
 
 
-def measure(out: Path, part: str) -> dict[str, float]:
+def measure(out: Path, part: str, samples: int) -> dict[str, float]:
     """Evaluate the base model and the last checkpoint of a run; kept in ``proof.json``."""
     kept = out / "proof.json"
     if not kept.exists():
-        command = [sys.executable, __file__, "--measure", str(out), "--part", part]
+        command = [sys.executable, __file__, "--measure", str(out), "--part", part, "--samples", str(samples)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return json.loads(kept.read_text())
 
 
-def measure_here(out: Path, part: str) -> None:
+def measure_here(out: Path, part: str, samples: int) -> None:
     """The work of ``measure``, in this process."""
     from mmrl.app.build import restored
     from mmrl.data.loading import load_prompts
@@ -52,13 +51,13 @@ def measure_here(out: Path, part: str) -> None:
             settings = run.recipe.eval.model_copy(update={"temperature": temperature})
             recipe = run.recipe.model_copy(update={"eval": settings})
             run.pipeline.recipe = recipe  # type: ignore[attr-defined]
-            row, made, _ = Evaluator(run, prompts).score(SAMPLES)
+            row, made, _ = Evaluator(run, prompts).score(samples)
             result[f"{name}/{how}"] = row[f"reward/{part}"]
             result[f"{name}/{how}/length"] = mean(len(sample.text or "") for sample in made.samples)
     (out / "proof.json").write_text(json.dumps(result, indent=1))
 
 
-def table(results: dict[int, dict[str, float]]) -> str:
+def table(results: dict[int, dict[str, float]], samples: int) -> str:
     """A row per seed, and mean and standard deviation over seeds."""
     keys = ["cpu_seconds", "steps", *KEYS, "rise/sampled", "rise/greedy"]
     rows = {
@@ -67,9 +66,9 @@ def table(results: dict[int, dict[str, float]]) -> str:
     }
     lines = of_seeds(rows, keys)
     for how in ("sampled", "greedy"):
-        right = [round(r[f"after/{how}"] * SAMPLES) for r in results.values()]
-        shown = ", ".join("{:.3f} to {:.3f}".format(*wilson(k, SAMPLES)) for k in right)
-        lines.append(f"\n95 % intervals after RL, {how}, {SAMPLES} held-out answers a seed: {shown}.")
+        right = [round(r[f"after/{how}"] * samples) for r in results.values()]
+        shown = ", ".join("{:.3f} to {:.3f}".format(*wilson(k, samples)) for k in right)
+        lines.append(f"\n95 % intervals after RL, {how}, {samples} held-out answers a seed: {shown}.")
     return "\n".join(lines)
 
 
@@ -79,14 +78,16 @@ def main() -> None:
     parser.add_argument("--part", default="number/correct", help="the held-out metric that counts, after reward/")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--samples", type=int, default=1024, help="held-out answers a figure")
     parser.add_argument("--out", type=Path, default=Path("runs/proof"))
     parser.add_argument("--measure", type=Path, help="only evaluate this run (used by the command itself)")
     parser.add_argument("overrides", nargs="*", help="a.b=c")
     arguments = parser.parse_args()
     if arguments.measure:
-        measure_here(arguments.measure, arguments.part)
+        measure_here(arguments.measure, arguments.part, arguments.samples)
         return
-    print(table(every_seed(arguments, lambda out: measure(out, arguments.part))))
+    found = every_seed(arguments, lambda out: measure(out, arguments.part, arguments.samples))
+    print(table(found, arguments.samples))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """CPU-seconds (user and system, children included) from the start of a process to what a user waits for.
 
-    OMP_NUM_THREADS=1 python benchmarks/startup.py [--repeats 5] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/startup.py [--repeats 5] [--only NAME] [--json FILE]
 
 ``whole`` is the whole command. Of ``train``, ``first work`` is the moment when the run has loaded everything and begins
 its first computation on data (an evaluation, where the recipe asks for one before the first step), and ``first step``
@@ -89,9 +89,10 @@ def main() -> None:
         return child(sys.argv[1:], written)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=[*CASES], default=[*CASES], help="these commands")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = {name: [measured(arguments) for _ in range(options.repeats)] for name, arguments in CASES.items()}
+    rows = {name: [measured(CASES[name]) for _ in range(options.repeats)] for name in options.only}
     for name, found in rows.items():
         for point in found[0]:
             seconds = sorted(one[point] for one in found)
