@@ -170,7 +170,8 @@ def verdicts(path: str, cases: Sequence[Case], examples: Sequence[tuple[str, str
         model["chat_template"] = "{{ messages[-1].content }}"
         shown = "".join(f"Sentence: {text}\n{line} {answer}\n\n" for text, line, answer in examples)
         rubric = shown + "Sentence: {{ response }}\n{{ prompt }}"
-    judge = build(find("judge"), {"model": model, "rubric": rubric, "answer": {"type": "yes_no"}, "cache": False})
+    answer = {"type": "yes_no", "floor": 0}  # every case has a score, also where another word is likelier than both
+    judge = build(find("judge"), {"model": model, "rubric": rubric, "answer": answer, "cache": False})
     asked = [case.asked if examples is None else case.line for case in cases]
     samples = [
         Sample(Prompt(str(i), question), SampleId(0, i, 0, 0), text=case.text)
