@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -456,6 +457,18 @@ def test_a_judge_writes_its_verdict_and_prose_is_a_failure_never_0(learned):
     assert "is 12, outside 0 to 10" in far
     assert rewards.labels == ["judge"]
     rewards.close()
+
+
+def test_sampling_defaults_of_a_judges_checkpoint_change_no_answer(learned, tmp_path):
+    folder = shutil.copytree(learned, tmp_path / "judge")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    defaults = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 2, "top_k": 1, "suppress_tokens": [*range(40, 60)]}
+    (folder / "generation_config.json").write_text(json.dumps(settings | defaults))
+    for text, options in {"1\n\n3": {"mode": "steps", "rubric": "{{ steps }}"}, "good": {"answer": NUMBER}}.items():
+        plain, other = (judge(path, max_tokens=16, **options) for path in (learned, str(folder)))
+        expected = plain.score([sample(text)], context=Context())
+        assert isinstance(expected["score"][0], float)
+        assert other.score([sample(text)], context=Context()) == expected
 
 
 def test_a_judge_names_wrong_steps_and_their_characters_get_the_penalty(learned):

@@ -308,7 +308,7 @@ def _load_model(path: str, dtype: str, bits: Quantize | None) -> tuple[Any, bool
     """The model alone, frozen and on the CPU, with its layers in ``bits``, and whether it sees."""
     allow_cpu_only()
     import transformers.utils.logging
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     transformers.utils.logging.disable_progress_bar()
     check_files(path)
@@ -316,6 +316,9 @@ def _load_model(path: str, dtype: str, bits: Quantize | None) -> tuple[Any, bool
         config = AutoConfig.from_pretrained(path)
         auto, sees = _class_of(config)
         model = frozen(auto, path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    # Without the checkpoint's sampling defaults: a repetition penalty would keep it from words of the question.
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    model.generation_config = GenerationConfig(eos_token_id=ends)
     if bits:
         quantized(model, bits)
     return model, sees

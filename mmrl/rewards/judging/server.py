@@ -67,6 +67,7 @@ class VllmServer:
         folder = private_folder("mmrl-judge-")
         self.socket_path = folder / "socket"
         given = {"model": path, "served_model_name": NAME, "uds": self.socket_path}
+        given["generation_config"] = "vllm"  # without the checkpoint's sampling defaults, such as a repetition penalty
         given |= {"enable_sleep_mode": True} if self.sleeps else {}
         if python is None and not cuda.is_available():  # as in mmrl.inference.vllm_api
             given |= {"enforce_eager": True, "kv_cache_memory_bytes": CACHE, "enable_chunked_prefill": False}
